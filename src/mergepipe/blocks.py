@@ -1,0 +1,118 @@
+"""The only dtype table, the block grid, byte ranges: the geometry everything else is written in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+DEFAULT_BLOCK_ELEMENTS = 256 * 1024
+
+
+class DTypeKind(StrEnum):
+    """What can be done with the elements of a dtype."""
+
+    FLOAT = "float"  # decodes to float32, can be merged
+    EXACT = "exact"  # integers and booleans: copied, never merged
+    OPAQUE = "opaque"  # known to the format, not decoded by this version
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type: `name` as safetensors spells it, `kernel_code` as the compiled kernels know it (-1: no kernel)."""
+
+    name: str
+    itemsize: int
+    kind: DTypeKind
+    kernel_code: int = -1
+    recipe_name: str = ""
+
+
+F64 = DType("F64", 8, DTypeKind.FLOAT, 0, "float64")
+F32 = DType("F32", 4, DTypeKind.FLOAT, 1, "float32")
+F16 = DType("F16", 2, DTypeKind.FLOAT, 2, "float16")
+BF16 = DType("BF16", 2, DTypeKind.FLOAT, 3, "bfloat16")
+
+_DTYPES = (
+    F64,
+    F32,
+    F16,
+    BF16,
+    *(DType(name, size, DTypeKind.EXACT) for name, size in (
+        ("I64", 8), ("U64", 8), ("I32", 4), ("U32", 4), ("I16", 2), ("U16", 2), ("I8", 1), ("U8", 1), ("BOOL", 1),
+    )),
+    *(DType(name, size, DTypeKind.OPAQUE) for name, size in (
+        ("C64", 8), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("F8_E4M3FNUZ", 1), ("F8_E5M2FNUZ", 1),
+    )),
+)  # fmt: skip
+
+DTYPES: dict[str, DType] = {d.name: d for d in _DTYPES}
+DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Half-open range of bytes `[start, stop)` of one file."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a byte range: [{self.start}, {self.stop})")
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open range of elements `[start, stop)` of one flattened tensor."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a span: [{self.start}, {self.stop})")
+
+    @property
+    def n_elements(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """`Partition(T; s)`: a flattened tensor of `n_elements` cut in blocks of `block_elements`, the last one shorter.
+
+    Laws: the spans are disjoint, in order and cover `[0, n_elements)`; an empty tensor has no block.
+    """
+
+    n_elements: int
+    block_elements: int
+
+    def __post_init__(self) -> None:
+        if self.n_elements < 0 or self.block_elements < 1:
+            raise ValueError(f"not a grid: {self.n_elements} elements in blocks of {self.block_elements}")
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.n_elements // self.block_elements)
+
+    def span(self, index: int) -> Span:
+        """Elements of block `index`."""
+        if not 0 <= index < self.n_blocks:
+            raise IndexError(index)
+        start = index * self.block_elements
+        return Span(start, min(start + self.block_elements, self.n_elements))
+
+    def spans(self) -> Iterator[Span]:
+        """All blocks in order."""
+        return (self.span(i) for i in range(self.n_blocks))
+
+
+def element_count(shape: tuple[int, ...]) -> int:
+    """Number of elements of `shape`; 1 for a 0-d tensor."""
+    return math.prod(shape)

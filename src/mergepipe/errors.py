@@ -1,0 +1,129 @@
+"""The error tree: few classes by what the caller can do, each with one exit code.
+
+    MergePipeError
+    ├── RecipeError        2  what was asked for is wrong: fix the recipe, the option or the plan
+    ├── NotFoundError      3  a path or a named thing does not exist
+    ├── CorruptError       4  a file contradicts itself or its format: replace the file
+    ├── MismatchError      5  sound inputs that do not fit together
+    ├── UnsupportedError   6  understood, and not done: refused before the first write
+    ├── OutputError        7  the output cannot go there: choose another place, or --force
+    ├── StorageError       8  the operating system refused (space, permission, I/O): mend it and retry
+    ├── ConflictError      9  somebody else changed or holds it: look, then retry
+    ├── LimitError        10  a limit that was set (memory, budget) is too small for the job
+    └── InterruptedRunError 130  stopped by the user; nothing was published
+
+Codes (`"checkpoint.header.overlap"`) are append-only and never change their meaning; messages may improve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: what (`code`), where, what was found and needed (`message`), what to do (`hint`)."""
+
+    code: str
+    where: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{head}; {self.hint}" if self.hint else head
+
+
+class MergePipeError(Exception):
+    """Base of every error a user can cause or meet. Holds at least one `Problem`."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, *problems: Problem) -> None:
+        if not problems:
+            raise ValueError("an error needs at least one problem")
+        self.problems: tuple[Problem, ...] = problems
+        super().__init__("\n".join(str(p) for p in problems))
+
+    @classmethod
+    def of(cls, code: str, where: object, message: str, hint: str = "") -> MergePipeError:
+        """Make an error with a single problem."""
+        return cls(Problem(code, str(where), message, hint))
+
+    @property
+    def code(self) -> str:
+        """The code of the first problem."""
+        return self.problems[0].code
+
+
+class RecipeError(MergePipeError):
+    """The request itself is wrong."""
+
+    exit_code = 2
+
+
+class NotFoundError(MergePipeError):
+    """A path or a named thing does not exist."""
+
+    exit_code = 3
+
+
+class CorruptError(MergePipeError):
+    """A file contradicts itself or its format."""
+
+    exit_code = 4
+
+
+class MismatchError(MergePipeError):
+    """Sound inputs that do not fit together."""
+
+    exit_code = 5
+
+
+class UnsupportedError(MergePipeError):
+    """Understood, and not done by this version."""
+
+    exit_code = 6
+
+
+class OutputError(MergePipeError):
+    """The output cannot go there."""
+
+    exit_code = 7
+
+
+class StorageError(MergePipeError):
+    """The operating system refused: no space, no permission, an I/O failure."""
+
+    exit_code = 8
+
+
+class ConflictError(MergePipeError):
+    """Another process changed or holds what this one needs."""
+
+    exit_code = 9
+
+
+class LimitError(MergePipeError):
+    """A limit that was set is too small for the job."""
+
+    exit_code = 10
+
+
+class InterruptedRunError(MergePipeError):
+    """Stopped by the user; nothing was published."""
+
+    exit_code = 130
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return `"did you mean 'x'?"` for the nearest known name, else a list of what is known (shortened)."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    shown = ", ".join(sorted(known)[:12])
+    return f"known: {shown}" + (", ..." if len(known) > 12 else "")
