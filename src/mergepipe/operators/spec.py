@@ -1,0 +1,61 @@
+"""What an operator says of itself before any tensor is seen: its parameters and the models it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+
+class Scope(StrEnum):
+    """Where a parameter may stand in a recipe. A model parameter may also stand globally, as a default for all models."""
+
+    MODEL = "model"
+    GLOBAL = "global"
+
+
+class BaseRole(StrEnum):
+    """What `base_model` is to an operator."""
+
+    REQUIRED = "required"  # deltas are taken against it
+    OPTIONAL = "optional"  # the anchor is base_model, else the first model
+    NONE = "none"  # base_model means nothing and is refused
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter: its type is `bool` or `float`, told by `is_flag`; `low`/`high` bound a number, inclusive unless open."""
+
+    name: str
+    scope: Scope
+    help: str
+    default: float | bool | None = None
+    required: bool = False
+    is_flag: bool = False
+    low: float = -inf
+    high: float = inf
+    low_open: bool = False
+    ignored: bool = False  # accepted for mergekit's sake, changes nothing
+
+    def range_text(self) -> str:
+        """The allowed interval, for error messages and docs: `(0, 1]`."""
+        left = "(" if self.low_open or self.low == -inf else "["
+        right = ")" if self.high == inf else "]"
+        return f"{left}{self.low:g}, {self.high:g}{right}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSpec:
+    """An operator's name, its parameters and the number of experts (models other than the anchor) it takes."""
+
+    name: str
+    title: str
+    source: str
+    base_role: BaseRole
+    parameters: tuple[ParameterSpec, ...]
+    min_experts: int = 1
+    max_experts: int | None = None
+
+    def parameter(self, name: str) -> ParameterSpec | None:
+        """The parameter of that name, or None."""
+        return next((p for p in self.parameters if p.name == name), None)
