@@ -20,7 +20,7 @@ class DTypeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type: `name` as safetensors spells it, `kernel_code` as the compiled kernels know it (-1: no kernel)."""
+    """One element type: `name` as safetensors spells it, `kernel_code` as the kernels know it (-1: no kernel)."""
 
     name: str
     itemsize: int

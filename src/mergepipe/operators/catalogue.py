@@ -18,6 +18,9 @@ def _normalize(default: bool) -> ParameterSpec:
     return ParameterSpec("normalize", Scope.GLOBAL, "divide by the sum of weights", default=default, is_flag=True)
 
 
+_NO_RESCALE = ParameterSpec(
+    "rescale", Scope.GLOBAL, "restore the norm after trimming", default=False, is_flag=True, only_default=True
+)
 _RESCALE = ParameterSpec(
     "rescale", Scope.GLOBAL, "multiply surviving elements by 1/density", default=True, is_flag=True
 )
@@ -38,14 +41,14 @@ OPERATORS: dict[str, OperatorSpec] = {
             "sum of task vectors",
             "Ilharco et al. 2022, arXiv 2212.04089",
             BaseRole.REQUIRED,
-            (_WEIGHT, _normalize(False), _LAMBDA, _INT8_MASK),
+            (_WEIGHT, _normalize(False), _NO_RESCALE, _LAMBDA, _INT8_MASK),
         ),
         OperatorSpec(
             "ties",
             "trim, elect sign, disjoint merge",
             "Yadav et al. 2023, arXiv 2306.01708",
             BaseRole.REQUIRED,
-            (_WEIGHT, _DENSITY, _normalize(True), _LAMBDA, _INT8_MASK),
+            (_WEIGHT, _DENSITY, _normalize(True), _NO_RESCALE, _LAMBDA, _INT8_MASK),
         ),
         OperatorSpec(
             "dare_linear",

@@ -8,7 +8,7 @@ from math import inf
 
 
 class Scope(StrEnum):
-    """Where a parameter may stand in a recipe. A model parameter may also stand globally, as a default for all models."""
+    """Where a parameter may stand in a recipe. A model parameter may stand globally too, as every model's default."""
 
     MODEL = "model"
     GLOBAL = "global"
@@ -24,7 +24,7 @@ class BaseRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter: its type is `bool` or `float`, told by `is_flag`; `low`/`high` bound a number, inclusive unless open."""
+    """One parameter: `bool` if `is_flag`, else a number between `low` and `high`, inclusive unless open."""
 
     name: str
     scope: Scope
@@ -36,6 +36,7 @@ class ParameterSpec:
     high: float = inf
     low_open: bool = False
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
+    only_default: bool = False  # known to mergekit; other values than the default are not supported yet
 
     def range_text(self) -> str:
         """The allowed interval, for error messages and docs: `(0, 1]`."""

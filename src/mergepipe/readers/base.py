@@ -31,7 +31,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """What tells that a file is still the one that was looked at: name relative to the checkpoint, size, mtime, header."""
+    """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint."""
 
     name: str
     size_bytes: int
