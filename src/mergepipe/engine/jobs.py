@@ -1,0 +1,174 @@
+"""How one job runs: the passes over its segments, from the first read to the results handed to the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.engine.segments import JobShape, Piece, SegmentLayout, SegmentShape
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, RawBlock
+from mergepipe.recipe.resolve import Action, MergeTask
+
+SURVEY_SEGMENTS = 8
+
+
+class Stage(Enum):
+    """What is computed on a filled buffer."""
+
+    SURVEY = auto()
+    ACCUMULATE = auto()
+    REFINE = auto()
+    MERGE = auto()
+
+
+class Afterwards(Enum):
+    """What becomes of the buffer after the stage."""
+
+    HOLD = auto()  # its bytes are needed by the next pass
+    RELEASE = auto()
+    WRITE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One stage over some segments. `reads`: they are to be read first, else they are held from the pass before."""
+
+    stage: Stage
+    segments: tuple[SegmentShape, ...]
+    reads: bool
+    afterwards: Afterwards
+    last_reads: bool  # no later pass of this job reads anything
+    repeated: bool = False  # its reads come on top of the one pass that every merge makes
+
+
+@dataclass(slots=True)
+class TensorState:
+    """One tensor being merged: its reduction while that runs, then its block function."""
+
+    task: MergeTask
+    given: OperatorInput
+    reduction: Reduction | None = None
+    function: BlockFunction | None = None
+
+
+class Job:
+    """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`."""
+
+    def __init__(self, shape: JobShape, operator: Operator, states: Sequence[TensorState], held_limit: int) -> None:
+        self.shape = shape
+        self._operator = operator
+        self._states = dict(zip(shape.task_indices, states, strict=True))
+        self._held_limit = held_limit
+
+    def passes(self) -> Iterator[Pass]:
+        """The passes in order; each may be computed only when the one before is complete."""
+        self._start_reductions()
+        if not any(state.reduction for state in self._states.values()):
+            self._make_functions()
+            yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
+        elif len(self.shape.segments) <= self._held_limit:
+            yield from self._passes_in_memory()
+        else:
+            yield from self._passes_streaming()
+
+    def _passes_in_memory(self) -> Iterator[Pass]:
+        segments = self.shape.segments
+        yield Pass(Stage.ACCUMULATE, segments, True, Afterwards.HOLD, last_reads=True)
+        if not self._finish_reductions():
+            yield Pass(Stage.REFINE, segments, False, Afterwards.HOLD, last_reads=True)
+            self._finish_reductions()
+        self._make_functions()
+        yield Pass(Stage.MERGE, segments, False, Afterwards.WRITE, last_reads=True)
+
+    def _passes_streaming(self) -> Iterator[Pass]:
+        segments = self.shape.segments
+        sample, rest = _split_sample(segments, min(SURVEY_SEGMENTS, self._held_limit))
+        yield Pass(Stage.SURVEY, sample, True, Afterwards.HOLD, last_reads=False)
+        for state in self._states.values():
+            if state.reduction:
+                state.reduction.narrow()
+        yield Pass(Stage.ACCUMULATE, sample, False, Afterwards.RELEASE, last_reads=False)
+        yield Pass(Stage.ACCUMULATE, rest, True, Afterwards.RELEASE, last_reads=False)
+        if not self._finish_reductions():
+            yield Pass(Stage.REFINE, segments, True, Afterwards.RELEASE, last_reads=False, repeated=True)
+            self._finish_reductions()
+        self._make_functions()
+        yield Pass(Stage.MERGE, segments, True, Afterwards.WRITE, last_reads=True, repeated=True)
+
+    def _start_reductions(self) -> None:
+        for state in self._states.values():
+            if state.task.action is Action.MERGE and state.task.experts and state.given.n_elements:
+                request = self._operator.reduction(state.given)
+                if request is not None:
+                    state.reduction = make_reduction(request, state.given.n_elements, len(state.task.experts))
+
+    def _finish_reductions(self) -> bool:
+        finished = [state.reduction.finish() for state in self._states.values() if state.reduction]
+        return all(finished)
+
+    def _make_functions(self) -> None:
+        for state in self._states.values():
+            if state.task.action is Action.MERGE:
+                reduced = state.reduction.result() if state.reduction else NOTHING_REDUCED
+                state.function = self._operator.block_function(state.given, reduced)
+                state.reduction = None
+
+    def compute(self, stage: Stage, layout: SegmentLayout, buffer: NDArray[np.uint8]) -> None:
+        """Run `stage` on the filled `buffer`. Called from compute threads."""
+        for piece in layout.pieces:
+            if piece.run.span.n_elements:
+                self._compute_piece(stage, piece, buffer)
+
+    def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        state = self._states[piece.run.task_index]
+        if stage is Stage.MERGE:
+            _merge_piece(state, piece, buffer)
+        elif state.reduction:
+            steps: dict[Stage, Callable[[RawBlock], None]] = {
+                Stage.SURVEY: state.reduction.survey,
+                Stage.ACCUMULATE: state.reduction.accumulate,
+                Stage.REFINE: state.reduction.refine,
+            }
+            steps[stage](_raw_block(state.task, piece, buffer))
+
+
+def _split_sample(
+    segments: tuple[SegmentShape, ...], size: int
+) -> tuple[tuple[SegmentShape, ...], tuple[SegmentShape, ...]]:
+    """`size` segments spread evenly over the tensor, and the others."""
+    chosen = {len(segments) * (2 * i + 1) // (2 * size) for i in range(size)}
+    sample = tuple(s for i, s in enumerate(segments) if i in chosen)
+    return sample, tuple(s for i, s in enumerate(segments) if i not in chosen)
+
+
+def _merge_piece(state: TensorState, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+    task = state.task
+    function = state.function
+    if function is None or (function.copies_base and task.dtype == task.base.dtype):
+        nbytes = piece.run.span.n_elements * task.dtype.itemsize
+        source = buffer[piece.base_offset : piece.base_offset + nbytes]
+        buffer[piece.out_offset : piece.out_offset + nbytes] = source
+    else:
+        function(_raw_block(task, piece, buffer))
+
+
+def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawBlock:
+    present = piece.run.present
+    return RawBlock(
+        raw=buffer,
+        base_offset=piece.base_offset,
+        base_code=task.base.dtype.kernel_code,
+        present_E=np.array(present, np.int64),
+        offsets_E=np.array(piece.expert_offsets, np.int64),
+        codes_E=np.array([task.experts[e].dtype.kernel_code for e in present], np.int64),
+        first_element=piece.run.span.start,
+        n_elements=piece.run.span.n_elements,
+        out=buffer,
+        out_offset=piece.out_offset,
+        out_code=task.dtype.kernel_code,
+    )

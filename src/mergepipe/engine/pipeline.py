@@ -1,0 +1,282 @@
+"""The pipeline: reader threads fill buffers, compute threads work on them, one writer takes results in output order.
+
+One coordinating thread, the caller's, owns all state; workers only carry out what they are told and report back, so
+nothing but queues is shared. Memory: the buffer pool, and what reductions state in their docstrings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.budget import Purpose
+from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
+from mergepipe.engine.segments import Piece, SegmentLayout, SegmentShape, lay_out
+from mergepipe.errors import CorruptError
+from mergepipe.recipe.resolve import MergeTask
+from mergepipe.storage.base import RangeFile
+from mergepipe.storage.buffers import BufferPool
+
+READER_THREADS = 8
+LOOKAHEAD_BUFFERS = 24
+TICK_SECONDS = 0.1
+
+
+class SegmentSink(Protocol):
+    """Takes finished segments in output order, on one thread."""
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A buffer on its way through one job."""
+
+    job: _RunningJob
+    layout: SegmentLayout
+    buffer: NDArray[np.uint8]
+    reads_left: int = 0
+
+
+@dataclass(slots=True)
+class _RunningJob:
+    """A job with its current pass and what that pass still waits for."""
+
+    job: Job
+    passes: Iterator[Pass]
+    current: Pass
+    unread: deque[SegmentShape] = field(default_factory=deque)
+    pending: int = 0
+    buffers: int = 0
+    held: list[_Filled] = field(default_factory=list)
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What a worker reports: a buffer was filled, computed or written, or the worker failed."""
+
+    kind: str
+    filled: _Filled | None = None
+    error: BaseException | None = None
+
+
+class Pipeline:
+    """Runs jobs in order over open files. Not reusable."""
+
+    def __init__(
+        self,
+        tasks: Sequence[MergeTask],
+        files: Mapping[Path, RangeFile],
+        pool: BufferPool,
+        out_start: int,
+        sink: SegmentSink,
+        threads: int,
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._tasks = tasks
+        self._files = files
+        self._pool = pool
+        self._out_start = out_start
+        self._sink = sink
+        self._threads = threads
+        self._on_tick = on_tick
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._read_queue: SimpleQueue[tuple[_Filled, int] | None] = SimpleQueue()
+        self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
+        self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._active: deque[_RunningJob] = deque()
+        self._ready: dict[int, _Filled] = {}
+        self._next_to_write = 0
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Run all jobs to their end, or raise the first worker's error after every thread has stopped.
+
+        Raises:
+            StorageError: a read or a write failed.
+            CorruptError: an input ended before a tensor did.
+        """
+        workers = [
+            *(self._start(self._read_loop) for _ in range(READER_THREADS)),
+            *(self._start(self._compute_loop) for _ in range(self._threads)),
+            self._start(self._write_loop),
+        ]
+        try:
+            self._coordinate(iter(jobs))
+        finally:
+            self._stop(workers)
+
+    # -- the coordinating thread ---------------------------------------------------------------------------------
+
+    def _coordinate(self, jobs: Iterator[Job]) -> None:
+        reading = self._admit(jobs)
+        while True:
+            while reading is not None and self._issue_reads(reading):
+                reading = self._admit(jobs)
+            if reading is None and not self._active:
+                return
+            try:
+                event = self._events.get(timeout=TICK_SECONDS)
+            except Empty:
+                self._on_tick()
+                continue
+            self._on_tick()
+            self._handle(event)
+
+    def _admit(self, jobs: Iterator[Job]) -> _RunningJob | None:
+        """Start the next job, or None at the end."""
+        job = next(jobs, None)
+        if job is None:
+            return None
+        passes = job.passes()
+        running = _RunningJob(job, passes, next(passes))
+        self._active.append(running)
+        self._begin_pass(running, running.current)
+        return running
+
+    def _begin_pass(self, running: _RunningJob, new: Pass) -> None:
+        running.current = new
+        running.pending = len(new.segments)
+        if new.reads:
+            running.unread = deque(new.segments)
+            return
+        held, running.held = running.held, []
+        for filled in held:
+            self._compute_queue.put((filled, new.stage))
+
+    def _issue_reads(self, running: _RunningJob) -> bool:
+        """Request segments while there are buffers; True once this job will read no more."""
+        while running.unread:
+            if not self._may_read_on(running):
+                return False
+            buffer = self._pool.take()
+            if buffer is None:
+                return False
+            self._request(running, running.unread.popleft(), buffer)
+        return running.current.last_reads
+
+    def _may_read_on(self, running: _RunningJob) -> bool:
+        """Whether one more buffer may be filled. A job that holds its tensor may use all, once it is the oldest."""
+        oldest = self._active[0]
+        ahead = sum(job.buffers for job in self._active if job is not oldest)
+        if running.current.afterwards is not Afterwards.HOLD:
+            ahead += oldest.buffers if running is oldest else 0
+        return ahead < LOOKAHEAD_BUFFERS
+
+    def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
+        layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
+        if running.current.repeated:
+            analysis = tuple(replace(read, purpose=Purpose.ANALYSIS) for read in layout.reads)
+            layout = replace(layout, reads=analysis)
+        filled = _Filled(running, layout, buffer, len(layout.reads))
+        running.buffers += 1
+        if not layout.reads:
+            self._compute_queue.put((filled, running.current.stage))
+        for index in range(len(layout.reads)):
+            self._read_queue.put((filled, index))
+
+    def _handle(self, event: _Event) -> None:
+        if event.error is not None:
+            raise event.error
+        filled = event.filled
+        assert filled is not None
+        if event.kind == "read":
+            filled.reads_left -= 1
+            if filled.reads_left == 0:
+                self._compute_queue.put((filled, filled.job.current.stage))
+        elif event.kind == "computed":
+            self._after_compute(filled)
+        else:
+            self._release(filled)
+            self._retire()
+
+    def _after_compute(self, filled: _Filled) -> None:
+        running = filled.job
+        match running.current.afterwards:
+            case Afterwards.HOLD:
+                running.held.append(filled)
+            case Afterwards.RELEASE:
+                self._release(filled)
+            case Afterwards.WRITE:
+                self._ready[filled.layout.shape.number] = filled
+                self._hand_to_writer()
+        running.pending -= 1
+        if running.pending == 0:
+            following = next(running.passes, None)
+            if following is None:
+                running.finished = True
+                self._retire()
+            else:
+                self._begin_pass(running, following)
+
+    def _hand_to_writer(self) -> None:
+        while (filled := self._ready.pop(self._next_to_write, None)) is not None:
+            self._write_queue.put(filled)
+            self._next_to_write += 1
+
+    def _release(self, filled: _Filled) -> None:
+        filled.job.buffers -= 1
+        self._pool.give_back(filled.buffer)
+
+    def _retire(self) -> None:
+        while self._active and self._active[0].finished and self._active[0].buffers == 0:
+            self._active.popleft()
+
+    # -- worker threads --------------------------------------------------------------------------------------------
+
+    def _start(self, loop: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=self._guard, args=(loop,), daemon=True, name=f"mergepipe-{loop.__name__}")
+        thread.start()
+        return thread
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as error:  # every failure is raised again by the coordinating thread
+            self._events.put(_Event("failed", error=error))
+
+    def _read_loop(self) -> None:
+        while (order := self._read_queue.get()) is not None and not self._stopping.is_set():
+            filled, index = order
+            read = filled.layout.reads[index]
+            file = self._files[read.file]
+            view = filled.buffer.data[read.buffer_offset : read.buffer_offset + read.nbytes]
+            got = file.read_into(read.offset, view, read.purpose)
+            if got < min(read.nbytes, file.size_bytes - read.offset):
+                raise CorruptError.of(
+                    "storage.shrunk",
+                    read.file,
+                    f"ended at byte {read.offset + got}, {file.size_bytes} bytes were there when it was opened",
+                    "do not change inputs during a merge; run again",
+                )
+            self._events.put(_Event("read", filled))
+
+    def _compute_loop(self) -> None:
+        while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
+            filled, stage = order
+            filled.job.job.compute(stage, filled.layout, filled.buffer)
+            self._events.put(_Event("computed", filled))
+
+    def _write_loop(self) -> None:
+        while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
+            self._sink.write_segment(filled.layout.pieces, filled.buffer)
+            self._events.put(_Event("written", filled))
+
+    def _stop(self, workers: Sequence[threading.Thread]) -> None:
+        self._stopping.set()
+        for _ in range(READER_THREADS):
+            self._read_queue.put(None)
+        for _ in range(self._threads):
+            self._compute_queue.put(None)
+        self._write_queue.put(None)
+        for worker in workers:
+            worker.join()

@@ -1,0 +1,270 @@
+"""Cuts the work into segments: what is read together into one buffer, merged there and written in order.
+
+Pure planning: no file is opened. A segment holds either a run of one tensor or several whole small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.blocks import Span
+from mergepipe.budget import Purpose
+from mergepipe.errors import LimitError
+from mergepipe.readers.base import TensorEntry
+from mergepipe.recipe.resolve import MergeTask
+from mergepipe.storage.buffers import PAGE_BYTES, round_up
+
+GRAIN_ELEMENTS = 16 * 1024  # every cut inside a tensor falls on a multiple of this
+IDEAL_BUFFER_BYTES = 16 << 20
+LARGEST_SHARE_OF_MEMORY = 8  # a buffer takes at most 1/8 of the memory cap where it can
+FEWEST_BUFFERS = 3
+# A read may be rounded out by just under a page at either end, and starts on a page of the buffer.
+ROUNDING_BYTES = 2 * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of one tensor for which the same experts are read."""
+
+    task_index: int
+    span: Span
+    present: tuple[int, ...]
+
+
+RunsOf = Callable[[int, MergeTask], Iterable[Run]]
+
+
+def full_access(task_index: int, task: MergeTask) -> Iterable[Run]:
+    """Every expert everywhere."""
+    return (Run(task_index, Span(0, task.base.n_elements), tuple(range(len(task.experts)))),)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShape:
+    """The runs of one segment. `number` counts segments in output order."""
+
+    number: int
+    runs: tuple[Run, ...]
+    out_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobShape:
+    """Segments that need one another: all of one large tensor, or one segment of small tensors."""
+
+    task_indices: tuple[int, ...]
+    segments: tuple[SegmentShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """Bytes of one buffer: the region for stored bytes, then the region for results."""
+
+    raw_bytes: int
+    out_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.raw_bytes + self.out_bytes
+
+
+def stored_bytes(task: MergeTask, n_elements: int, present: Sequence[int]) -> int:
+    """Buffer bytes that a run of `n_elements` needs at most, rounding of reads included."""
+    sizes = [task.base.dtype.itemsize, *(task.experts[e].dtype.itemsize for e in present)]
+    return sum(n_elements * size + ROUNDING_BYTES for size in sizes)
+
+
+def choose_buffer_sizes(tasks: Sequence[MergeTask], memory_bytes: int) -> BufferSizes:
+    """Pick the buffer size for a memory cap.
+
+    Raises:
+        LimitError: not even three buffers of the smallest useful size fit into the cap.
+    """
+    grain_raw, grain_out = PAGE_BYTES, PAGE_BYTES
+    for task in tasks:
+        n = min(GRAIN_ELEMENTS, task.base.n_elements)
+        grain_raw = max(grain_raw, stored_bytes(task, n, range(len(task.experts))))
+        grain_out = max(grain_out, n * task.dtype.itemsize)
+    smallest = round_up(grain_raw, PAGE_BYTES) + round_up(grain_out, PAGE_BYTES)
+    needed = FEWEST_BUFFERS * smallest
+    if memory_bytes < needed:
+        raise LimitError.of(
+            "memory.too-small",
+            "--memory",
+            f"{memory_bytes} bytes of buffers were allowed, this merge needs at least {needed}",
+            "raise --memory",
+        )
+    wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
+    scale = wanted / smallest
+    return BufferSizes(
+        round_up(int(grain_raw * scale), PAGE_BYTES), max(PAGE_BYTES, int(grain_out * scale) // PAGE_BYTES * PAGE_BYTES)
+    )
+
+
+def plan_jobs(tasks: Sequence[MergeTask], sizes: BufferSizes, runs_of: RunsOf = full_access) -> Iterator[JobShape]:
+    """Cut `tasks` (in output order) into jobs, lazily.
+
+    Laws: the runs of each task are disjoint, in order and cover its tensor; every segment fits its buffer; every cut
+    inside a tensor falls on a multiple of `GRAIN_ELEMENTS`.
+    """
+    packer = _Packer(tasks, sizes)
+    for index, task in enumerate(tasks):
+        runs = tuple(runs_of(index, task))
+        if packer.fits_whole(runs):
+            if not packer.has_room(runs):
+                yield packer.close()
+            packer.add(runs)
+        else:
+            if packer.runs:
+                yield packer.close()
+            yield packer.large(index, runs)
+    if packer.runs:
+        yield packer.close()
+
+
+class _Packer:
+    """Fills one segment at a time."""
+
+    def __init__(self, tasks: Sequence[MergeTask], sizes: BufferSizes) -> None:
+        self._tasks = tasks
+        self._sizes = sizes
+        self._number = 0
+        self.runs: list[Run] = []
+        self._raw = 0
+        self._out = 0
+
+    def _need(self, runs: Iterable[Run]) -> tuple[int, int]:
+        raw = out = 0
+        for run in runs:
+            task = self._tasks[run.task_index]
+            raw += stored_bytes(task, run.span.n_elements, run.present)
+            out += run.span.n_elements * task.dtype.itemsize
+        return raw, out
+
+    def fits_whole(self, runs: Sequence[Run]) -> bool:
+        raw, out = self._need(runs)
+        return raw <= self._sizes.raw_bytes and out <= self._sizes.out_bytes
+
+    def has_room(self, runs: Sequence[Run]) -> bool:
+        raw, out = self._need(runs)
+        return self._raw + raw <= self._sizes.raw_bytes and self._out + out <= self._sizes.out_bytes
+
+    def add(self, runs: Sequence[Run]) -> None:
+        raw, out = self._need(runs)
+        self.runs.extend(runs)
+        self._raw += raw
+        self._out += out
+
+    def _segment(self) -> SegmentShape:
+        segment = SegmentShape(self._number, tuple(self.runs), self._out)
+        self._number += 1
+        self.runs, self._raw, self._out = [], 0, 0
+        return segment
+
+    def close(self) -> JobShape:
+        tasks = tuple(dict.fromkeys(run.task_index for run in self.runs))
+        return JobShape(tasks, (self._segment(),))
+
+    def large(self, index: int, runs: Sequence[Run]) -> JobShape:
+        segments = []
+        for run in runs:
+            start = run.span.start
+            while start < run.span.stop:
+                room = self._grains_that_fit(run)
+                if room == 0:
+                    segments.append(self._segment())
+                    continue
+                stop = min(run.span.stop, (start // GRAIN_ELEMENTS + room) * GRAIN_ELEMENTS)
+                self.add((Run(index, Span(start, stop), run.present),))
+                start = stop
+        if self.runs:
+            segments.append(self._segment())
+        return JobShape((index,), tuple(segments))
+
+    def _grains_that_fit(self, run: Run) -> int:
+        task = self._tasks[run.task_index]
+        fixed = stored_bytes(task, 0, run.present)
+        raw_each = stored_bytes(task, GRAIN_ELEMENTS, run.present) - fixed
+        out_each = GRAIN_ELEMENTS * task.dtype.itemsize
+        raw_room = (self._sizes.raw_bytes - self._raw - fixed) // raw_each
+        return max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One request: `nbytes` at `offset` of a file, to `buffer_offset`; all multiples of the file's alignment."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    buffer_offset: int
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run with the places of its bytes in the buffer: stored bytes from 0, results from `out_offset`."""
+
+    run: Run
+    base_offset: int
+    expert_offsets: tuple[int, ...]
+    out_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Everything needed to fill, merge and write one buffer."""
+
+    shape: SegmentShape
+    reads: tuple[Read, ...]
+    pieces: tuple[Piece, ...]
+
+
+def lay_out(
+    shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
+) -> SegmentLayout:
+    """Place a segment's byte ranges in its buffer, joining those that touch once rounded to the file's alignment."""
+    ranges: list[tuple[TensorEntry, Span, Purpose]] = []
+    for run in shape.runs:
+        task = tasks[run.task_index]
+        ranges.append((task.base, run.span, Purpose.BASE))
+        ranges.extend((task.experts[e], run.span, Purpose.EXPERT) for e in run.present)
+    reads, places = _join(ranges, alignment_of)
+    pieces, position, out_offset = [], 0, out_start
+    for run in shape.runs:
+        stop = position + 1 + len(run.present)
+        pieces.append(Piece(run, places[position], tuple(places[position + 1 : stop]), out_offset))
+        position = stop
+        out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
+    return SegmentLayout(shape, tuple(reads), tuple(pieces))
+
+
+def _join(
+    ranges: Sequence[tuple[TensorEntry, Span, Purpose]], alignment_of: Callable[[Path], int]
+) -> tuple[list[Read], list[int]]:
+    """Requests that cover all ranges, and for each range the buffer offset of its first byte."""
+    starts = [entry.offset + span.start * entry.dtype.itemsize for entry, span, _ in ranges]
+    order = sorted(range(len(ranges)), key=lambda i: (ranges[i][2], str(ranges[i][0].file), starts[i]))
+    reads: list[Read] = []
+    places = [0] * len(ranges)
+    position = 0
+    for i in order:
+        entry, span, purpose = ranges[i]
+        alignment = alignment_of(entry.file)
+        first = starts[i] // alignment * alignment
+        last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment)
+        previous = reads[-1] if reads else None
+        if (
+            previous is not None
+            and (previous.file, previous.purpose) == (entry.file, purpose)
+            and previous.offset <= first <= previous.offset + previous.nbytes
+        ):
+            grown = max(previous.nbytes, last - previous.offset)
+            reads[-1] = Read(previous.file, previous.offset, grown, previous.buffer_offset, purpose)
+        else:
+            reads.append(Read(entry.file, first, last - first, position, purpose))
+        position = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES)
+        places[i] = reads[-1].buffer_offset + starts[i] - reads[-1].offset
+    return [read for read in reads if read.nbytes], places

@@ -1,0 +1,115 @@
+"""Tiles of stored elements to float32 and back, on raw bytes.
+
+A tile is at most `TILE_ELEMENTS` consecutive elements: small enough to stay in the first-level cache between decode,
+arithmetic and encode. `code` is `DType.kernel_code`. Offsets are bytes into a flat `uint8` buffer, of any alignment.
+Encoding rounds to nearest, ties to even; every NaN becomes the quiet NaN of the target with a clear sign, so that
+results do not depend on how a processor propagates payloads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.kernels.compiled import Bits32, Bytes, Floats, kernel
+
+TILE_ELEMENTS = 2048
+
+CODE_F64, CODE_F32, CODE_F16, CODE_BF16 = 0, 1, 2, 3
+
+
+@kernel
+def itemsize_of(code: int) -> int:
+    """Bytes of one element."""
+    if code == CODE_F64:
+        return 8
+    return 4 if code == CODE_F32 else 2
+
+
+@kernel
+def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
+    """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32)."""
+    out_bits = out.view(np.uint32)
+    if code == CODE_BF16:
+        halves = raw[offset : offset + 2 * n].view(np.uint16)
+        for i in range(n):
+            out_bits[i] = np.uint32(halves[i]) << np.uint32(16)
+    elif code == CODE_F32:
+        words = raw[offset : offset + 4 * n].view(np.uint32)
+        for i in range(n):
+            out_bits[i] = words[i]
+    elif code == CODE_F16:
+        halves = raw[offset : offset + 2 * n].view(np.uint16)
+        _decode_f16(halves, n, out, out_bits)
+    else:
+        doubles = raw[offset : offset + 8 * n].view(np.float64)
+        for i in range(n):
+            out[i] = np.float32(doubles[i])
+
+
+@kernel
+def _decode_f16(halves: NDArray[np.uint16], n: int, out: Floats, out_bits: Bits32) -> None:
+    # Shifted into place, the exponent is 112 too small for float32: a product with 2**112 corrects it and
+    # turns the subnormals of float16 into normal numbers on the way. Inf and NaN are patched afterwards.
+    scale = np.float32(2.0**112)
+    for i in range(n):
+        out_bits[i] = np.uint32(halves[i] & np.uint16(0x7FFF)) << np.uint32(13)
+    for i in range(n):
+        out[i] *= scale
+    for i in range(n):
+        half = np.uint32(halves[i])
+        sign = (half & np.uint32(0x8000)) << np.uint32(16)
+        special = np.uint32(0x7F800000) | ((half & np.uint32(0x03FF)) << np.uint32(13))
+        is_special = (half & np.uint32(0x7C00)) == np.uint32(0x7C00)
+        out_bits[i] = sign | (special if is_special else out_bits[i])
+
+
+@kernel
+def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> None:
+    """Encode `tile[:n]` (float32) at byte `offset` of `raw`."""
+    bits = tile.view(np.uint32)
+    if code == CODE_BF16:
+        halves = raw[offset : offset + 2 * n].view(np.uint16)
+        for i in range(n):
+            u = bits[i]
+            rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            halves[i] = np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+    elif code == CODE_F32:
+        words = raw[offset : offset + 4 * n].view(np.uint32)
+        for i in range(n):
+            u = bits[i]
+            is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            words[i] = np.uint32(0x7FC00000) if is_nan else u
+    elif code == CODE_F16:
+        halves = raw[offset : offset + 2 * n].view(np.uint16)
+        _encode_f16(tile, bits, n, halves)
+    else:
+        doubles = raw[offset : offset + 8 * n].view(np.uint64)
+        values = raw[offset : offset + 8 * n].view(np.float64)
+        for i in range(n):
+            values[i] = np.float64(tile[i])
+        for i in range(n):
+            is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            doubles[i] = np.uint64(0x7FF8000000000000) if is_nan else doubles[i]
+
+
+@kernel
+def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) -> None:
+    # Normal results: re-bias the exponent and round the 13 bits that go. Results below 2**-14: adding 0.5 puts the
+    # value's float16 subnormal bits, rounded by the adder, into the low end of the mantissa of 0.5.
+    raised = np.empty(TILE_ELEMENTS, np.float32)
+    raised_bits = raised.view(np.uint32)
+    for i in range(n):
+        raised[i] = abs(tile[i]) + np.float32(0.5)
+    for i in range(n):
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        sign = (bits[i] >> np.uint32(16)) & np.uint32(0x8000)
+        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+        normal = (magnitude - np.uint32(0x38000000) + np.uint32(0x0FFF) + odd) >> np.uint32(13)
+        small = raised_bits[i] - np.uint32(0x3F000000)
+        rounded = small if magnitude < np.uint32(0x38800000) else normal
+        # From 65520 on the nearest float16 is infinity.
+        rounded = np.uint32(0x7C00) if magnitude >= np.uint32(0x477FF000) else rounded
+        is_nan = magnitude > np.uint32(0x7F800000)
+        halves[i] = np.uint16(np.uint32(0x7E00) if is_nan else (sign | rounded))

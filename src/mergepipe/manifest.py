@@ -1,0 +1,121 @@
+"""The manifest of a snapshot, `mergepipe.json`: a frozen value, its canonical JSON, its id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from blake3 import blake3
+
+MANIFEST_NAME = "mergepipe.json"
+MANIFEST_FORMAT = "mergepipe-manifest/1"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """An input file as it was found."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    header_blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """One model that was read: `role` is base or expert; `read_bytes` is what was requested of its tensor data."""
+
+    role: str
+    model: str
+    path: str
+    files: tuple[FileRecord, ...]
+    content_id: str | None
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor as written: digest of its blocks, and how it came about."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    blake3: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFileRecord:
+    """One weight file as written: `blake3` digests the names, dtypes, shapes and digests of its tensors in order."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRecord:
+    """A tensor of an expert that is not in the output."""
+
+    model: str
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RealizedBytes:
+    """Bytes requested from and written to storage."""
+
+    base: int
+    expert: int
+    analysis: int
+    metadata: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
+
+    Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.
+    """
+
+    version: str
+    operator: str
+    recipe: str
+    seed: int
+    inputs: tuple[InputRecord, ...]
+    files: tuple[OutputFileRecord, ...]
+    tensors: tuple[OutputTensor, ...]
+    dropped: tuple[DroppedRecord, ...]
+    realized: RealizedBytes
+    run: Mapping[str, float | int | str]
+
+    @property
+    def sid(self) -> str:
+        """32 hex digits: BLAKE3-128 of the recipe, the seed, the version and the output's digests."""
+        identity = {
+            "version": self.version,
+            "recipe": self.recipe,
+            "seed": self.seed,
+            "files": [asdict(file) for file in self.files],
+        }
+        return digest_of(identity)
+
+    def to_json(self) -> bytes:
+        """Readable JSON with a stable order of keys."""
+        content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
+        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def canonical_json(value: object) -> bytes:
+    """JSON with sorted keys and no white space: the form that digests are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest_of(value: object) -> str:
+    """BLAKE3-128 of the canonical JSON, 32 hex digits."""
+    return blake3(canonical_json(value)).hexdigest(16)

@@ -1,0 +1,292 @@
+"""One merge from the recipe's path to the published snapshot: opens inputs, runs the engine, records, publishes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mergepipe
+from mergepipe.budget import Purpose, Usage
+from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge, plan_output
+from mergepipe.engine.identity import content_id
+from mergepipe.errors import ConflictError
+from mergepipe.manifest import (
+    MANIFEST_NAME,
+    DroppedRecord,
+    FileRecord,
+    InputRecord,
+    Manifest,
+    OutputFileRecord,
+    OutputTensor,
+    RealizedBytes,
+    digest_of,
+)
+from mergepipe.operators.registry import operator_named
+from mergepipe.publish import Staging, check_free_space, check_target
+from mergepipe.readers.base import Checkpoint
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.recipe.load import load_recipe
+from mergepipe.recipe.model import Recipe
+from mergepipe.recipe.resolve import Action, Resolution, resolve
+from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
+from mergepipe.sidecars import sidecar_contents
+from mergepipe.storage.base import RangeFile
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.output import write_durably
+from mergepipe.writer import INDEX_NAME, TensorDigest, index_json
+
+SIDECAR_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A recipe with its opened checkpoints, paired."""
+
+    recipe: Recipe
+    base: Checkpoint
+    experts: tuple[Checkpoint, ...]
+    resolution: Resolution
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The base, then the experts in recipe order."""
+        return (self.base, *self.experts)
+
+
+def open_inputs(path: Path, store: LocalStore) -> Inputs:
+    """Load a recipe, open what it names, pair the tensors."""
+    recipe = load_recipe(path)
+    base = open_checkpoint(store, recipe.anchor().path)
+    experts = tuple(open_checkpoint(store, model.path) for model in recipe.experts())
+    return Inputs(recipe, base, experts, resolve(recipe, base, experts))
+
+
+def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
+    """What a merge of these inputs would do."""
+    recipe, resolution = inputs.recipe, inputs.resolution
+    merged = [task for task in resolution.tasks if task.action is Action.MERGE]
+    models = [ModelUse("base", recipe.anchor().text, len(resolution.tasks), resolution.base_bytes)]
+    for index, model in enumerate(recipe.experts()):
+        used = sum(task.experts[index].nbytes for task in merged)
+        models.append(ModelUse("expert", model.text, len(merged), used))
+    return CheckReport(
+        recipe=str(recipe.path),
+        operator=recipe.operator.name,
+        models=tuple(models),
+        merged_tensors=resolution.n_merged,
+        copied=tuple((task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
+        dropped=resolution.dropped,
+        base_bytes=resolution.base_bytes,
+        expert_bytes=resolution.expert_bytes,
+        output_bytes=resolution.output_bytes,
+        disk_bytes=output.total_bytes + _sidecar_bytes(inputs.base),
+        shards=len(output.shards),
+    )
+
+
+def _sidecar_bytes(base: Checkpoint) -> int:
+    return sum((base.root / name).stat().st_size for name in base.sidecars)
+
+
+def run_merge(
+    recipe: Path,
+    out: Path,
+    options: EngineOptions,
+    *,
+    seed: int,
+    force: bool,
+    shard_bytes: int,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> MergeReport:
+    """Merge and publish; see `session.merge`. `started` is the `perf_counter` reading that time is taken from."""
+    store = LocalStore()
+    inputs = open_inputs(recipe, store)
+    output = plan_output(inputs.resolution.tasks, shard_bytes)
+    check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=force)
+    check_free_space(out, output.total_bytes + _sidecar_bytes(inputs.base) + SIDECAR_MARGIN_BYTES)
+    run = _Run(inputs, output, store, options, seed, started, on_progress)
+    with Staging(out, force=force) as staging:
+        manifest = run.fill(staging.path)
+        staging.publish()
+    return run.report(out, manifest)
+
+
+class _Run:
+    """Fills a staging directory with a snapshot."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        output: OutputPlan,
+        store: LocalStore,
+        options: EngineOptions,
+        seed: int,
+        started: float,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._inputs = inputs
+        self._output = output
+        self._store = store
+        self._options = options
+        self._seed = seed
+        self._started = started
+        self._on_progress = on_progress
+        resolution = inputs.resolution
+        self._total_bytes = resolution.base_bytes + resolution.expert_bytes + output.total_bytes
+
+    def fill(self, directory: Path) -> Manifest:
+        """Write everything but the name; return the manifest that was written."""
+        operator = operator_named(self._inputs.recipe.operator.name)
+        with self._open_files() as files:
+            ids: tuple[str, ...] = ()
+            if operator.is_random:
+                ids = tuple(content_id(expert, files) for expert in self._inputs.experts)
+            work = MergeWork(self._output.tasks, operator, self._seed, ids)
+            digests = execute_merge(
+                work, self._output, directory, files, self._options, self._store.ledger, lambda: self._tick("merge")
+            )
+        self._tick("publish")
+        self._check_inputs_unchanged()
+        manifest = self._manifest(digests, ids)
+        if len(self._output.shards) > 1:
+            write_durably(directory / INDEX_NAME, index_json(self._output.shards), self._store.ledger)
+        contents = sidecar_contents(self._inputs.recipe, self._inputs.base, self._store, manifest)
+        for name, content in (*contents.items(), (MANIFEST_NAME, manifest.to_json())):
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, content, self._store.ledger)
+        return manifest
+
+    @contextlib.contextmanager
+    def _open_files(self) -> Iterator[Mapping[Path, RangeFile]]:
+        tasks = self._output.tasks
+        paths = {entry.file for task in tasks for entry in (task.base, *task.experts)}
+        _allow_open_files(len(paths) + 64)
+        with contextlib.ExitStack() as stack:
+            files: dict[Path, RangeFile] = {}
+            for path in sorted(paths):
+                files[path] = self._store.open(path, direct=True)
+                stack.callback(files[path].close)
+            yield files
+
+    def _check_inputs_unchanged(self) -> None:
+        for checkpoint in self._inputs.checkpoints:
+            for file in checkpoint.files:
+                status = (checkpoint.root / file.name).stat()
+                if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                    raise ConflictError.of(
+                        "input.changed", checkpoint.root / file.name, "changed while it was being merged", "run again"
+                    )
+
+    def _tick(self, phase: str) -> None:
+        if self._on_progress is not None:
+            self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes))
+
+    def _manifest(self, digests: tuple[TensorDigest, ...], ids: tuple[str, ...]) -> Manifest:
+        usage = self._store.ledger.usage()
+        return Manifest(
+            version=mergepipe.__version__,
+            operator=self._inputs.recipe.operator.name,
+            recipe=self._inputs.recipe.source_text,
+            seed=self._seed,
+            inputs=self._input_records(ids, usage),
+            files=_file_records(self._output, digests),
+            tensors=_tensor_records(self._output, digests),
+            dropped=tuple(DroppedRecord(d.model, d.tensor, d.reason) for d in self._inputs.resolution.dropped),
+            realized=_realized(usage),
+            run={
+                "seconds": round(time.perf_counter() - self._started, 3),
+                "threads": self._options.threads,
+                "memory_bytes": self._options.memory_bytes,
+            },
+        )
+
+    def _input_records(self, ids: tuple[str, ...], usage: Usage) -> tuple[InputRecord, ...]:
+        recipe = self._inputs.recipe
+        models = (recipe.anchor(), *recipe.experts())
+        roles = ("base", *("expert" for _ in recipe.experts()))
+        known = (None, *(ids or (None,) * len(self._inputs.experts)))
+        return tuple(
+            InputRecord(
+                role=role,
+                model=model.text,
+                path=str(model.path),
+                files=tuple(
+                    FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
+                    for file in checkpoint.files
+                ),
+                content_id=identity,
+                read_bytes=_tensor_bytes_read(checkpoint, usage),
+            )
+            for role, model, checkpoint, identity in zip(roles, models, self._inputs.checkpoints, known, strict=True)
+        )
+
+    def report(self, out: Path, manifest: Manifest) -> MergeReport:
+        """What was done, up to now."""
+        usage = _realized(self._store.ledger.usage())
+        resolution = self._inputs.resolution
+        return MergeReport(
+            out=out,
+            sid=manifest.sid,
+            operator=manifest.operator,
+            merged_tensors=resolution.n_merged,
+            copied_tensors=resolution.n_copied,
+            dropped_tensors=resolution.n_dropped,
+            base_bytes=usage.base,
+            expert_bytes=usage.expert,
+            analysis_bytes=usage.analysis,
+            metadata_bytes=usage.metadata,
+            output_bytes=usage.output,
+            seconds=time.perf_counter() - self._started,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+
+def _realized(usage: Usage) -> RealizedBytes:
+    return RealizedBytes(
+        base=usage[Purpose.BASE],
+        expert=usage[Purpose.EXPERT],
+        analysis=usage[Purpose.ANALYSIS],
+        metadata=usage[Purpose.METADATA],
+        output=usage[Purpose.OUTPUT],
+    )
+
+
+def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
+    files = {str(entry.file) for entry in checkpoint.tensors.values()}
+    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
+
+
+def _tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputTensor, ...]:
+    shard_of = {spec.name: shard.name for shard in output.shards for spec in shard.tensors}
+    return tuple(
+        OutputTensor(
+            task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
+        )
+        for task, digest in zip(output.tasks, digests, strict=True)
+    )
+
+
+def _file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
+    root_of = {digest.name: digest.root for digest in digests}
+    return tuple(
+        OutputFileRecord(
+            shard.name,
+            shard.file_bytes,
+            digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors]),
+        )
+        for shard in output.shards
+    )
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

@@ -1,0 +1,78 @@
+"""The block function shared by every rule that the one compiled loop can express."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import RawBlock
+
+T = TypeVar("T", bound=np.generic)
+
+
+class Keep(IntEnum):
+    """Which elements of a delta take part; the values are those of `kernels.merge`."""
+
+    ALL = 0
+    LARGE = 1
+    RANDOM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseRule:
+    """`anchor_scale * M_0 +` a combination of sparsified deltas; see `kernels.merge.merge_block` for the arithmetic.
+
+    All arrays hold one entry per expert of the recipe; a block that holds fewer uses the entries of those present.
+    """
+
+    coefficients_E: NDArray[np.float32]
+    anchor_scale: float = 1.0
+    keep: Keep = Keep.ALL
+    threshold_bits_E: NDArray[np.uint32] | None = None
+    stream_keys_E: NDArray[np.uint64] | None = None
+    cuts_E: NDArray[np.uint64] | None = None
+    scales_E: NDArray[np.float32] | None = None
+    consensus: bool = False
+    normalize: bool = False
+    delta_scale: float = 1.0
+
+    @property
+    def copies_base(self) -> bool:
+        """True for a plain copy: no expert takes part and the scale is one."""
+        return self.anchor_scale == 1.0 and not len(self.coefficients_E)
+
+    def __call__(self, block: RawBlock) -> None:
+        """Merge one block into `block.out`."""
+        from mergepipe.kernels.merge import merge_block
+
+        chosen = block.present_E
+        merge_block(
+            block.raw,
+            block.base_offset,
+            block.base_code,
+            block.offsets_E,
+            block.codes_E,
+            self.coefficients_E[chosen],
+            int(self.keep),
+            _pick(self.threshold_bits_E, chosen, np.uint32),
+            _pick(self.stream_keys_E, chosen, np.uint64),
+            _pick(self.cuts_E, chosen, np.uint64),
+            _pick(self.scales_E, chosen, np.float32),
+            block.first_element,
+            self.consensus,
+            self.normalize,
+            np.float32(self.anchor_scale),
+            np.float32(self.delta_scale),
+            block.out,
+            block.out_offset,
+            block.out_code,
+            block.n_elements,
+        )
+
+
+def _pick(values: NDArray[T] | None, chosen: NDArray[np.int64], dtype: type[T]) -> NDArray[T]:
+    return np.zeros(len(chosen), dtype) if values is None else values[chosen]

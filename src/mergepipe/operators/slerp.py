@@ -1,0 +1,55 @@
+"""Spherical interpolation of two models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mergepipe.operators.base import InnerProducts, OperatorInput, Reduced, ReductionRequest
+from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.operators.spec import OperatorSpec
+
+COLLINEAR_COSINE = 0.9995
+SMALLEST_NORM = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Slerp:
+    """`s_0 M_0 + s_1 M_1` on the great circle through the two flattened tensors; linear where they are collinear.
+
+    Source: Shoemake 1985, "Animating rotation with quaternion curves"; thresholds as mergekit documents them.
+    """
+
+    spec: OperatorSpec = OPERATORS["slerp"]
+    is_random: bool = False
+
+    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
+        return InnerProducts()
+
+    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        if reduced.products_E3 is None:
+            raise ValueError("slerp needs inner products")
+        base_base, other_other, base_other = (float(x) for x in reduced.products_E3[0])
+        base_share, other_share = slerp_shares(float(given.globals["t"]), base_base, other_other, base_other)
+        return ElementwiseRule(
+            coefficients_E=np.array([other_share], np.float32), anchor_scale=base_share + other_share
+        )
+
+
+def slerp_shares(t: float, base_base: float, other_other: float, base_other: float) -> tuple[float, float]:
+    """Factors of the two models at `t`, from their inner products; sums to one in the collinear case.
+
+    A norm up to 1e-8 is not divided by, as in mergekit, so that two zero tensors interpolate linearly or vanish
+    without a division by zero.
+    """
+    base_norm, other_norm = math.sqrt(base_base), math.sqrt(other_other)
+    cosine = base_other
+    cosine /= base_norm if base_norm > SMALLEST_NORM else 1.0
+    cosine /= other_norm if other_norm > SMALLEST_NORM else 1.0
+    if not abs(cosine) <= COLLINEAR_COSINE:
+        return 1.0 - t, t
+    angle = math.acos(cosine)
+    return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)

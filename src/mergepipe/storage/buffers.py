@@ -1,0 +1,66 @@
+"""A bounded pool of equal, page-aligned buffers: the memory a pipeline may hold, allocated once and reused."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of `step` that is >= `value`."""
+    return -(-value // step) * step
+
+
+class BufferPool:
+    """At most `capacity_bytes // buffer_bytes` buffers. Used from one thread; buffers are made when first needed.
+
+    The memory bound is `capacity_bytes`, whatever is in flight.
+    """
+
+    def __init__(self, buffer_bytes: int, capacity_bytes: int) -> None:
+        self._buffer_bytes = round_up(buffer_bytes, PAGE_BYTES)
+        self._limit = capacity_bytes // self._buffer_bytes
+        if self._limit < 1:
+            raise ValueError(f"{capacity_bytes} bytes hold no buffer of {self._buffer_bytes}")
+        self._free: list[NDArray[np.uint8]] = []
+        self._made = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._buffer_bytes
+
+    @property
+    def limit(self) -> int:
+        """How many buffers there can be."""
+        return self._limit
+
+    @property
+    def in_use(self) -> int:
+        """How many buffers are lent out."""
+        return self._made - len(self._free)
+
+    def take(self) -> NDArray[np.uint8] | None:
+        """A buffer (uint8, page-aligned, contents undefined), or None when all are lent out."""
+        if self._free:
+            return self._free.pop()
+        if self._made == self._limit:
+            return None
+        self._made += 1
+        return aligned_buffer(self._buffer_bytes)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Return a buffer; its holder must not touch it afterwards."""
+        self._free.append(buffer)
+
+
+def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """A page-aligned uint8 array outside the Python heap, freed with its last reference."""
+    mapping = mmap.mmap(-1, nbytes)
+    if nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)

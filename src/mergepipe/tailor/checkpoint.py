@@ -1,0 +1,141 @@
+"""The common model of a training checkpoint: every parameter's every state as an ordered list of byte ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from mergepipe.blocks import DType, Span, element_count
+from mergepipe.tailor.units import ModelUnits
+
+FP32 = "fp32"  # the master weight an optimizer updates
+WEIGHT = "weight"  # the module's own weight, in its training dtype
+EXPORT = "export"  # a copy of the weights for other programs, which training does not read
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+
+
+class Format(StrEnum):
+    """How the optimizer state is laid out."""
+
+    ZERO = "deepspeed-zero"
+    HF_OPTIMIZER = "hf-optimizer"
+    DCP = "torch-dcp"
+
+
+class Framework(StrEnum):
+    """What resumes from the checkpoint."""
+
+    DEEPSPEED = "deepspeed"
+    TRANSFORMERS = "transformers"
+    TORCH = "torch"
+
+
+class Packing(StrEnum):
+    """What the bytes of a piece are: the elements themselves, or a `torch.save` archive that holds just them."""
+
+    RAW = "raw"
+    TORCH_ZIP = "torch-zip"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    span: Span
+    packing: Packing = Packing.RAW
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """One state (`kind`) of one parameter. An optimizer's own states keep the optimizer's names, as `exp_avg`.
+
+    Invariant: the spans of `pieces` are in order and disjoint; where they do not cover the parameter, `gaps` says so.
+    """
+
+    parameter: str
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for piece in self.pieces:
+            if piece.span.start < end or piece.span.stop > self.n_elements:
+                raise ValueError(f"{self.parameter} {self.kind}: {piece.span} overlaps or lies outside")
+            if piece.packing is Packing.RAW and piece.nbytes != piece.span.n_elements * self.dtype.itemsize:
+                raise ValueError(f"{self.parameter} {self.kind}: {piece.span} is not {piece.nbytes} bytes")
+            end = piece.span.stop
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are there."""
+        return sum(p.span.n_elements for p in self.pieces) * self.dtype.itemsize
+
+    @property
+    def gaps(self) -> tuple[Span, ...]:
+        """Elements no piece holds."""
+        edges = [Span(0, 0), *(p.span for p in self.pieces), Span(self.n_elements, self.n_elements)]
+        pairs = zip(edges, edges[1:], strict=False)
+        return tuple(Span(a.stop, b.start) for a, b in pairs if a.stop < b.start)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """One step counter of the optimizer: its value and the parameters it serves.
+
+    `cells` are the byte ranges that hold it, one a rank; none where the value is part of the pickle itself.
+    """
+
+    value: float
+    parameters: tuple[str, ...]
+    dtype: DType
+    cells: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCheckpoint:
+    """A training checkpoint of any format.
+
+    `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
+    left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
+    a complete checkpoint would hold and this one does not.
+    """
+
+    path: Path
+    root: Path
+    format: Format
+    framework: Framework
+    stage: int | None
+    world_size: int
+    step: int
+    units: ModelUnits
+    parameters: Mapping[str, tuple[int, ...]]
+    states: Mapping[tuple[str, str], StoredState]
+    steps: tuple[AdamStep, ...]
+    flat_groups: tuple[tuple[str, ...], ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state it holds, in order of first appearance."""
+        return tuple(dict.fromkeys(kind for _, kind in self.states))
+
+    def states_of(self, names: Iterable[str]) -> Iterator[StoredState]:
+        """Every state of the named parameters."""
+        wanted = set(names)
+        return (state for (name, _), state in self.states.items() if name in wanted)
+
+    def step_of(self, parameter: str) -> AdamStep | None:
+        """The step counter that serves a parameter; None for a frozen one."""
+        return next((s for s in self.steps if parameter in s.parameters), None)

@@ -1,0 +1,1 @@
+"""Training checkpoint formats, one a module; none knows another."""

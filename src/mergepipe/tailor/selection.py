@@ -1,0 +1,174 @@
+"""The selection grammar: what a recipe may write for units, and which parameters that means in one model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from mergepipe.errors import MergePipeError, RecipeError, did_you_mean
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit, UnitKind
+
+_PLAIN_UNITS = {"embed": EMBED, "norm": NORM, "lm_head": LM_HEAD}
+_WORDS = ("embed", "norm", "lm_head", "layers all", "layers even", "layers odd", "layers 0-3", "other:*", "name:*")
+_RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class OneUnit:
+    """`embed`, `norm` or `lm_head`."""
+
+    text: str
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class EveryLayer:
+    """`layers all`, `layers even`, `layers odd`: layers whose index modulo `modulus` is `remainder`."""
+
+    text: str
+    modulus: int
+    remainder: int
+
+
+@dataclass(frozen=True, slots=True)
+class TheseLayers:
+    """`layers 3,7-9`: indices, both ends of a range included."""
+
+    text: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherUnits:
+    """`other:GLOB`: units that are neither embedding, layer, norm nor head."""
+
+    text: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """`name:GLOB`: parameters, across units."""
+
+    text: str
+    pattern: str
+
+
+Selector: TypeAlias = OneUnit | EveryLayer | TheseLayers | OtherUnits | ParameterNames
+
+
+def parse_selector(text: str, where: str = "units") -> Selector:
+    """Read one selector.
+
+    Raises:
+        RecipeError: it is not one.
+    """
+    stripped = " ".join(text.split())
+    for prefix, kind in (("name:", ParameterNames), ("other:", OtherUnits)):
+        if stripped.startswith(prefix):
+            return _pattern(kind, stripped, stripped.removeprefix(prefix).strip(), where)
+    if stripped in _PLAIN_UNITS:
+        return OneUnit(stripped, _PLAIN_UNITS[stripped])
+    word, _, rest = stripped.partition(" ")
+    if word in ("layers", "layer") and rest:
+        return _layers(stripped, rest, where)
+    raise RecipeError.of("tailor.units.unknown", where, f"{text[:80]!r} names no unit", did_you_mean(stripped, _WORDS))
+
+
+def _pattern(
+    kind: Callable[[str, str], OtherUnits | ParameterNames], text: str, pattern: str, where: str
+) -> OtherUnits | ParameterNames:
+    if not pattern:
+        raise RecipeError.of(
+            "tailor.units.pattern", where, f"{text!r} has no pattern", "write for example name:*.mlp.*"
+        )
+    return kind(text, pattern)
+
+
+def _layers(text: str, rest: str, where: str) -> EveryLayer | TheseLayers:
+    every = {"all": (1, 0), "even": (2, 0), "odd": (2, 1)}
+    if rest in every:
+        return EveryLayer(text, *every[rest])
+    if rest[0].isalpha():
+        hint = did_you_mean(rest, tuple(every))
+        raise RecipeError.of("tailor.units.layers", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
+    indices = [index for part in rest.split(",") for index in _index_range(part.strip(), text, where)]
+    return TheseLayers(text, tuple(dict.fromkeys(indices)))
+
+
+def _index_range(part: str, text: str, where: str) -> range:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise RecipeError.of(
+            "tailor.units.layers", where, f"{text[:80]!r}: {part[:40]!r} is neither a layer nor a range",
+            "write for example layers 3,7-9",
+        )  # fmt: skip
+    first = int(match[1])
+    last = int(match[2]) if match[2] else first
+    if last < first:
+        raise RecipeError.of("tailor.units.layers", where, f"{text[:80]!r}: the range {part!r} runs backwards")
+    return range(first, last + 1)
+
+
+def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: str = "units") -> tuple[str, ...]:
+    """Return the parameters that any of the selectors means, in the model's order. Aliases are not parameters.
+
+    Raises:
+        RecipeError: a selector means nothing in this model.
+    """
+    chosen: set[str] = set()
+    for selector in selectors:
+        found = _matching(selector, units, where)
+        if not found:
+            raise _nothing(selector, units, where)
+        chosen.update(found)
+    return tuple(name for name in units.names if name in chosen)
+
+
+def _matching(selector: Selector, units: ModelUnits, where: str) -> list[str]:
+    if isinstance(selector, ParameterNames):
+        return [name for name in units.names if fnmatchcase(name, selector.pattern)]
+    if isinstance(selector, TheseLayers):
+        _require_layers(selector, units, where)
+    return [name for unit, names in units.parameters.items() if _means(selector, unit) for name in names]
+
+
+def _means(selector: OneUnit | EveryLayer | TheseLayers | OtherUnits, unit: Unit) -> bool:
+    if isinstance(selector, OneUnit):
+        return unit == selector.unit
+    if isinstance(selector, OtherUnits):
+        return unit.kind is UnitKind.OTHER and fnmatchcase(unit.name, selector.pattern)
+    if unit.kind is not UnitKind.LAYER:
+        return False
+    if isinstance(selector, EveryLayer):
+        return unit.index % selector.modulus == selector.remainder
+    return unit.index in selector.indices
+
+
+def _require_layers(selector: TheseLayers, units: ModelUnits, where: str) -> None:
+    known = {unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER}
+    beyond = [index for index in selector.indices if index not in known]
+    if beyond:
+        raise RecipeError.of(
+            "tailor.units.no_layer", where, f"{selector.text!r}: the model has no layer {_shown(beyond)}",
+            f"its layers are {min(known)} to {max(known)}" if known else "it has no layers",
+        )  # fmt: skip
+
+
+def _nothing(selector: Selector, units: ModelUnits, where: str) -> MergePipeError:
+    message = f"{selector.text!r} means nothing in this model"
+    if isinstance(selector, OneUnit) and selector.unit == LM_HEAD and units.tied:
+        alias, owner = next(iter(units.tied.items()))
+        hint = f"'{alias}' is tied to '{owner}': take {units.unit_of(owner)} instead"
+    elif isinstance(selector, ParameterNames):
+        hint = did_you_mean(selector.pattern, units.names)
+    else:
+        hint = f"its units: {', '.join(map(str, units.parameters))}"
+    return RecipeError.of("tailor.units.empty", where, message, hint)
+
+
+def _shown(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:5])) + (", ..." if len(indices) > 5 else "")

@@ -1,0 +1,302 @@
+"""Every way a checkpoint directory can lie: its index, its links, its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
+from mergepipe.readers.hf import MAX_INDEX_BYTES, MAX_PROBLEMS, open_checkpoint
+from mergepipe.testing.safetensors_bytes import file_bytes, honest_file
+from mergepipe.testing.stores import MetadataStore
+
+INDEX = "model.safetensors.index.json"
+A, B = "a.safetensors", "b.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkpoint directory with two shards and, beside it, a sound file that is none of its business."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret.safetensors").write_bytes(honest_file("secret"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / A).write_bytes(honest_file("a"))
+    (folder / B).write_bytes(honest_file("b"))
+    return folder
+
+
+def write_index(root: Path, weight_map: object) -> None:
+    (root / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipeError:
+    with pytest.raises(error) as caught:
+        open_checkpoint(MetadataStore(), root)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"", "not_json"),
+        (b"[]", "not_object"),
+        (b"null", "not_object"),
+        (b"{", "not_json"),
+        (b"\xff{}", "not_utf8"),
+        (b"\xef\xbb\xbf{}", "not_json"),
+        (b'{"weight_map":{"a":"a.safetensors","a":"b.safetensors"}}', "duplicate_key"),
+        (b'{"weight_map":{},"weight_map":{"a":"a.safetensors"}}', "duplicate_key"),
+        (b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "too_deep"),
+        (b'{"metadata":{"total_size":NaN},"weight_map":{"a":"a.safetensors"}}', "bad_number"),
+        (b'{"metadata":{"total_size":1' + b"0" * 5000 + b'},"weight_map":{}}', "bad_number"),
+        (b'{"weight_map":{"\\ud800":"a.safetensors"}}', "lone_surrogate"),
+        (b"{}", "weight_map"),
+        (b'{"weight_map":null}', "weight_map"),
+        (b'{"weight_map":[]}', "weight_map"),
+        (b'{"weight_map":{}}', "weight_map"),
+        (b'{"weight_map":{"a":1}}', "weight_map"),
+        (b'{"weight_map":{"a":["a.safetensors"]}}', "weight_map"),
+    ],
+)
+def test_open_checkpoint__refuses_a_malformed_index(root: Path, text: bytes, code: str) -> None:
+    (root / INDEX).write_bytes(text)
+    assert refusal(root).code == f"checkpoint.index.{code}"
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "", ".", "..", "../outside/secret.safetensors", "/etc/passwd", "sub/a.safetensors", "./a.safetensors",
+        "a.safetensors/", "..\\outside\\secret.safetensors", "C:\\a.safetensors", "a\0.safetensors",
+        "a\n.safetensors", "pytorch_model.bin", "a.safetensors ",
+    ],
+)  # fmt: skip
+def test_open_checkpoint__a_shard_is_a_plain_safetensors_name(root: Path, shard: str) -> None:
+    write_index(root, {"a": shard})
+    error = refusal(root)
+    assert error.code == "checkpoint.index.shard_name"
+    assert str(error).isprintable()
+
+
+def test_open_checkpoint__an_absolute_shard_is_refused_even_inside(root: Path) -> None:
+    write_index(root, {"a": str(root / A)})
+    assert refusal(root).code == "checkpoint.index.shard_name"
+
+
+def test_open_checkpoint__a_shard_name_too_long_for_the_system_is_a_typed_error(root: Path) -> None:
+    write_index(root, {"a": "x" * 5000 + ".safetensors"})
+    assert refusal(root, StorageError).code == "storage.stat"
+
+
+def test_open_checkpoint__an_index_over_the_cap_is_not_read(root: Path) -> None:
+    with (root / INDEX).open("wb") as file:
+        file.truncate(MAX_INDEX_BYTES + 1)
+    store = MetadataStore()
+    with pytest.raises(CorruptError) as caught:
+        open_checkpoint(store, root)
+    assert (caught.value.code, store.reads) == ("checkpoint.index.too_long", [])
+
+
+def test_open_checkpoint__names_all_missing_shards(root: Path) -> None:
+    write_index(root, {"a": A, "c": "c.safetensors", "d": "d.safetensors"})
+    error = refusal(root, NotFoundError)
+    assert [p.code for p in error.problems] == ["checkpoint.index.shard_missing"] * 2
+    assert "'c.safetensors'" in str(error.problems[0])
+    assert "'d.safetensors'" in str(error.problems[1])
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "code", "words"),
+    [
+        ({"a": A, "b": B, "c": A}, "tensor_missing", ["'c'", A]),
+        ({"a": A, "b": A}, "tensor_missing", ["'b'", A]),
+        ({"a": B, "b": A}, "tensor_misplaced", ["'a'", A, B]),
+    ],
+)
+def test_open_checkpoint__refuses_an_index_that_disagrees_with_the_shards(
+    root: Path, weight_map: dict[str, str], code: str, words: list[str]
+) -> None:
+    write_index(root, weight_map)
+    error = refusal(root)
+    assert error.code == f"checkpoint.index.{code}"
+    assert [word for word in words if word not in str(error.problems[0])] == []
+
+
+def test_open_checkpoint__refuses_a_tensor_the_index_hides(root: Path) -> None:
+    (root / A).write_bytes(honest_file("a", "hidden"))
+    write_index(root, {"a": A, "b": B})
+    error = refusal(root)
+    assert error.code == "checkpoint.index.tensor_unlisted"
+    assert "'hidden'" in str(error)
+
+
+def test_open_checkpoint__refuses_a_tensor_in_two_shards(root: Path) -> None:
+    (root / B).write_bytes(honest_file("b", "a"))
+    write_index(root, {"a": A, "b": B})
+    error = refusal(root)
+    assert error.code == "checkpoint.index.tensor_twice"
+    assert f"'a' is stored in 2 shards: '{A}', '{B}'" in str(error)
+
+
+@pytest.mark.parametrize("n_lies", [MAX_PROBLEMS, MAX_PROBLEMS + 5])
+def test_open_checkpoint__lists_a_bounded_number_of_disagreements(root: Path, n_lies: int) -> None:
+    write_index(root, {"a": A, "b": B, **{f"x{i:02}": A for i in range(n_lies)}})
+    problems = refusal(root).problems
+    assert len(problems) == MAX_PROBLEMS + (n_lies > MAX_PROBLEMS)
+    assert problems[-1].message.startswith("and 5 more" if n_lies > MAX_PROBLEMS else "tensor 'x19'")
+
+
+def test_open_checkpoint__a_lying_shard_is_named(root: Path) -> None:
+    (root / B).write_bytes(file_bytes("{}", b"x"))
+    write_index(root, {"a": A, "b": B})
+    assert refusal(root).problems[0].where == str(root / B)
+
+
+@pytest.mark.parametrize("name", [A, INDEX, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("target", ["../outside/secret.safetensors", "{outside}/secret.safetensors"])
+def test_open_checkpoint__refuses_links_out_of_the_directory(root: Path, name: str, target: str) -> None:
+    write_index(root, {"a": A, "b": B})
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(target.format(outside=root.parent / "outside"))
+    error = refusal(root)
+    assert error.code == "checkpoint.files.link_outside"
+    assert str(root / name) in str(error)
+    assert str(root.parent / "outside" / "secret.safetensors") in str(error)
+
+
+def test_open_checkpoint__refuses_a_single_file_that_links_out(root: Path) -> None:
+    (root / "model.safetensors").symlink_to("../outside/secret.safetensors")
+    assert refusal(root).code == "checkpoint.files.link_outside"
+
+
+def test_open_checkpoint__refuses_a_template_folder_that_links_out(root: Path) -> None:
+    write_index(root, {"a": A, "b": B})
+    (root.parent / "outside" / "t.jinja").write_text("x")
+    (root / "additional_chat_templates").symlink_to("../outside")
+    assert refusal(root).code == "checkpoint.files.link_outside"
+
+
+def test_open_checkpoint__refuses_a_chain_of_links_that_ends_outside(root: Path) -> None:
+    write_index(root, {"a": A, "b": B})
+    (root / "hop").symlink_to("../outside/secret.safetensors")
+    (root / "config.json").symlink_to("hop")
+    assert refusal(root).code == "checkpoint.files.link_outside"
+
+
+@pytest.mark.parametrize("repository", ["models--org--name", "datasets--org--name"])
+@pytest.mark.parametrize(
+    "target", ["models--org--other/blobs/x", "models--org--name/refs/x", "models--org--name-2/blobs/x", "blobs/x"]
+)
+def test_open_checkpoint__hub_links_lead_only_to_blobs_of_the_same_repository(
+    tmp_path: Path, repository: str, target: str
+) -> None:
+    snapshot = tmp_path / repository / "snapshots" / "rev"
+    snapshot.mkdir(parents=True)
+    (tmp_path / target).parent.mkdir(parents=True)
+    (tmp_path / target).write_bytes(honest_file("a"))
+    (snapshot / "model.safetensors").symlink_to(tmp_path / target)
+    assert refusal(snapshot).code == "checkpoint.files.link_outside"
+
+
+@pytest.mark.parametrize("place", ["models/snapshots", "models--org--name/others"])
+def test_open_checkpoint__hub_rule_needs_a_hub_folder(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place / "rev"
+    folder.mkdir(parents=True)
+    blobs = (tmp_path / place).parent / "blobs"
+    blobs.mkdir()
+    (blobs / "x").write_bytes(honest_file("a"))
+    (folder / "model.safetensors").symlink_to("../../blobs/x")
+    assert refusal(folder).code == "checkpoint.files.link_outside"
+
+
+def test_open_checkpoint__a_hub_blob_folder_that_links_out_is_refused(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    (repository / "snapshots" / "rev").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x").write_bytes(honest_file("a"))
+    (repository / "blobs").symlink_to(tmp_path / "outside")
+    (repository / "snapshots" / "rev" / "model.safetensors").symlink_to("../../blobs/x")
+    assert refusal(repository / "snapshots" / "rev").code == "checkpoint.files.link_outside"
+
+
+def test_open_checkpoint__a_dangling_shard_link_is_a_missing_shard(root: Path) -> None:
+    (root / B).unlink()
+    (root / B).symlink_to("nowhere")
+    write_index(root, {"a": A, "b": B})
+    assert refusal(root, NotFoundError).code == "checkpoint.index.shard_missing"
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json", "model.safetensors"])
+def test_open_checkpoint__other_dangling_links_are_named(root: Path, name: str) -> None:
+    if name == "config.json":
+        write_index(root, {"a": A, "b": B})
+    (root / name).symlink_to("nowhere")
+    error = refusal(root, NotFoundError)
+    assert (error.code, error.problems[0].where) == ("checkpoint.files.dangling_link", str(root / name))
+
+
+def test_open_checkpoint__a_link_to_itself_is_a_typed_error(root: Path) -> None:
+    (root / "model.safetensors").symlink_to("model.safetensors")
+    assert refusal(root, StorageError).code == "storage.stat"
+
+
+@pytest.mark.parametrize("name", [A, INDEX, "config.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_open_checkpoint__refuses_what_is_no_regular_file(root: Path, name: str, make: Callable[[Path], None]) -> None:
+    write_index(root, {"a": A, "b": B})
+    (root / name).unlink(missing_ok=True)
+    make(root / name)
+    error = refusal(root)
+    assert (error.code, error.problems[0].where) == ("checkpoint.files.not_regular", str(root / name))
+
+
+def test_open_checkpoint__refuses_a_pipe_as_a_bare_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / A)
+    assert refusal(tmp_path / A).code == "checkpoint.files.not_regular"
+
+
+def test_open_checkpoint__refuses_file_names_that_are_not_text(root: Path) -> None:
+    write_index(root, {"a": A, "b": B})
+    (root / os.fsdecode(b"\xff.tiktoken")).write_bytes(b"x")
+    error = refusal(root)
+    assert error.code == "checkpoint.files.name"
+    assert str(error).encode()
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([A, B, "a", "b"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(JSON | st.dictionaries(st.sampled_from("abc"), st.sampled_from([A, B, "c", "../x"]) | st.text(max_size=4)))
+def test_open_checkpoint__any_weight_map_opens_soundly_or_is_refused(root: Path, weight_map: object) -> None:
+    write_index(root, weight_map)
+    try:
+        tensors = open_checkpoint(MetadataStore(), root).tensors
+    except MergePipeError:
+        return
+    assert {name: tensor.file.name for name, tensor in tensors.items()} == weight_map
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_open_checkpoint__survives_byte_flips_in_the_index(root: Path, draws: st.DataObject) -> None:
+    text = bytearray(json.dumps({"weight_map": {"a": A, "b": B}}).encode())
+    for position in draws.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, max_size=3)):
+        text[position] = draws.draw(st.integers(0, 255))
+    (root / INDEX).write_bytes(text)
+    try:
+        tensors = open_checkpoint(MetadataStore(), root).tensors
+    except MergePipeError:
+        return
+    assert {name: tensor.file.name for name, tensor in tensors.items()} == json.loads(text)["weight_map"]
