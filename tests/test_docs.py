@@ -1,0 +1,94 @@
+"""Facts that the documentation states twice agree with the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
+from mergepipe.recipe.load import RECIPE_KEYS, UNSUPPORTED_KEYS, UNSUPPORTED_METHODS, load_recipe
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def section(text: str, title: str) -> str:
+    """The text under one second-level title."""
+    assert text.count(f"\n## {title}\n") == 1
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of the only table, without its head."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert set(rows[1]) <= set("|-")
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+@pytest.fixture(scope="module")
+def recipes() -> str:
+    return (DOCS / "recipes.md").read_text(encoding="utf-8")
+
+
+def default_text(spec: ParameterSpec) -> str:
+    if spec.required:
+        return "required"
+    return f"`{str(spec.default).lower()}`" if isinstance(spec.default, bool) else f"`{spec.default:g}`"
+
+
+def range_text(spec: ParameterSpec) -> str:
+    if spec.only_default:
+        return f"{default_text(spec)} only"
+    if spec.is_flag:
+        return "`true`, `false`"
+    return "any" if spec.range_text() == "(-inf, inf)" else spec.range_text()
+
+
+def models_text(spec: OperatorSpec) -> str:
+    if spec.max_experts == 0:
+        return "none: it takes one model"
+    if spec.max_experts is not None:
+        assert spec.max_experts == spec.min_experts
+        return f"exactly {spec.max_experts}"
+    return f"at least {spec.min_experts}" if spec.min_experts else "any number"
+
+
+def parameter_rows() -> list[list[str]]:
+    return [
+        [f"`{spec.name}`", f"`{p.name}`", p.scope.value, default_text(p), range_text(p), p.help]
+        for spec in OPERATORS.values()
+        for p in spec.parameters
+    ]
+
+
+BASE_TEXT = {BaseRole.REQUIRED: "required", BaseRole.OPTIONAL: "optional", BaseRole.NONE: "refused"}
+
+
+def test_recipes_doc__states_the_catalogue(recipes: str) -> None:
+    assert table(section(recipes, "Parameters")) == parameter_rows()
+    assert table(section(recipes, "Operators")) == [
+        [f"`{spec.name}`", spec.title, BASE_TEXT[spec.base_role], models_text(spec)] for spec in OPERATORS.values()
+    ]
+
+
+def test_recipes_doc__states_the_keys(recipes: str) -> None:
+    rows = table(section(recipes, "Keys"))
+    assert sorted(row[0] for row in rows) == sorted(f"`{key}`" for key in RECIPE_KEYS)
+
+
+def test_recipes_doc__names_everything_that_is_not_supported_yet(recipes: str) -> None:
+    text = section(recipes, "Not supported yet")
+    missing = [name for name in (*UNSUPPORTED_KEYS, *UNSUPPORTED_METHODS) if f"`{name}`" not in text]
+    assert missing == []
+
+
+def test_recipes_doc__shows_a_recipe_that_loads(recipes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("base", "expert-code", "home/models/expert-math"):
+        (tmp_path / name).mkdir(parents=True)
+    path = tmp_path / "recipe.yml"
+    path.write_text(recipes.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.operator.name == "ties"
+    assert [model.text for model in recipe.experts()] == ["./expert-code", "~/models/expert-math"]
