@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from blake3 import blake3
+from mergepipe.canonical import digest_of
 
 MANIFEST_NAME = "mergepipe.json"
 MANIFEST_FORMAT = "mergepipe-manifest/1"
@@ -109,13 +109,3 @@ class Manifest:
         """Readable JSON with a stable order of keys."""
         content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def canonical_json(value: object) -> bytes:
-    """JSON with sorted keys and no white space: the form that digests are taken of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def digest_of(value: object) -> str:
-    """BLAKE3-128 of the canonical JSON, 32 hex digits."""
-    return blake3(canonical_json(value)).hexdigest(16)

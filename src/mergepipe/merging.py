@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.budget import Purpose, Usage
+from mergepipe.canonical import digest_of
 from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge, plan_output
 from mergepipe.engine.identity import content_id
 from mergepipe.errors import ConflictError
@@ -23,7 +24,6 @@ from mergepipe.manifest import (
     OutputFileRecord,
     OutputTensor,
     RealizedBytes,
-    digest_of,
 )
 from mergepipe.operators.registry import operator_named
 from mergepipe.publish import Staging, check_free_space, check_target
@@ -166,6 +166,8 @@ class _Run:
     def _open_files(self) -> Iterator[Mapping[Path, RangeFile]]:
         tasks = self._output.tasks
         paths = {entry.file for task in tasks for entry in (task.base, *task.experts)}
+        if operator_named(self._inputs.recipe.operator.name).is_random:  # content ids sample all tensors, dropped ones too
+            paths |= {entry.file for expert in self._inputs.experts for entry in expert.tensors.values()}
         _allow_open_files(len(paths) + 64)
         with contextlib.ExitStack() as stack:
             files: dict[Path, RangeFile] = {}
@@ -177,8 +179,12 @@ class _Run:
     def _check_inputs_unchanged(self) -> None:
         for checkpoint in self._inputs.checkpoints:
             for file in checkpoint.files:
-                status = (checkpoint.root / file.name).stat()
-                if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                try:
+                    status = (checkpoint.root / file.name).stat()
+                    found = (status.st_size, status.st_mtime_ns)
+                except OSError:  # it is gone
+                    found = (-1, -1)
+                if found != (file.size_bytes, file.mtime_ns):
                     raise ConflictError.of(
                         "input.changed", checkpoint.root / file.name, "changed while it was being merged", "run again"
                     )

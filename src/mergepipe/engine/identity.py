@@ -8,7 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from mergepipe.budget import Purpose
-from mergepipe.manifest import canonical_json
+from mergepipe.canonical import canonical_json
 from mergepipe.readers.base import Checkpoint, TensorEntry
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import aligned_buffer, round_up

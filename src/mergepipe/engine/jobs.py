@@ -113,7 +113,7 @@ class Job:
 
     def _make_functions(self) -> None:
         for state in self._states.values():
-            if state.task.action is Action.MERGE:
+            if state.task.action is Action.MERGE and state.given.n_elements:
                 reduced = state.reduction.result() if state.reduction else NOTHING_REDUCED
                 state.function = self._operator.block_function(state.given, reduced)
                 state.reduction = None

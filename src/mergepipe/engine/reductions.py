@@ -126,7 +126,9 @@ class MagnitudeSelection:
         if fine_WB is None or not 0 <= row < len(fine_WB):
             self._watch(e, bin_index, 1)
             return False
-        low_bits, _ = _bin_of_rank(fine_WB[row], rank_inside)
+        fine_B = fine_WB[row]
+        fine_B[0] = self._coarse_EB[e][bin_index] - fine_B[1:].sum()
+        low_bits, _ = _bin_of_rank(fine_B, rank_inside)
         self._threshold_E[e] = (bin_index << 16) | low_bits
         self._fine_EWB[e] = None
         return True

@@ -98,9 +98,8 @@ def choose_buffer_sizes(tasks: Sequence[MergeTask], memory_bytes: int) -> Buffer
         )
     wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
     scale = wanted / smallest
-    return BufferSizes(
-        round_up(int(grain_raw * scale), PAGE_BYTES), max(PAGE_BYTES, int(grain_out * scale) // PAGE_BYTES * PAGE_BYTES)
-    )
+    out_bytes = max(round_up(grain_out, PAGE_BYTES), int(grain_out * scale) // PAGE_BYTES * PAGE_BYTES)
+    return BufferSizes(round_up(int(grain_raw * scale), PAGE_BYTES), out_bytes)
 
 
 def plan_jobs(tasks: Sequence[MergeTask], sizes: BufferSizes, runs_of: RunsOf = full_access) -> Iterator[JobShape]:
@@ -254,7 +253,7 @@ def _join(
         entry, span, purpose = ranges[i]
         alignment = alignment_of(entry.file)
         first = starts[i] // alignment * alignment
-        last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment)
+        last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment) if span.n_elements else first
         previous = reads[-1] if reads else None
         if (
             previous is not None

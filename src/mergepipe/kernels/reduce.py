@@ -42,7 +42,11 @@ def count_magnitudes(
 def count_fine(
     raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, first_bin: int, counts_WB: Counts
 ) -> None:
-    """Add to `counts_WB[w, b]` how many `|delta|` have upper bits `first_bin + w` and lower 16 bits `b`."""
+    """Add to `counts_WB[w, b]` how many `|delta|` have upper bits `first_bin + w` and lower 16 bits `b`, for `b > 0`.
+
+    Deltas of 16-bit formats have few significant bits, so most of a bin sits at `b == 0`. That count is left out: it is
+    the bin's total less the others, and the search for the rest stays a comparison of whole vectors.
+    """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
@@ -57,7 +61,8 @@ def count_fine(
         decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
         take_delta(model, base, m, delta)
         for i in range(m):
-            hits[i] = np.uint8(((bits[i] & np.uint32(0x7FFFFFFF)) - low) < width)
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            hits[i] = np.uint8((magnitude - low < width) & ((magnitude & np.uint32(0xFFFF)) != np.uint32(0)))
         words = hits.view(np.uint64)
         for w in range((m + 7) // 8):
             if words[w] != np.uint64(0):
