@@ -9,7 +9,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ from mergepipe.storage.output import sync_directory
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_ASIDE = "-old"
 
 
 def check_target(out: Path, inputs: Iterable[Path], *, force: bool) -> None:
@@ -78,7 +79,7 @@ class Staging:
     def __init__(self, out: Path, *, force: bool) -> None:
         self._out = out.absolute()
         self._force = force
-        self._made_parents = _make_parents(self._out.parent)
+        self._made_parents: tuple[Path, ...] = ()
         self._prefix = f".{self._out.name}.mergepipe-"
         self._path = self._out.parent / f"{self._prefix}{secrets.token_hex(6)}"
         self._lock = -1
@@ -90,13 +91,16 @@ class Staging:
 
     def __enter__(self) -> Staging:
         try:
+            self._made_parents = _make_parents(self._out.parent)
             self._sweep()
             self._path.mkdir()
             self._lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BaseException as error:  # an interrupt too: nobody else would remove what was made
             self._abandon()
-            raise os_error(error, self._path, "creating the staging directory") from error
+            if isinstance(error, OSError):
+                raise os_error(error, self._path, "creating the staging directory") from error
+            raise
         return self
 
     def __exit__(
@@ -109,11 +113,14 @@ class Staging:
 
         Raises:
             ConflictError: `out` appeared meanwhile.
+            OutputError: what is to be replaced is no snapshot (any more).
             StorageError: the operating system refused.
         """
         for directory, _, _ in os.walk(self._path):
             sync_directory(Path(directory))
         replaced = self._force and self._out.exists()
+        if replaced:  # it may have been put there since the run began
+            check_target(self._out, (), force=True)
         try:
             if replaced:
                 _exchange(self._path, self._out)
@@ -136,14 +143,14 @@ class Staging:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-        for parent in reversed(self._made_parents):
-            with contextlib.suppress(OSError):  # somebody else uses it by now
-                parent.rmdir()
+        _remove_empty(self._made_parents)
         self._made_parents = ()
 
     def _sweep(self) -> None:
         """Remove staging directories of this output whose process is gone."""
         for stale in self._out.parent.glob(f"{_escape_glob(self._prefix)}*"):
+            if stale.name.endswith(_ASIDE) and not self._out.exists():
+                continue  # the only copy of a snapshot: `_exchange` was killed half way
             with contextlib.suppress(OSError):  # another sweep was faster, or it is alive
                 descriptor = os.open(stale, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
@@ -167,9 +174,18 @@ def _make_parents(parent: Path) -> tuple[Path, ...]:
     try:
         for directory in missing:
             directory.mkdir(exist_ok=True)
-    except OSError as error:
-        raise os_error(error, missing[-1], "creating it") from error
+    except BaseException as error:
+        _remove_empty(missing)
+        if isinstance(error, OSError):
+            raise os_error(error, missing[-1], "creating it") from error
+        raise
     return tuple(missing)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError):  # somebody else uses it by now, or it was never made
+            directory.rmdir()
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
@@ -195,7 +211,12 @@ def _rename_new(staged: Path, out: Path) -> None:
 def _exchange(staged: Path, out: Path) -> None:
     """Swap the two directories. Without kernel support the old one steps aside first: both stay whole all the time."""
     if not _renameat2(staged, out, _RENAME_EXCHANGE):
-        aside = staged.with_name(f"{staged.name}-old")
+        aside = staged.with_name(f"{staged.name}{_ASIDE}")
         out.rename(aside)
-        staged.rename(out)
+        try:
+            staged.rename(out)
+        except BaseException:
+            if not out.exists():
+                aside.rename(out)
+            raise
         aside.rename(staged)

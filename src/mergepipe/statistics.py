@@ -5,6 +5,7 @@ Statistics are exact summaries of `delta = expert - base` in float32, or bounds 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,13 @@ from mergepipe.blocks import BlockGrid
 HASH_BYTES = 16
 N_OCTAVES = 16
 N_SKETCH = 16
-COMMON_DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)
+COMMON_DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def rank_of_density(density: float, n_elements: int) -> int:
+    """How many elements a density keeps: `floor(density * n)`, in double precision as mergekit takes it."""
+    return math.floor(density * n_elements)
+
 
 BLOCK_RECORD = np.dtype(
     [
@@ -37,7 +44,7 @@ class TensorStatistics:
         blocks_B: one `BLOCK_RECORD` per block of the grid, in order.
         densities_D: sorted shares of the tensor (float64) whose exact magnitude cut is known.
         threshold_bits_D: the float32 bits of those cuts (uint32), parallel to `densities_D`.
-        products_3: <base, base>, <expert, expert>, <base, expert> in float64.
+        products_3: <base, base>, <delta, delta>, <base, delta> in float64.
     """
 
     grid: BlockGrid
@@ -77,4 +84,5 @@ def decode_octaves(octaves_BO: NDArray[np.uint8]) -> NDArray[np.float64]:
     """
     share_BO = np.where(octaves_BO > 0, np.exp2((octaves_BO.astype(np.float64) - 240.0) / 4.0), 0.0)
     total_B1 = share_BO.sum(axis=-1, keepdims=True)
-    return np.divide(share_BO, total_B1, out=np.zeros_like(share_BO), where=total_B1 > 0)
+    normalized_BO: NDArray[np.float64] = np.divide(share_BO, total_B1, out=np.zeros_like(share_BO), where=total_B1 > 0)
+    return normalized_BO

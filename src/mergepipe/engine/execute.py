@@ -1,25 +1,39 @@
-"""Runs a resolved merge over open files into a directory: the engine's front door."""
+"""The engine's front doors: merge into a directory of shards, or analyse without writing anything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.budget import Ledger
 from mergepipe.engine.identity import stream_key
-from mergepipe.engine.jobs import Job, TensorState
+from mergepipe.engine.jobs import Job, TensorWork
 from mergepipe.engine.pipeline import Pipeline
-from mergepipe.engine.segments import JobShape, Piece, choose_buffer_sizes, plan_jobs
-from mergepipe.operators.base import Operator, OperatorInput
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.engine.segments import (
+    GRAIN_ELEMENTS,
+    JobShape,
+    Piece,
+    RunsOf,
+    choose_buffer_sizes,
+    full_access,
+    plan_jobs,
+)
+from mergepipe.engine.summaries import TensorSummary
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
+from mergepipe.recipe.resolve import Action, MergeTask
+from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.output import CHUNK_BYTES
 from mergepipe.writer import ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
+
+OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +45,44 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """What a plan lets the engine read: runs per task, and what is known of a task's tensor beforehand.
+
+    `block_elements` is the grid on which reads are cut, so that they cost what was planned; 0 without a plan.
+    """
+
+    runs_of: RunsOf = full_access
+    known: Mapping[str, Reduced] = field(default_factory=dict)
+    block_elements: int = 0
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True, slots=True)
 class MergeWork:
-    """What to run: tasks, the operator, and what its randomness is keyed by (one content id per expert, or none)."""
+    """What to run: tasks, the operator, and what its randomness is keyed by (one content id per expert, or none).
+
+    `on_statistics` asks for the statistics of every expert's tensor that is read in full; it is called on the calling
+    thread with the task, the expert and the statistics.
+    """
 
     tasks: tuple[MergeTask, ...]
     operator: Operator
     seed: int
     content_ids: tuple[str, ...]
+    selection: Selection = EVERYTHING
+    on_statistics: OnStatistics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisWork:
+    """What to analyse: one task per tensor with its experts, the grid, and the densities whose cuts are wanted."""
+
+    tasks: tuple[MergeTask, ...]
+    block_elements: int
+    densities: tuple[float, ...]
+    on_statistics: OnStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +122,83 @@ def execute_merge(
         StorageError, CorruptError: see `Pipeline.run`.
     """
     pool_bytes = options.memory_bytes - CHUNK_BYTES
-    sizes = choose_buffer_sizes(output.tasks, pool_bytes)
+    cut = work.selection.block_elements or (DEFAULT_BLOCK_ELEMENTS if work.on_statistics else GRAIN_ELEMENTS)
+    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut)
     pool = BufferPool(sizes.total_bytes, pool_bytes)
+    shapes = plan_jobs(output.tasks, sizes, work.selection.runs_of, cut)
     with ShardWriter(directory, output.shards, ledger) as writer:
         sink = _WriterSink(writer, output.tasks)
         pipeline = Pipeline(output.tasks, files, pool, sizes.raw_bytes, sink, options.threads, on_tick)
-        pipeline.run(_jobs(work, output.tasks, plan_jobs(output.tasks, sizes), pool.limit))
+        pipeline.run(_merge_jobs(work, output.tasks, shapes, pool.limit))
         writer.finish()
         return tuple(writer.digests)
 
 
-def _jobs(work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int) -> Iterator[Job]:
+def execute_analysis(
+    work: AnalysisWork, files: Mapping[Path, RangeFile], options: EngineOptions, on_tick: Callable[[], None]
+) -> None:
+    """Read every task's tensors once and report the statistics of each expert.
+
+    A tensor whose copies do not fit into the memory cap may be read twice. Memory: as `execute_merge`.
+
+    Raises:
+        LimitError, StorageError, CorruptError: as `execute_merge`.
+    """
+    sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, work.block_elements)
+    pool = BufferPool(sizes.total_bytes, options.memory_bytes)
+    shapes = plan_jobs(work.tasks, sizes, full_access, work.block_elements)
+    pipeline = Pipeline(work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, on_tick)
+    pipeline.run(_analysis_jobs(work, shapes, pool.limit))
+
+
+def _merge_jobs(
+    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int
+) -> Iterator[Job]:
     for shape in shapes:
-        states = [TensorState(tasks[i], _operator_input(work, tasks[i])) for i in shape.task_indices]
-        yield Job(shape, work.operator, states, held_limit)
+        yield Job(shape, [_merge_work(work, tasks[i]) for i in shape.task_indices], held_limit)
+
+
+def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
+    if task.action is Action.COPY:
+        return TensorWork(task, None, _no_function)
+    given = _operator_input(work, task)
+
+    def make_function(reduced: Reduced) -> BlockFunction:
+        return work.operator.block_function(given, work.selection.known.get(task.name, reduced))
+
+    if not task.experts or not given.n_elements:
+        return TensorWork(task, None, make_function)
+    known = task.name in work.selection.known
+    request = None if known else work.operator.reduction(given)
+    if work.on_statistics is None:
+        reduction: Reduction | None = make_reduction(request, given.n_elements, len(task.experts)) if request else None
+        return TensorWork(task, reduction, make_function)
+    summary = TensorSummary(
+        BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS), len(task.experts), request, COMMON_DENSITIES
+    )
+    return TensorWork(task, summary, make_function, _reporter(task, summary, work.on_statistics))
+
+
+def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: int) -> Iterator[Job]:
+    for shape in shapes:
+        works = []
+        for task in (work.tasks[i] for i in shape.task_indices):
+            grid = BlockGrid(task.base.n_elements, work.block_elements)
+            summary = TensorSummary(grid, len(task.experts), None, work.densities)
+            works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))
+        yield Job(shape, works, held_limit, writes=False)
+
+
+def _reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
+    def report() -> None:
+        for e in range(len(task.experts)):
+            on_statistics(task, e, summary.statistics(e))
+
+    return report
+
+
+def _no_function(_: Reduced = NOTHING_REDUCED) -> None:
+    return None
 
 
 def _operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
@@ -115,3 +223,10 @@ class _WriterSink:
             nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
             if nbytes:
                 self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
+
+
+class _NoSink:
+    """An analysis writes nothing."""
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+        raise AssertionError("an analysis has no output")

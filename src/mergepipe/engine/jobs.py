@@ -9,10 +9,10 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.engine.reductions import Reduction
 from mergepipe.engine.segments import JobShape, Piece, SegmentLayout, SegmentShape
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, RawBlock
-from mergepipe.recipe.resolve import Action, MergeTask
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
+from mergepipe.recipe.resolve import MergeTask
 
 SURVEY_SEGMENTS = 8
 
@@ -46,31 +46,55 @@ class Pass:
     repeated: bool = False  # its reads come on top of the one pass that every merge makes
 
 
-@dataclass(slots=True)
-class TensorState:
-    """One tensor being merged: its reduction while that runs, then its block function."""
+class TensorWork:
+    """What is done with one tensor: an optional reduction over all of it, then a function for each block.
 
-    task: MergeTask
-    given: OperatorInput
-    reduction: Reduction | None = None
-    function: BlockFunction | None = None
+    Args:
+        make_function: given what was reduced, the block function; None where nothing is written or bytes are copied.
+        on_reduced: told once when the reduction is finished, on the coordinating thread.
+    """
+
+    def __init__(
+        self,
+        task: MergeTask,
+        reduction: Reduction | None,
+        make_function: Callable[[Reduced], BlockFunction | None],
+        on_reduced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.task = task
+        self.reduction = reduction
+        self.function: BlockFunction | None = None
+        self._make_function = make_function
+        self._on_reduced = on_reduced
+
+    def conclude(self) -> None:
+        """Make the block function and let go of the reduction."""
+        reduced = NOTHING_REDUCED
+        if self.reduction is not None:
+            reduced = self.reduction.result()
+            self._on_reduced()
+        self.function = self._make_function(reduced)
+        self.reduction = None
 
 
 class Job:
-    """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`."""
+    """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
-    def __init__(self, shape: JobShape, operator: Operator, states: Sequence[TensorState], held_limit: int) -> None:
+    `writes` is False for an analysis: then the work ends with the reductions.
+    """
+
+    def __init__(self, shape: JobShape, works: Sequence[TensorWork], held_limit: int, *, writes: bool = True) -> None:
         self.shape = shape
-        self._operator = operator
-        self._states = dict(zip(shape.task_indices, states, strict=True))
+        self._works = dict(zip(shape.task_indices, works, strict=True))
         self._held_limit = held_limit
+        self._writes = writes
 
     def passes(self) -> Iterator[Pass]:
         """The passes in order; each may be computed only when the one before is complete."""
-        self._start_reductions()
-        if not any(state.reduction for state in self._states.values()):
-            self._make_functions()
-            yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
+        if not any(work.reduction for work in self._works.values()):
+            self._conclude()
+            if self._writes:
+                yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
         elif len(self.shape.segments) <= self._held_limit:
             yield from self._passes_in_memory()
         else:
@@ -82,59 +106,53 @@ class Job:
         if not self._finish_reductions():
             yield Pass(Stage.REFINE, segments, False, Afterwards.HOLD, last_reads=True)
             self._finish_reductions()
-        self._make_functions()
-        yield Pass(Stage.MERGE, segments, False, Afterwards.WRITE, last_reads=True)
+        self._conclude()
+        last = Pass(Stage.MERGE, segments, False, Afterwards.WRITE, last_reads=True)
+        yield last if self._writes else Pass(Stage.MERGE, segments, False, Afterwards.RELEASE, last_reads=True)
 
     def _passes_streaming(self) -> Iterator[Pass]:
         segments = self.shape.segments
         sample, rest = _split_sample(segments, min(SURVEY_SEGMENTS, self._held_limit))
         yield Pass(Stage.SURVEY, sample, True, Afterwards.HOLD, last_reads=False)
-        for state in self._states.values():
-            if state.reduction:
-                state.reduction.narrow()
+        for work in self._works.values():
+            if work.reduction:
+                work.reduction.narrow()
         yield Pass(Stage.ACCUMULATE, sample, False, Afterwards.RELEASE, last_reads=False)
         yield Pass(Stage.ACCUMULATE, rest, True, Afterwards.RELEASE, last_reads=False)
         if not self._finish_reductions():
-            yield Pass(Stage.REFINE, segments, True, Afterwards.RELEASE, last_reads=False, repeated=True)
+            yield Pass(Stage.REFINE, segments, True, Afterwards.RELEASE, last_reads=not self._writes, repeated=True)
             self._finish_reductions()
-        self._make_functions()
-        yield Pass(Stage.MERGE, segments, True, Afterwards.WRITE, last_reads=True, repeated=True)
-
-    def _start_reductions(self) -> None:
-        for state in self._states.values():
-            if state.task.action is Action.MERGE and state.task.experts and state.given.n_elements:
-                request = self._operator.reduction(state.given)
-                if request is not None:
-                    state.reduction = make_reduction(request, state.given.n_elements, len(state.task.experts))
+        self._conclude()
+        if self._writes:
+            yield Pass(Stage.MERGE, segments, True, Afterwards.WRITE, last_reads=True, repeated=True)
 
     def _finish_reductions(self) -> bool:
-        finished = [state.reduction.finish() for state in self._states.values() if state.reduction]
+        finished = [work.reduction.finish() for work in self._works.values() if work.reduction]
         return all(finished)
 
-    def _make_functions(self) -> None:
-        for state in self._states.values():
-            if state.task.action is Action.MERGE and state.given.n_elements:
-                reduced = state.reduction.result() if state.reduction else NOTHING_REDUCED
-                state.function = self._operator.block_function(state.given, reduced)
-                state.reduction = None
+    def _conclude(self) -> None:
+        for work in self._works.values():
+            work.conclude()
 
     def compute(self, stage: Stage, layout: SegmentLayout, buffer: NDArray[np.uint8]) -> None:
         """Run `stage` on the filled `buffer`. Called from compute threads."""
+        if stage is Stage.MERGE and not self._writes:
+            return
         for piece in layout.pieces:
             if piece.run.span.n_elements:
                 self._compute_piece(stage, piece, buffer)
 
     def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-        state = self._states[piece.run.task_index]
+        work = self._works[piece.run.task_index]
         if stage is Stage.MERGE:
-            _merge_piece(state, piece, buffer)
-        elif state.reduction:
+            _merge_piece(work, piece, buffer)
+        elif work.reduction:
             steps: dict[Stage, Callable[[RawBlock], None]] = {
-                Stage.SURVEY: state.reduction.survey,
-                Stage.ACCUMULATE: state.reduction.accumulate,
-                Stage.REFINE: state.reduction.refine,
+                Stage.SURVEY: work.reduction.survey,
+                Stage.ACCUMULATE: work.reduction.accumulate,
+                Stage.REFINE: work.reduction.refine,
             }
-            steps[stage](_raw_block(state.task, piece, buffer))
+            steps[stage](_raw_block(work.task, piece, buffer))
 
 
 def _split_sample(
@@ -146,9 +164,9 @@ def _split_sample(
     return sample, tuple(s for i, s in enumerate(segments) if i not in chosen)
 
 
-def _merge_piece(state: TensorState, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-    task = state.task
-    function = state.function
+def _merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+    task = work.task
+    function = work.function
     if function is None or (function.copies_base and task.dtype == task.base.dtype):
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         source = buffer[piece.base_offset : piece.base_offset + nbytes]

@@ -105,12 +105,10 @@ class Pipeline:
             StorageError: a read or a write failed.
             CorruptError: an input ended before a tensor did.
         """
-        workers = [
-            *(self._start(self._read_loop) for _ in range(READER_THREADS)),
-            *(self._start(self._compute_loop) for _ in range(self._threads)),
-            self._start(self._write_loop),
-        ]
+        workers: list[threading.Thread] = []
         try:
+            for loop in (*[self._read_loop] * READER_THREADS, *[self._compute_loop] * self._threads, self._write_loop):
+                self._start(loop, workers)
             self._coordinate(iter(jobs))
         finally:
             self._stop(workers)
@@ -233,10 +231,10 @@ class Pipeline:
 
     # -- worker threads --------------------------------------------------------------------------------------------
 
-    def _start(self, loop: Callable[[], None]) -> threading.Thread:
+    def _start(self, loop: Callable[[], None], workers: list[threading.Thread]) -> None:
         thread = threading.Thread(target=self._guard, args=(loop,), daemon=True, name=f"mergepipe-{loop.__name__}")
+        workers.append(thread)  # first, so that an interrupt cannot come between
         thread.start()
-        return thread
 
     def _guard(self, loop: Callable[[], None]) -> None:
         try:
@@ -279,4 +277,5 @@ class Pipeline:
             self._compute_queue.put(None)
         self._write_queue.put(None)
         for worker in workers:
-            worker.join()
+            if worker.ident is not None:  # it was started
+                worker.join()

@@ -6,7 +6,7 @@ Pure planning: no file is opened. A segment holds either a run of one tensor or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.blocks import Span
@@ -26,11 +26,20 @@ ROUNDING_BYTES = 2 * PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive elements of one tensor for which the same experts are read."""
+    """Consecutive elements of one tensor for which the same experts take part.
+
+    `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes.
+    """
 
     task_index: int
     span: Span
     present: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def read_experts(self) -> tuple[int, ...]:
+        """The experts whose bytes are read, each once."""
+        return tuple(dict.fromkeys(self.sources))
 
 
 RunsOf = Callable[[int, MergeTask], Iterable[Run]]
@@ -38,7 +47,8 @@ RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 def full_access(task_index: int, task: MergeTask) -> Iterable[Run]:
     """Every expert everywhere."""
-    return (Run(task_index, Span(0, task.base.n_elements), tuple(range(len(task.experts)))),)
+    everyone = tuple(range(len(task.experts)))
+    return (Run(task_index, Span(0, task.base.n_elements), everyone, everyone),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +80,23 @@ class BufferSizes:
         return self.raw_bytes + self.out_bytes
 
 
-def stored_bytes(task: MergeTask, n_elements: int, present: Sequence[int]) -> int:
-    """Buffer bytes that a run of `n_elements` needs at most, rounding of reads included."""
-    sizes = [task.base.dtype.itemsize, *(task.experts[e].dtype.itemsize for e in present)]
+def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> int:
+    """Buffer bytes that `n_elements` of the base and of `experts` need at most, rounding of reads included."""
+    sizes = [task.base.dtype.itemsize, *(task.experts[e].dtype.itemsize for e in experts)]
     return sum(n_elements * size + ROUNDING_BYTES for size in sizes)
 
 
-def choose_buffer_sizes(tasks: Sequence[MergeTask], memory_bytes: int) -> BufferSizes:
-    """Pick the buffer size for a memory cap.
+def choose_buffer_sizes(
+    tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int = GRAIN_ELEMENTS
+) -> BufferSizes:
+    """Pick the buffer size for a memory cap; a buffer holds at least `cut_elements` of every model.
 
     Raises:
         LimitError: not even three buffers of the smallest useful size fit into the cap.
     """
     grain_raw, grain_out = PAGE_BYTES, PAGE_BYTES
     for task in tasks:
-        n = min(GRAIN_ELEMENTS, task.base.n_elements)
+        n = min(cut_elements, task.base.n_elements)
         grain_raw = max(grain_raw, stored_bytes(task, n, range(len(task.experts))))
         grain_out = max(grain_out, n * task.dtype.itemsize)
     smallest = round_up(grain_raw, PAGE_BYTES) + round_up(grain_out, PAGE_BYTES)
@@ -102,13 +114,18 @@ def choose_buffer_sizes(tasks: Sequence[MergeTask], memory_bytes: int) -> Buffer
     return BufferSizes(round_up(int(grain_raw * scale), PAGE_BYTES), out_bytes)
 
 
-def plan_jobs(tasks: Sequence[MergeTask], sizes: BufferSizes, runs_of: RunsOf = full_access) -> Iterator[JobShape]:
-    """Cut `tasks` (in output order) into jobs, lazily.
+def plan_jobs(
+    tasks: Sequence[MergeTask],
+    sizes: BufferSizes,
+    runs_of: RunsOf = full_access,
+    cut_elements: int = GRAIN_ELEMENTS,
+) -> Iterator[JobShape]:
+    """Cut `tasks` (in output order) into jobs, lazily. `cut_elements` is a multiple of `GRAIN_ELEMENTS`.
 
     Laws: the runs of each task are disjoint, in order and cover its tensor; every segment fits its buffer; every cut
-    inside a tensor falls on a multiple of `GRAIN_ELEMENTS`.
+    inside a tensor falls on a multiple of `cut_elements`.
     """
-    packer = _Packer(tasks, sizes)
+    packer = _Packer(tasks, sizes, cut_elements)
     for index, task in enumerate(tasks):
         runs = tuple(runs_of(index, task))
         if packer.fits_whole(runs):
@@ -126,9 +143,10 @@ def plan_jobs(tasks: Sequence[MergeTask], sizes: BufferSizes, runs_of: RunsOf = 
 class _Packer:
     """Fills one segment at a time."""
 
-    def __init__(self, tasks: Sequence[MergeTask], sizes: BufferSizes) -> None:
+    def __init__(self, tasks: Sequence[MergeTask], sizes: BufferSizes, cut_elements: int) -> None:
         self._tasks = tasks
         self._sizes = sizes
+        self._cut = cut_elements
         self._number = 0
         self.runs: list[Run] = []
         self._raw = 0
@@ -138,7 +156,7 @@ class _Packer:
         raw = out = 0
         for run in runs:
             task = self._tasks[run.task_index]
-            raw += stored_bytes(task, run.span.n_elements, run.present)
+            raw += stored_bytes(task, run.span.n_elements, run.read_experts)
             out += run.span.n_elements * task.dtype.itemsize
         return raw, out
 
@@ -171,22 +189,22 @@ class _Packer:
         for run in runs:
             start = run.span.start
             while start < run.span.stop:
-                room = self._grains_that_fit(run)
+                room = self._cuts_that_fit(run)
                 if room == 0:
                     segments.append(self._segment())
                     continue
-                stop = min(run.span.stop, (start // GRAIN_ELEMENTS + room) * GRAIN_ELEMENTS)
-                self.add((Run(index, Span(start, stop), run.present),))
+                stop = min(run.span.stop, (start // self._cut + room) * self._cut)
+                self.add((replace(run, span=Span(start, stop)),))
                 start = stop
         if self.runs:
             segments.append(self._segment())
         return JobShape((index,), tuple(segments))
 
-    def _grains_that_fit(self, run: Run) -> int:
+    def _cuts_that_fit(self, run: Run) -> int:
         task = self._tasks[run.task_index]
-        fixed = stored_bytes(task, 0, run.present)
-        raw_each = stored_bytes(task, GRAIN_ELEMENTS, run.present) - fixed
-        out_each = GRAIN_ELEMENTS * task.dtype.itemsize
+        fixed = stored_bytes(task, 0, run.read_experts)
+        raw_each = stored_bytes(task, self._cut, run.read_experts) - fixed
+        out_each = self._cut * task.dtype.itemsize
         raw_room = (self._sizes.raw_bytes - self._raw - fixed) // raw_each
         return max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))
 
@@ -229,12 +247,13 @@ def lay_out(
     for run in shape.runs:
         task = tasks[run.task_index]
         ranges.append((task.base, run.span, Purpose.BASE))
-        ranges.extend((task.experts[e], run.span, Purpose.EXPERT) for e in run.present)
+        ranges.extend((task.experts[e], run.span, Purpose.EXPERT) for e in run.read_experts)
     reads, places = _join(ranges, alignment_of)
     pieces, position, out_offset = [], 0, out_start
     for run in shape.runs:
-        stop = position + 1 + len(run.present)
-        pieces.append(Piece(run, places[position], tuple(places[position + 1 : stop]), out_offset))
+        stop = position + 1 + len(run.read_experts)
+        place_of = dict(zip(run.read_experts, places[position + 1 : stop], strict=True))
+        pieces.append(Piece(run, places[position], tuple(place_of[e] for e in run.sources), out_offset))
         position = stop
         out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
     return SegmentLayout(shape, tuple(reads), tuple(pieces))

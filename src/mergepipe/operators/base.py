@@ -59,7 +59,7 @@ class MagnitudeCut:
 
 @dataclass(frozen=True, slots=True)
 class InnerProducts:
-    """Wanted: <base, base>, <expert, expert> and <base, expert> over the whole tensor, in float64."""
+    """Wanted: <base, base>, <delta, delta> and <base, delta> over the whole tensor, in float64."""
 
 
 ReductionRequest = MagnitudeCut | InnerProducts
@@ -70,7 +70,7 @@ class Reduced:
     """Answers to a `ReductionRequest`; the fields that were not asked for are None.
 
     `threshold_bits_E` (uint32): the float32 bit patterns of the cut magnitudes; elements at or above are kept.
-    `products_E3` (float64): per expert <base, base>, <expert, expert>, <base, expert>.
+    `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
     """
 
     threshold_bits_E: NDArray[np.uint32] | None = None

@@ -32,8 +32,11 @@ class Slerp:
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         if reduced.products_E3 is None:
             raise ValueError("slerp needs inner products")
-        base_base, other_other, base_other = (float(x) for x in reduced.products_E3[0])
-        base_share, other_share = slerp_shares(float(given.globals["t"]), base_base, other_other, base_other)
+        base_base, delta_delta, base_delta = (float(x) for x in reduced.products_E3[0])
+        other_other = max(0.0, base_base + 2.0 * base_delta + delta_delta)
+        base_share, other_share = slerp_shares(
+            float(given.globals["t"]), base_base, other_other, base_base + base_delta
+        )
         return ElementwiseRule(
             coefficients_E=np.array([other_share], np.float32), anchor_scale=base_share + other_share
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.linear import fixed_coefficients
 from mergepipe.operators.spec import OperatorSpec
+from mergepipe.statistics import rank_of_density
 
 
 def densities_E(given: OperatorInput) -> NDArray[np.float64]:
@@ -32,7 +32,7 @@ class Ties:
     is_random: bool = False
 
     def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        kept_E = tuple(kept_count(float(p["density"]), given.n_elements) for p in given.experts)
+        kept_E = tuple(rank_of_density(float(p["density"]), given.n_elements) for p in given.experts)
         return None if all(kept == given.n_elements for kept in kept_E) else MagnitudeCut(kept_E)
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
@@ -85,11 +85,6 @@ class DareTies:
             cuts_E=cuts_E,
             scales_E=scales_E,
         )
-
-
-def kept_count(density: float, n_elements: int) -> int:
-    """`floor(density * n)`, in double precision as mergekit takes it."""
-    return math.floor(density * n_elements)
 
 
 def _drop_and_rescale(given: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:

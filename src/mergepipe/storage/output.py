@@ -83,10 +83,10 @@ class OutputFile:
         try:
             os.ftruncate(self._descriptor, self._size_bytes)
             os.fsync(self._descriptor)
-            os.close(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, "making it durable") from error
         finally:
+            os.close(self._descriptor)
             self._descriptor = -1
 
     def __enter__(self) -> OutputFile:

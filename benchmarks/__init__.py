@@ -1,0 +1,1 @@
+"""Speed and memory claims, each with its baseline and the I/O floor in the same run."""

@@ -1,0 +1,87 @@
+"""Command that writes the checkpoint family the benchmarks merge, or finds the one already there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.errors import MergePipeError
+from mergepipe.testing.families import (
+    DEMO,
+    QWEN3_0_6B,
+    TINY,
+    FamilyPaths,
+    FamilyShape,
+    family_bytes,
+    family_paths,
+    write_family,
+)
+
+DEFAULT_ROOT = Path(".bench/family")
+SHAPES: dict[str, FamilyShape] = {"0.6b": QWEN3_0_6B, "demo": DEMO, "tiny": TINY}
+_MARKER = "family.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRequest:
+    """Which family is wanted, and where."""
+
+    root: Path
+    shape: str
+    experts: int
+    seed: int
+
+    def marker(self) -> dict[str, object]:
+        """What is left beside a family that was written to its end."""
+        return {"shape": self.shape, "experts": self.experts, "seed": self.seed}
+
+
+def ensure_family(request: FamilyRequest) -> FamilyPaths:
+    """Write the family unless the very same one is there already.
+
+    Raises:
+        OutputError: another family, or a part of one, is there.
+        StorageError: the disk has not the room.
+    """
+    marker = request.root / _MARKER
+    if marker.exists() and json.loads(marker.read_text()) == request.marker():
+        return family_paths(request.root, request.experts)
+    paths = write_family(request.root, SHAPES[request.shape], request.experts, request.seed)
+    marker.write_text(json.dumps(request.marker()) + "\n")
+    return paths
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_family_options(parser)
+    request = family_request(parser.parse_args())
+    start = time.perf_counter()
+    try:
+        paths = ensure_family(request)
+    except MergePipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    gigabytes = family_bytes(SHAPES[request.shape], request.experts) / 1e9
+    print(f"{len(paths.models)} models, {gigabytes:.2f} GB in {request.root} ({time.perf_counter() - start:.1f} s)")
+    return 0
+
+
+def add_family_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which family."""
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
+    parser.add_argument("--experts", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def family_request(options: argparse.Namespace) -> FamilyRequest:
+    """Read the options of `add_family_options`."""
+    return FamilyRequest(options.root, options.shape, options.experts, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

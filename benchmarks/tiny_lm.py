@@ -1,0 +1,203 @@
+"""A small Qwen3-style language model: making, training, saving and scoring it; the only importer of torch here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+LmModel: TypeAlias = Qwen3ForCausalLM
+LmTokenizer: TypeAlias = PreTrainedTokenizerFast
+Windows: TypeAlias = Sequence[Sequence[int]]
+_END = "<|endoftext|>"
+_BETAS = (0.9, 0.95)
+_MAX_GRADIENT_NORM = 1.0
+_SCORE_BATCH = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LmShape:
+    """Sizes of a model; query heads are twice the key-value heads, embeddings are tied."""
+
+    vocab: int = 1024
+    hidden: int = 256
+    layers: int = 6
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 768
+    context: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One training: AdamW, linear warm-up, cosine decay to a tenth of the peak."""
+
+    steps: int
+    peak_rate: float
+    batch: int = 8
+    window_tokens: int = 256
+    warmup_fraction: float = 0.1
+    weight_decay: float = 0.1
+    seed: int = 0
+    bf16: bool = False  # matrix products in bfloat16; parameters and optimizer stay in float32
+
+    def rate(self, step: int) -> float:
+        """Learning rate of `step`, counted from 0."""
+        warmup = max(1, round(self.warmup_fraction * self.steps))
+        if step < warmup:
+            return self.peak_rate * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        return self.peak_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def use_threads(n_threads: int) -> None:
+    """Set torch's compute threads. The last bits of what is trained depend on their number."""
+    torch.set_num_threads(n_threads)
+
+
+def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
+    """Train a byte-level BPE tokenizer of `vocab` entries, which can spell any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[_END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+
+
+def tokens_of(tokenizer: LmTokenizer, text: str) -> list[int]:
+    """Encode a text of any length, without special tokens."""
+    ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def text_of(tokenizer: LmTokenizer, ids: Sequence[int]) -> str:
+    """Decode what `tokens_of` returned."""
+    text: str = tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+    return text
+
+
+def new_model(shape: LmShape, seed: int) -> LmModel:
+    """Make a model with random weights."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=2 * shape.kv_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def load_model(directory: Path) -> LmModel:
+    """Load any causal language model of this family in float32."""
+    with _quiet():
+        model: LmModel = Qwen3ForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        )
+    return model
+
+
+def save_model(model: LmModel, tokenizer: LmTokenizer, directory: Path) -> None:
+    """Write an ordinary Hugging Face directory in bfloat16. The model is rounded in place."""
+    with _quiet():
+        model.to(torch.bfloat16).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars of transformers off the terminal."""
+    from transformers.utils import logging as hf_logging
+
+    was_enabled, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if was_enabled:
+            hf_logging.enable_progress_bar()
+
+
+def train(
+    model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Callable[[int, float], None]
+) -> None:
+    """Train `model` in place on random windows of `tokens`; the same arguments give the same weights.
+
+    Raises:
+        ValueError: there are fewer tokens than one window.
+    """
+    stream = torch.tensor(tokens, dtype=torch.long)
+    last_start = len(stream) - schedule.window_tokens
+    if last_start < 0:
+        raise ValueError(f"{len(stream)} tokens, a window is {schedule.window_tokens}")
+    generator = torch.Generator().manual_seed(schedule.seed)
+    optimizer = torch.optim.AdamW(_parameter_groups(model, schedule.weight_decay), betas=_BETAS, fused=True)
+    model.train()
+    for step in range(schedule.steps):
+        starts = torch.randint(0, last_start + 1, (schedule.batch,), generator=generator).tolist()
+        batch = torch.stack([stream[start : start + schedule.window_tokens] for start in starts])
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        on_step(step, _train_step(model, batch, optimizer, bf16=schedule.bf16))
+    model.eval()
+
+
+def _train_step(model: LmModel, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, bf16: bool) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def _parameter_groups(model: LmModel, weight_decay: float) -> list[dict[str, object]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str, float]:
+    """Mean cross-entropy in nats per predicted token, domain by domain."""
+    model.eval()
+    return {name: _loss(model, windows) for name, windows in windows_by_domain.items()}
+
+
+def _loss(model: LmModel, windows: Windows) -> float:
+    ids = torch.tensor(windows, dtype=torch.long)
+    total = 0.0
+    with torch.inference_mode():
+        for batch in ids.split(_SCORE_BATCH):
+            logits = model(input_ids=batch).logits[:, :-1].float()
+            targets = batch[:, 1:].reshape(-1)
+            flat = logits.reshape(len(targets), -1)
+            total += float(torch.nn.functional.cross_entropy(flat, targets, reduction="sum"))
+    return total / (ids.shape[0] * (ids.shape[1] - 1))

@@ -1,0 +1,207 @@
+"""Command that trains a small base model from scratch and fine-tunes experts on different kinds of text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks import heldout as heldout_module
+from benchmarks import tiny_lm
+from benchmarks.deltas import DeltaSize, delta_size
+from benchmarks.heldout import DEFAULT_ROOT, Heldout, heldout_losses, mean
+from benchmarks.local_text import GENERAL, Domain, TextError, gather
+from benchmarks.tiny_lm import LmModel, LmShape, LmTokenizer, Schedule
+
+_REQUEST_FILE = "request.json"
+_REPORT_FILE = "family.json"
+_HELDOUT_WINDOWS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRequest:
+    """Which family is wanted. The same request on the same text, machine and torch gives the same bytes."""
+
+    experts: int
+    seed: int
+    shape: LmShape
+    base: Schedule
+    expert: Schedule
+    threads: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One trained model: its kind of text, and held-out losses by domain."""
+
+    name: str
+    domain: str
+    training_tokens: int
+    losses: dict[str, float]
+    delta: DeltaSize | None
+
+
+class FamilyError(Exception):
+    """Another family is in the way."""
+
+
+def train_family(root: Path, request: TrainedRequest) -> list[Member]:
+    """Write `base`, `expert-1`.. and `heldout.json` into `root`, going on from whole models that are there already.
+
+    Raises:
+        FamilyError: `root` holds a family made by another request.
+        TextError: the machine has not enough kinds of text.
+    """
+    _claim(root, request)
+    tiny_lm.use_threads(request.threads)
+    domains = gather(request.experts)
+    tokenizer = tiny_lm.make_tokenizer((domain.training for domain in domains), request.shape.vocab)
+    heldout = _heldout(domains, tokenizer, request.base.window_tokens)
+    (root / heldout_module.FILE_NAME).write_text(heldout.to_json())
+    maker = _Maker(root, request, tokenizer, heldout)
+    members = [maker.base(domains[0])]
+    members += [maker.expert(number, domain) for number, domain in enumerate(domains[1:], start=1)]
+    content = {"request": asdict(request), "members": [asdict(member) for member in members]}
+    (root / _REPORT_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    return members
+
+
+def _claim(root: Path, request: TrainedRequest) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    marker = root / _REQUEST_FILE
+    if not marker.exists():
+        marker.write_text(request.to_json())
+    elif marker.read_text() != request.to_json():
+        raise FamilyError(f"{root} holds a family made with other options; remove it or choose another --root")
+
+
+def _heldout(domains: Sequence[Domain], tokenizer: LmTokenizer, window_tokens: int) -> Heldout:
+    """Cut `_HELDOUT_WINDOWS` windows, evenly spread, out of each domain's held-out text."""
+    windows: dict[str, list[list[int]]] = {}
+    for domain in domains:
+        ids = tiny_lm.tokens_of(tokenizer, domain.heldout)
+        room = len(ids) - window_tokens
+        if room < window_tokens * (_HELDOUT_WINDOWS - 1):
+            raise TextError(f"{domain.name}: only {len(ids)} held-out tokens")
+        starts = [room * i // (_HELDOUT_WINDOWS - 1) for i in range(_HELDOUT_WINDOWS)]
+        windows[domain.name] = [ids[start : start + window_tokens] for start in starts]
+    text_bytes = {
+        name: sum(len(tiny_lm.text_of(tokenizer, window).encode()) for window in of_domain)
+        for name, of_domain in windows.items()
+    }
+    return Heldout(windows, text_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Trains one model at a time; each has its own seed, so that going on gives the same bytes as going through."""
+
+    root: Path
+    request: TrainedRequest
+    tokenizer: LmTokenizer
+    heldout: Heldout
+
+    def base(self, domain: Domain) -> Member:
+        schedule = replace(self.request.base, seed=self.request.seed * 1000)
+        return self._member("base", domain, schedule, lambda: tiny_lm.new_model(self.request.shape, schedule.seed))
+
+    def expert(self, number: int, domain: Domain) -> Member:
+        schedule = replace(self.request.expert, seed=self.request.seed * 1000 + number)
+        return self._member(f"expert-{number}", domain, schedule, lambda: tiny_lm.load_model(self.root / "base"))
+
+    def _member(self, name: str, domain: Domain, schedule: Schedule, start: Callable[[], LmModel]) -> Member:
+        directory, partial = self.root / name, self.root / f"{name}.partial"
+        tokens = tiny_lm.tokens_of(self.tokenizer, domain.training)
+        if not directory.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            model = start()
+            tiny_lm.train(model, tokens, schedule, _StepPrinter(f"{name} ({domain.name})", schedule.steps))
+            tiny_lm.save_model(model, self.tokenizer, partial)
+            partial.rename(directory)
+        losses = heldout_losses(directory, self.heldout)
+        delta = None if name == "base" else delta_size(self.root / "base", directory)
+        return Member(name, domain.name, len(tokens), losses, delta)
+
+
+class _StepPrinter:
+    """Prints the mean loss of every tenth of a training."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self._title = title
+        self._steps = steps
+        self._every = max(1, steps // 10)
+        self._recent: list[float] = []
+        self._start = time.perf_counter()
+
+    def __call__(self, step: int, loss: float) -> None:
+        self._recent.append(loss)
+        if (step + 1) % self._every == 0 or step + 1 == self._steps:
+            seconds = time.perf_counter() - self._start
+            average = sum(self._recent) / len(self._recent)
+            print(f"{self._title}: step {step + 1}/{self._steps}, loss {average:.3f}, {seconds:.0f} s", flush=True)
+            self._recent = []
+
+
+def table(members: Sequence[Member]) -> str:
+    """Markdown: for every expert its own domain's held-out loss before and after, and the size of its delta."""
+    base = members[0]
+    lines = [
+        f"Base: {GENERAL} {base.losses[GENERAL]:.3f} nats/token, mean over all domains {mean(base.losses):.3f}.",
+        "",
+        "| expert | domain | base loss | expert loss | its loss on general | relative delta norm | changed elements |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for member in members[1:]:
+        own, delta = member.domain, member.delta
+        assert delta is not None  # every expert has one
+        lines.append(
+            f"| {member.name} | {own} | {base.losses[own]:.3f} | {member.losses[own]:.3f} "
+            f"| {member.losses[GENERAL]:.3f} | {delta.relative_norm:.4f} | {delta.changed_fraction:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _request(options: argparse.Namespace) -> TrainedRequest:
+    base = Schedule(options.steps, options.rate, options.batch, bf16=options.bf16)
+    expert = replace(base, steps=options.expert_steps, peak_rate=options.expert_rate, weight_decay=0.0)
+    return TrainedRequest(options.experts, options.seed, LmShape(), base, expert, options.threads)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=500, help="steps of the base")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of the base")
+    parser.add_argument("--expert-steps", type=int, default=40)
+    parser.add_argument("--expert-rate", type=float, default=2e-4, help="peak learning rate of the experts")
+    parser.add_argument("--batch", type=int, default=8, help="windows a step")
+    parser.add_argument("--threads", type=int, default=1, help="part of what decides the result")
+    parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16: faster where the CPU has them")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    start = time.perf_counter()
+    try:
+        members = train_family(options.root, _request(options))
+    except (FamilyError, TextError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(members))
+    print(f"{len(members)} models in {options.root} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Exact order statistics of |delta| for one expert's tensor, by two-level radix selection on float32 bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import RawBlock
+
+WINDOW_BINS = 8
+NOTHING_KEPT_BITS = 0xFFFFFFFF
+
+
+class RankSearch:
+    """Finds the bit patterns of the k-th largest |delta| for some ranks k. Safe to feed from many threads.
+
+    Level one counts the upper 15 magnitude bits, level two the lower 16 bits in the bins that hold a wanted rank. A
+    sample, if one is shown first, lets level two run along in a window of bins around the expected ones. The bit
+    pattern of a non-negative float32 orders as its value does; NaN sorts above infinity.
+
+    Memory: 320 KiB, and 256 KiB per watched bin.
+    """
+
+    def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
+        from mergepipe.kernels.reduce import COARSE_BINS
+
+        self._n_elements = n_elements
+        self._answers: dict[int, int | None] = {rank: self._trivial(rank) for rank in ranks}
+        self._coarse_B = np.zeros(COARSE_BINS, np.int64)
+        self._row_of_bin_B: NDArray[np.int16] | None = None
+        self._fine_RB: NDArray[np.int32] | None = None
+        self._lock = threading.Lock()
+
+    def _trivial(self, rank: int) -> int | None:
+        if rank == 0:
+            return NOTHING_KEPT_BITS
+        return 0 if rank >= self._n_elements else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some rank is still unknown."""
+        return None in self._answers.values()
+
+    def threshold_bits(self, rank: int) -> int:
+        """The answer for a rank; all elements whose bits reach it are among the `rank` largest, ties included."""
+        answer = self._answers[rank]
+        if answer is None:
+            raise ValueError(f"rank {rank} is not decided")
+        return answer
+
+    def add_counts(self, counts_B: NDArray[np.int64]) -> None:
+        """Take in a block's coarse histogram, made elsewhere."""
+        with self._lock:
+            self._coarse_B += counts_B
+
+    def count_coarse(self, block: RawBlock, place: int) -> None:
+        """Take in the coarse histogram of a block."""
+        from mergepipe.kernels.reduce import count_magnitudes
+
+        with self._lock:
+            count_magnitudes(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.n_elements, self._coarse_B,
+            )  # fmt: skip
+
+    def count_fine(self, block: RawBlock, place: int) -> None:
+        """Take in the watched bins of a block."""
+        from mergepipe.kernels.reduce import count_fine
+
+        if self._fine_RB is None or self._row_of_bin_B is None:
+            return
+        with self._lock:
+            count_fine(
+                block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
+                int(block.codes_E[place]), block.n_elements, self._row_of_bin_B, self._fine_RB,
+            )  # fmt: skip
+
+    def narrow(self) -> None:
+        """Take what was counted so far for a sample: watch around the ranks' expected bins and start again."""
+        seen = int(self._coarse_B.sum())
+        bins: set[int] = set()
+        for rank, answer in self._answers.items():
+            if answer is None and seen:
+                center, _ = _bin_of_rank(self._coarse_B, max(1, round(rank * seen / self._n_elements)))
+                bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
+        self._watch(bins)
+        self._coarse_B[:] = 0
+
+    def decide(self, *, all_coarse: bool = False) -> bool:
+        """Answer what can be answered; where something is left, watch the bins it needs and return False.
+
+        `all_coarse` says that no element has low magnitude bits, which makes the coarse counts exact.
+        """
+        missing: set[int] = set()
+        for rank, answer in self._answers.items():
+            if answer is None:
+                bin_index, rank_inside = _bin_of_rank(self._coarse_B, rank)
+                row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
+                if all_coarse:
+                    self._answers[rank] = bin_index << 16
+                elif row < 0 or self._fine_RB is None:
+                    missing.add(bin_index)
+                else:
+                    self._answers[rank] = (bin_index << 16) | self._low_bits(row, bin_index, rank_inside)
+        self._watch(missing)
+        return not missing
+
+    def _low_bits(self, row: int, bin_index: int, rank_inside: int) -> int:
+        assert self._fine_RB is not None
+        fine_B = self._fine_RB[row].astype(np.int64)
+        fine_B[0] = self._coarse_B[bin_index] - fine_B[1:].sum()  # the kernel leaves out zero low bits
+        return _bin_of_rank(fine_B, rank_inside)[0]
+
+    def _watch(self, bins: set[int]) -> None:
+        from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
+
+        self._row_of_bin_B = self._fine_RB = None
+        if bins:
+            self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
+            self._row_of_bin_B[sorted(bins)] = np.arange(len(bins))
+            self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
+
+
+def _bin_of_rank(counts_B: NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """Bin that holds the `rank`-th largest element (1-based) of a histogram, and its rank from the top inside it."""
+    from_top = np.cumsum(counts_B[::-1])
+    index = int(np.searchsorted(from_top, rank))
+    above = int(from_top[index - 1]) if index else 0
+    return len(counts_B) - 1 - index, rank - above

@@ -1,0 +1,155 @@
+"""Statistics of every expert's tensor, gathered while its blocks pass by: the reduction behind ANALYZE.
+
+A merge that reads everything anyway gathers them on the way; the operator's own tensor-wide needs are answered from
+the same counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BlockGrid
+from mergepipe.engine.reductions import join_products
+from mergepipe.engine.segments import GRAIN_ELEMENTS
+from mergepipe.engine.selection import RankSearch
+from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock, Reduced, ReductionRequest
+from mergepipe.statistics import (
+    BLOCK_RECORD,
+    COMMON_DENSITIES,
+    HASH_BYTES,
+    N_OCTAVES,
+    N_SKETCH,
+    TensorStatistics,
+    encode_octaves,
+    rank_of_density,
+)
+
+_ITEMSIZE = {0: 8, 1: 4, 2: 2, 3: 2}
+
+
+class TensorSummary:
+    """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
+
+    Memory: per expert 320 KiB, 256 KiB per wanted density while refining, and the statistics themselves.
+    """
+
+    def __init__(
+        self,
+        grid: BlockGrid,
+        n_experts: int,
+        request: ReductionRequest | None,
+        densities: Sequence[float] = COMMON_DENSITIES,
+    ) -> None:
+        self._grid = grid
+        self._request = request
+        self._densities = tuple(sorted(densities))
+        kept_E = request.kept_E if isinstance(request, MagnitudeCut) else (None,) * n_experts
+        self._kept_E = kept_E
+        ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}
+        self._search_E = [RankSearch(ranks if kept is None else ranks | {kept}, grid.n_elements) for kept in kept_E]
+        n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
+        self._base_C = np.zeros(n_cells, np.float64)
+        self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
+        self._records_EB = np.zeros((n_experts, grid.n_blocks), BLOCK_RECORD)
+        self._fine_E = [0] * n_experts
+        self._lock = threading.Lock()
+
+    def survey(self, block: RawBlock) -> None:
+        """No sample is needed: what cannot be decided from one pass is decided by a second."""
+
+    def narrow(self) -> None:
+        """See `survey`."""
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.summary import sum_squares
+
+        first_cell = block.first_element // GRAIN_ELEMENTS
+        sum_squares(block.raw, block.base_offset, block.base_code, block.n_elements, self._base_C[first_cell:])
+        for index in range(block.first_element // self._grid.block_elements, self._grid.n_blocks):
+            span = self._grid.span(index)
+            if span.start >= block.first_element + block.n_elements:
+                break
+            for place, e in enumerate(block.present_E):
+                self._summarize(block, place, int(e), index)
+
+    def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
+        from mergepipe.kernels.reduce import COARSE_BINS
+        from mergepipe.kernels.summary import octave_energies, summarize_block
+
+        span = self._grid.span(index)
+        skip = span.start - block.first_element
+        code = int(block.codes_E[place])
+        offset = int(block.offsets_E[place]) + skip * _ITEMSIZE[code]
+        counts_B = np.zeros(COARSE_BINS, np.int64)
+        cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
+        sketch_S = np.zeros(N_SKETCH, np.float32)
+        largest_bits, changed, fine = summarize_block(
+            block.raw, block.base_offset + skip * _ITEMSIZE[block.base_code], block.base_code, offset, code,
+            span.n_elements, counts_B, cells_C2, sketch_S,
+        )  # fmt: skip
+        energies_O = np.zeros(N_OCTAVES, np.float64)
+        octave_energies(counts_B, largest_bits, energies_O)
+        n_cells = -(-span.n_elements // GRAIN_ELEMENTS)
+        record = self._records_EB[e, index : index + 1]
+        stored = block.raw[offset : offset + span.n_elements * _ITEMSIZE[code]]
+        record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
+        _fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
+        self._search_E[e].add_counts(counts_B)
+        with self._lock:
+            self._fine_E[e] += fine
+
+    def refine(self, block: RawBlock) -> None:
+        for place, e in enumerate(block.present_E):
+            self._search_E[int(e)].count_fine(block, place)
+
+    def finish(self) -> bool:
+        decided = [
+            search.decide(all_coarse=not fine) for search, fine in zip(self._search_E, self._fine_E, strict=True)
+        ]
+        return all(decided)
+
+    def result(self) -> Reduced:
+        if isinstance(self._request, MagnitudeCut):
+            bits = [search.threshold_bits(k) for search, k in zip(self._search_E, self._request.kept_E, strict=True)]
+            return Reduced(threshold_bits_E=np.array(bits, np.uint32))
+        if isinstance(self._request, InnerProducts):
+            return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
+        return Reduced()
+
+    def statistics(self, e: int) -> TensorStatistics:
+        """The statistics of one expert, once `finish` said True."""
+        n = self._grid.n_elements
+        bits = [self._search_E[e].threshold_bits(rank_of_density(density, n)) for density in self._densities]
+        return TensorStatistics(
+            self._grid,
+            self._records_EB[e],
+            np.array(self._densities, np.float64),
+            np.array(bits, np.uint32),
+            join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
+        )
+
+
+def _fill_record(
+    record: NDArray[np.void],
+    energy: float,
+    largest_bits: int,
+    changed: int,
+    energies_O: NDArray[np.float64],
+    sketch_S: NDArray[np.float32],
+) -> None:
+    """Round on the safe side: the norm up; an undefined delta counts as infinite."""
+    norm = np.sqrt(energy)
+    rounded = np.float32(norm)
+    record["norm"] = np.nextafter(rounded, np.float32(np.inf)) if np.isfinite(norm) and norm > 0 else rounded
+    if not np.isfinite(norm):
+        record["norm"] = np.inf
+    record["largest"] = np.uint32(min(largest_bits, 0x7F800000)).view(np.float32)
+    record["changed"] = changed
+    if np.isfinite(norm) and norm > 0:
+        record["octaves"] = encode_octaves(energies_O)
+        record["sketch"] = (sketch_S / norm).astype(np.float16)

@@ -1,0 +1,158 @@
+"""One pass over a block that summarises its delta: norm, extremes, magnitude histogram, sketch, inner products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.merge import take_delta
+from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
+
+LANES = 16
+CELL_ELEMENTS = 16 * 1024  # sums are kept per cell: the total does not depend on how the tensor was cut for reading
+_TILE = TILE_ELEMENTS
+
+
+@kernel
+def _fold_product(x: Floats, y: Floats, products: Doubles) -> float:
+    # A binary tree over one tile: whole vectors, and the same order of additions on every machine.
+    for i in range(_TILE):
+        products[i] = np.float64(x[i]) * np.float64(y[i])
+    width = _TILE
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            products[i] += products[i + width]
+    return float(products[0])
+
+
+@kernel
+def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Floats) -> None:
+    # Element i of a block goes to component i modulo 16 with a sign that is a fixed hash of i.
+    signed_bits = signed.view(np.uint32)
+    for i in range(_TILE):
+        h = np.uint32(first + i) * np.uint32(0x9E3779B1)
+        h = (h ^ (h >> np.uint32(15))) * np.uint32(0x85EBCA77)
+        signed_bits[i] = delta_bits[i] ^ (h & np.uint32(0x80000000))
+    width = _TILE
+    while width > LANES:
+        width //= 2
+        for i in range(width):
+            signed[i] += signed[i + width]
+    for j in range(LANES):
+        sketch_S[j] += signed[j]
+
+
+@kernel
+def sum_squares(raw: Bytes, offset: int, code: int, n: int, cells_C: Doubles) -> None:
+    """Add the squares of `n` elements, which start on a cell, to `cells_C` (float64, one entry per cell)."""
+    values = np.empty(_TILE, np.float32)
+    products = np.empty(_TILE, np.float64)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_tile(raw, offset + start * itemsize_of(code), code, m, values)
+        values[m:] = np.float32(0.0)
+        cells_C[start // CELL_ELEMENTS] += _fold_product(values, values, products)
+        start += m
+
+
+@kernel
+def sum_products(
+    raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, cells_C2: Doubles
+) -> None:
+    """Add delta^2 and base * delta of `n` elements, which start on a cell, to `cells_C2` (float64)."""
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    products = np.empty(_TILE, np.float64)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
+        take_delta(model, base, m, delta)
+        base[m:] = np.float32(0.0)
+        delta[m:] = np.float32(0.0)
+        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
+        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
+        start += m
+
+
+@kernel
+def summarize_block(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    n: int,
+    counts_B: Counts,
+    cells_C2: Doubles,
+    sketch_S: Floats,
+) -> tuple[int, int, int]:
+    """Summarise the delta of one block of `n` elements.
+
+    Args:
+        counts_B: int64, COARSE_BINS; the counts of upper magnitude bits are added to it.
+        cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
+        sketch_S: float32 (16,); the sums of signed deltas are added.
+
+    Returns:
+        The largest magnitude's float32 bits, how many deltas are not zero, and how many have lower 16 bits.
+    """
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    signed = np.empty(_TILE, np.float32)
+    products = np.empty(_TILE, np.float64)
+    bits = delta.view(np.uint32)
+    largest = 0
+    changed = 0
+    fine = 0
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
+        take_delta(model, base, m, delta)
+        base[m:] = np.float32(0.0)
+        delta[m:] = np.float32(0.0)
+        cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
+        cells_C2[start // CELL_ELEMENTS, 1] += _fold_product(base, delta, products)
+        _fold_signed(bits, start, signed, sketch_S)
+        tile_largest = np.uint32(0)
+        tile_changed = np.uint32(0)
+        tile_fine = np.uint32(0)
+        for i in range(m):
+            magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+            tile_largest = max(tile_largest, magnitude)
+            tile_changed += np.uint32(magnitude != np.uint32(0))
+            tile_fine += np.uint32((magnitude & np.uint32(0xFFFF)) != np.uint32(0))
+        largest = max(largest, int(tile_largest))
+        changed += int(tile_changed)
+        fine += int(tile_fine)
+        for i in range(m):
+            counts_B[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+        start += m
+    return largest, changed, fine
+
+
+@kernel
+def octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
+    """Energy by octave of magnitude below the largest, from counts of upper magnitude bits (bin midpoints)."""
+    energies_O[:] = 0.0
+    octaves = energies_O.shape[0]
+    top_bin = int(largest_bits) >> COARSE_SHIFT
+    holder = np.empty(2, np.uint32)
+    floats = holder.view(np.float32)
+    holder[0] = np.uint32(largest_bits)
+    largest = float(floats[0])
+    for b in range(max(1, top_bin - 128 * (octaves + 8)), min(top_bin + 1, COARSE_BINS)):
+        if counts_B[b]:
+            holder[1] = (np.uint32(b) << np.uint32(COARSE_SHIFT)) | np.uint32(0x8000)
+            middle = float(floats[1])
+            octave = int(np.floor(np.log2(largest / middle)))
+            octave = min(max(octave, 0), octaves - 1)
+            energies_O[octave] += float(counts_B[b]) * middle * middle

@@ -1,0 +1,113 @@
+"""Runs an operator's reductions and its block function on one tensor in memory, cut as a test wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import DType, Span
+from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, RawBlock, Reduced
+from mergepipe.operators.registry import operator_named
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.testing.rounding import NUMPY_DTYPES
+from mergepipe.testing.strategies import Family
+
+
+def operator_input(case: MergeCase, n_elements: int, stream_keys: Sequence[int] = ()) -> OperatorInput:
+    """The case as the engine would pass it on."""
+    experts: tuple[dict[str, float | bool], ...] = tuple(
+        {"weight": w, "density": d} for w, d in zip(case.weights, case.densities, strict=True)
+    )
+    shared: dict[str, float | bool] = {
+        "normalize": case.normalize, "lambda": case.lambda_, "rescale": case.rescale, "t": case.t
+    }  # fmt: skip
+    return OperatorInput(
+        globals=shared,
+        anchor={"weight": case.base_weight, "scale": case.scale},
+        experts=experts,
+        n_elements=n_elements,
+        stream_keys=tuple(stream_keys),
+    )
+
+
+class StoredTensor:
+    """The stored bytes of a family in one buffer, `gap` bytes apart so that any alignment occurs, and its blocks."""
+
+    def __init__(self, family: Family, out_dtype: DType, gap: int = 0) -> None:
+        self.family = family
+        self.out_dtype = out_dtype
+        self.n_elements = len(family.base)
+        position, self._offsets = gap, []
+        for stored in (family.base, *family.experts):
+            self._offsets.append(position)
+            position += stored.nbytes + gap
+        self._raw = np.full(position, 0xEE, np.uint8)
+        for offset, stored in zip(self._offsets, (family.base, *family.experts), strict=True):
+            self._raw[offset : offset + stored.nbytes] = stored.view(np.uint8)
+        self._out = np.full(self.n_elements * out_dtype.itemsize, 0xEE, np.uint8)
+
+    @property
+    def result(self) -> NDArray[Any]:
+        """The output's elements."""
+        return np.frombuffer(self._out.tobytes(), NUMPY_DTYPES[self.out_dtype.name])
+
+    def block(self, span: Span) -> RawBlock:
+        """The block of the elements of `span`."""
+        family = self.family
+        sizes = [dtype.itemsize for dtype in family.expert_dtypes]
+        offsets = [offset + span.start * size for offset, size in zip(self._offsets[1:], sizes, strict=True)]
+        return RawBlock(
+            raw=self._raw,
+            base_offset=self._offsets[0] + span.start * family.base_dtype.itemsize,
+            base_code=family.base_dtype.kernel_code,
+            present_E=np.arange(len(offsets), dtype=np.int64),
+            offsets_E=np.array(offsets, np.int64),
+            codes_E=np.array([dtype.kernel_code for dtype in family.expert_dtypes], np.int64),
+            first_element=span.start,
+            n_elements=span.n_elements,
+            out=self._out,
+            out_offset=span.start * self.out_dtype.itemsize,
+            out_code=self.out_dtype.kernel_code,
+        )
+
+    def spans(self, cuts: Sequence[int]) -> list[Span]:
+        """The tensor cut at `cuts`."""
+        edges = sorted({0, self.n_elements, *(cut for cut in cuts if 0 < cut < self.n_elements)})
+        return [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def run_reduction(reduction: Reduction, blocks: Sequence[RawBlock], sample: Sequence[RawBlock] = ()) -> Reduced:
+    """Drive a reduction as the engine does; with a `sample`, as it does where the tensor is not kept in memory."""
+    if sample:
+        for block in sample:
+            reduction.survey(block)
+        reduction.narrow()
+    for block in blocks:
+        reduction.accumulate(block)
+    if not reduction.finish():
+        for block in blocks:
+            reduction.refine(block)
+        if not reduction.finish():
+            raise AssertionError("a reduction that a second look does not finish")
+    return reduction.result()
+
+
+def merge_in_memory(
+    case: MergeCase, tensor: StoredTensor, stream_keys: Sequence[int], cuts: Sequence[int], grains: Sequence[int] = ()
+) -> NDArray[Any]:
+    """Merge the whole tensor block by block, last block first; reductions see it cut at `grains`."""
+    operator = operator_named(case.operator)
+    given = operator_input(case, tensor.n_elements, stream_keys)
+    request = operator.reduction(given)
+    reduced = NOTHING_REDUCED
+    if request is not None:
+        reduction = make_reduction(request, tensor.n_elements, len(case.weights))
+        reduced = run_reduction(reduction, [tensor.block(span) for span in tensor.spans(grains)])
+    function = operator.block_function(given, reduced)
+    for span in reversed(tensor.spans(cuts)):
+        function(tensor.block(span))
+    return tensor.result

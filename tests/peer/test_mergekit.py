@@ -1,0 +1,188 @@
+"""Same recipe, same inputs: MergePipe and mergekit agree to one unit in the last place of the bf16 output."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
+import numpy as np
+import pytest
+import yaml
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from mergepipe.blocks import F32
+from mergepipe.testing.families import TINY, TINY_LLAMA, FamilyPaths, FamilyShape, write_family
+
+pytestmark = pytest.mark.peer
+
+ROOT = Path(__file__).parents[2]
+PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
+REQUIRED = "MERGEPIPE_REQUIRE_PEERS"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+SHAPES: dict[str, FamilyShape] = {"qwen3": TINY, "llama": TINY_LLAMA}
+WEIGHTS = (0.5, 0.3, 0.4)
+SIGNED_WEIGHTS = (0.6, -0.3, 0.5)
+MAX_AMBIGUOUS_FRACTION = 1e-3
+
+Parameters = dict[str, float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One recipe over the first `len(weights)` experts; no weights: the models carry none."""
+
+    name: str
+    method: str
+    weights: tuple[float, ...] = ()
+    density: float | None = None
+    parameters: tuple[tuple[str, float | bool], ...] = ()
+
+    def recipe(self, family: FamilyPaths) -> dict[str, object]:
+        """The recipe as a YAML value: float32 arithmetic, bf16 output."""
+        content: dict[str, object] = {"merge_method": self.method, "models": self._models(family)}
+        if self.method not in ("linear", "passthrough"):
+            content["base_model"] = str(family.base)
+        if self.parameters:
+            content["parameters"] = dict(self.parameters)
+        return {**content, "dtype": "float32", "out_dtype": "bfloat16"}
+
+    def _models(self, family: FamilyPaths) -> list[dict[str, object]]:
+        if self.method == "slerp":
+            return [{"model": str(family.base)}, {"model": str(family.experts[0])}]
+        if self.method == "passthrough":
+            return [{"model": str(family.experts[0])}]
+        return [
+            {"model": str(expert), "parameters": self._model_parameters(weight)}
+            for expert, weight in zip(family.experts, self.weights, strict=True)
+        ]
+
+    def _model_parameters(self, weight: float) -> Parameters:
+        return {"weight": weight} if self.density is None else {"weight": weight, "density": self.density}
+
+
+def _ties(
+    name: str, density: float, *parameters: tuple[str, float | bool], weights: tuple[float, ...] = WEIGHTS
+) -> Case:
+    return Case(f"ties-{name}", "ties", weights, density, parameters)
+
+
+CASES = (
+    Case("linear", "linear", WEIGHTS),
+    Case("linear-not-normalized", "linear", WEIGHTS, parameters=(("normalize", False),)),
+    Case("task-arithmetic", "task_arithmetic", WEIGHTS),
+    Case("task-arithmetic-normalized", "task_arithmetic", WEIGHTS, parameters=(("normalize", True),)),
+    Case("task-arithmetic-lambda", "task_arithmetic", SIGNED_WEIGHTS, parameters=(("lambda", 1.7),)),
+    _ties("density-0.2", 0.2),
+    _ties("density-0.5", 0.5),
+    _ties("density-1", 1.0),
+    _ties("not-normalized", 0.2, ("normalize", False)),
+    _ties("lambda", 0.5, ("lambda", 0.4)),
+    _ties("negative-weight", 0.5, weights=SIGNED_WEIGHTS),
+    _ties("negative-weight-not-normalized", 0.2, ("normalize", False), weights=SIGNED_WEIGHTS),
+    Case("slerp-0", "slerp", parameters=(("t", 0.0),)),
+    Case("slerp-0.3", "slerp", parameters=(("t", 0.3),)),
+    Case("slerp-1", "slerp", parameters=(("t", 1.0),)),
+    Case("passthrough", "passthrough"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One family, every case's recipe, and what mergekit made of it."""
+
+    family: FamilyPaths
+    directory: Path
+
+    def recipe(self, case: Case) -> Path:
+        return self.directory / f"{case.name}.yml"
+
+    def merged(self, case: Case) -> Path:
+        return self.directory / f"{case.name}-mergekit"
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    """Run mergekit once over all recipes of one family."""
+    if not PEER_PYTHON.exists() and not os.environ.get(REQUIRED):
+        pytest.skip("no .venv-peer: run `make test-peers`")
+    root = tmp_path_factory.mktemp(request.param)
+    peer = Peer(write_family(root / "family", SHAPES[request.param], 3, seed=11, dtype=F32), root)
+    for case in CASES:
+        peer.recipe(case).write_text(yaml.safe_dump(case.recipe(peer.family), sort_keys=False))
+    command = [str(PEER_PYTHON), str(Path(__file__).with_name("run_mergekit.py")), str(root)]
+    ran = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return peer
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_merge__agrees_with_mergekit_to_one_bf16_ulp(peer: Peer, case: Case, tmp_path: Path) -> None:
+    import mergepipe
+
+    mergepipe.merge(peer.recipe(case), tmp_path / "out")
+    ours, theirs = stored_bits(tmp_path / "out"), stored_bits(peer.merged(case))
+    assert ours.keys() == theirs.keys()
+    ambiguous = ambiguous_elements(case, peer.family)
+    compared = {name: ~ambiguous[name] for name in ours}
+    distances = {name: ulp_distance(ours[name], theirs[name])[compared[name]] for name in ours}
+    assert {name: int(d.max(initial=0)) for name, d in distances.items() if d.max(initial=0) > 1} == {}
+    assert sum(int(a.sum()) for a in ambiguous.values()) <= MAX_AMBIGUOUS_FRACTION * TINY.n_parameters()
+
+
+def test_ulp_distance__counts_representable_numbers_across_zero() -> None:
+    values = np.array([0x3F80, 0x3F80, 0x0000, 0x0001, 0xBF80], np.uint16)
+    others = np.array([0x3F80, 0x3F82, 0x8000, 0x8001, 0x3F80], np.uint16)
+    assert ulp_distance(values, others).tolist() == [0, 2, 0, 2, 2 * 0x3F80]
+
+
+def ulp_distance(first_N: NDArray[np.uint16], second_N: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """How many bf16 numbers lie between two, element by element; -0 is 0."""
+    difference_N: NDArray[np.int32] = np.abs(_ordered(first_N) - _ordered(second_N))
+    return difference_N
+
+
+def _ordered(bits_N: NDArray[np.uint16]) -> NDArray[np.int32]:
+    magnitude_N = (bits_N & 0x7FFF).astype(np.int32)
+    magnitude_N[bits_N & 0x8000 != 0] *= -1
+    return magnitude_N
+
+
+def stored_bits(model: Path) -> dict[str, NDArray[np.uint16]]:
+    """All tensors of a bf16 model, flat, as their bits."""
+    tensors = _load(model)
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"bfloat16"}
+    return {name: tensor.view(np.uint16).ravel() for name, tensor in tensors.items()}
+
+
+def ambiguous_elements(case: Case, family: FamilyPaths) -> dict[str, NDArray[np.bool_]]:
+    """Elements at a TIES threshold that several elements share: which of them are kept is not defined.
+
+    mergekit keeps some of them, MergePipe keeps all; elsewhere there is nothing to choose.
+    """
+    base = {name: tensor.ravel() for name, tensor in _load(family.base).items()}
+    ambiguous = {name: np.zeros(tensor.size, np.bool_) for name, tensor in base.items()}
+    if case.method != "ties" or case.density is None or case.density == 1:
+        return ambiguous
+    for expert in family.experts:
+        for name, tensor in _load(expert).items():
+            ambiguous[name] |= _at_shared_threshold(np.abs(tensor.ravel() - base[name]), case.density)
+    return ambiguous
+
+
+def _at_shared_threshold(magnitudes_N: NDArray[np.float32], density: float) -> NDArray[np.bool_]:
+    kept = int(density * magnitudes_N.size)
+    threshold = np.partition(magnitudes_N, -kept)[-kept]
+    is_shared = threshold > 0 and np.count_nonzero(magnitudes_N >= threshold) > kept
+    return magnitudes_N == threshold if is_shared else np.zeros(magnitudes_N.size, np.bool_)
+
+
+def _load(model: Path) -> dict[str, NDArray[np.float32]]:
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return tensors
