@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.budget import Ledger
+from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
 from mergepipe.engine.jobs import Job, TensorWork
 from mergepipe.engine.pipeline import Pipeline
@@ -45,24 +46,10 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What a plan lets the engine read: runs per task, and what is known of a task's tensor beforehand.
-
-    `block_elements` is the grid on which reads are cut, so that they cost what was planned; 0 without a plan.
-    """
-
-    runs_of: RunsOf = full_access
-    known: Mapping[str, Reduced] = field(default_factory=dict)
-    block_elements: int = 0
-
-
-EVERYTHING = Selection()
-
-
-@dataclass(frozen=True, slots=True)
 class MergeWork:
     """What to run: tasks, the operator, and what its randomness is keyed by (one content id per expert, or none).
 
+    With `access` only what it plans is read, cut on its grid so that reads cost what was planned.
     `on_statistics` asks for the statistics of every expert's tensor that is read in full; it is called on the calling
     thread with the task, the expert and the statistics.
     """
@@ -71,7 +58,7 @@ class MergeWork:
     operator: Operator
     seed: int
     content_ids: tuple[str, ...]
-    selection: Selection = EVERYTHING
+    access: PlannedAccess | None = None
     on_statistics: OnStatistics | None = None
 
 
@@ -122,10 +109,10 @@ def execute_merge(
         StorageError, CorruptError: see `Pipeline.run`.
     """
     pool_bytes = options.memory_bytes - CHUNK_BYTES
-    cut = work.selection.block_elements or (DEFAULT_BLOCK_ELEMENTS if work.on_statistics else GRAIN_ELEMENTS)
+    cut, runs_of = _cutting(work)
     sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut)
     pool = BufferPool(sizes.total_bytes, pool_bytes)
-    shapes = plan_jobs(output.tasks, sizes, work.selection.runs_of, cut)
+    shapes = plan_jobs(output.tasks, sizes, runs_of, cut)
     with ShardWriter(directory, output.shards, ledger) as writer:
         sink = _WriterSink(writer, output.tasks)
         pipeline = Pipeline(output.tasks, files, pool, sizes.raw_bytes, sink, options.threads, on_tick)
@@ -158,24 +145,32 @@ def _merge_jobs(
         yield Job(shape, [_merge_work(work, tasks[i]) for i in shape.task_indices], held_limit)
 
 
+def _cutting(work: MergeWork) -> tuple[int, RunsOf]:
+    """The grid on which tensors are cut, and the runs to read."""
+    if work.access is not None:
+        return work.access.block_elements, work.access.runs_of
+    return (DEFAULT_BLOCK_ELEMENTS if work.on_statistics else GRAIN_ELEMENTS), full_access
+
+
 def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
     if task.action is Action.COPY:
         return TensorWork(task, None, _no_function)
     given = _operator_input(work, task)
+    access = work.access
 
     def make_function(reduced: Reduced) -> BlockFunction:
-        return work.operator.block_function(given, work.selection.known.get(task.name, reduced))
+        return work.operator.block_function(given, access.completed(task.name, reduced) if access else reduced)
 
     if not task.experts or not given.n_elements:
         return TensorWork(task, None, make_function)
-    known = task.name in work.selection.known
-    request = None if known else work.operator.reduction(given)
-    if work.on_statistics is None:
+    request = work.operator.reduction(given)
+    if access is not None:
+        request = access.request(task.name, request)
+    if work.on_statistics is None or access is not None:
         reduction: Reduction | None = make_reduction(request, given.n_elements, len(task.experts)) if request else None
         return TensorWork(task, reduction, make_function)
-    summary = TensorSummary(
-        BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS), len(task.experts), request, COMMON_DENSITIES
-    )
+    grid = BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS)
+    summary = TensorSummary(grid, len(task.experts), request, COMMON_DENSITIES)
     return TensorWork(task, summary, make_function, _reporter(task, summary, work.on_statistics))
 
 

@@ -1,0 +1,108 @@
+"""From a plan to what the engine reads: runs of equal access per tensor, and what the plan knows of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BlockGrid, Span
+from mergepipe.engine.segments import Run, full_access
+from mergepipe.engine.selection import NOTHING_KEPT_BITS
+from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
+from mergepipe.plan import PlannedTensor
+from mergepipe.recipe.resolve import MergeTask
+
+OMITTED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAccess:
+    """What a plan lets the engine do, by tensor name. Tensors that are not planned are read in full."""
+
+    tensors: Mapping[str, PlannedTensor]
+    block_elements: int
+
+    def runs_of(self, task_index: int, task: MergeTask) -> Iterable[Run]:
+        """Runs of blocks for which the same experts are read, in order, covering the tensor."""
+        planned = self.tensors.get(task.name)
+        if planned is None:
+            return full_access(task_index, task)
+        return self._runs(task_index, planned)
+
+    def _runs(self, task_index: int, planned: PlannedTensor) -> Iterator[Run]:
+        grid = BlockGrid(planned.n_elements, self.block_elements)
+        sources_EB = source_of_blocks(planned, grid.n_blocks)
+        if grid.n_blocks == 0:
+            yield Run(task_index, Span(0, 0), (), ())
+            return
+        changes = np.flatnonzero((sources_EB[:, 1:] != sources_EB[:, :-1]).any(axis=0)) + 1
+        edges = [0, *changes.tolist(), grid.n_blocks]
+        for first, last in pairwise(edges):
+            column_E = sources_EB[:, first]
+            present = tuple(np.flatnonzero(column_E != OMITTED).tolist())
+            sources = tuple(int(column_E[e]) for e in present)
+            yield Run(task_index, Span(grid.span(first).start, grid.span(last - 1).stop), present, sources)
+
+    def known(self, name: str) -> Reduced | None:
+        """What the plan knows of a tensor, if it is all an operator can need."""
+        planned = self.tensors.get(name)
+        if planned is None:
+            return None
+        bits = [self._bits(planned, e) for e in range(len(planned.access))]
+        products = [access.products for access in planned.access]
+        all_bits = None if None in bits else np.array(bits, np.uint32)
+        all_products = None if None in products else np.array(products, np.float64)
+        if all_bits is None and all_products is None:
+            return None
+        return Reduced(threshold_bits_E=all_bits, products_E3=all_products)
+
+    def _bits(self, planned: PlannedTensor, e: int) -> int | None:
+        access = planned.access[e]
+        if access.threshold_bits is None and not access.blocks and not access.shared:
+            return NOTHING_KEPT_BITS  # nothing of it is read: any cut will do
+        return access.threshold_bits
+
+    def request(self, name: str, wanted: ReductionRequest | None) -> ReductionRequest | None:
+        """What is left to be reduced: nothing that the plan knows, nothing of experts that are not read."""
+        planned = self.tensors.get(name)
+        if planned is None or wanted is None:
+            return wanted
+        match wanted:
+            case MagnitudeCut(kept_E):
+                open_E = [self._bits(planned, e) is None for e in range(len(kept_E))]
+                left_E = tuple(kept if is_open else 0 for kept, is_open in zip(kept_E, open_E, strict=True))
+                return MagnitudeCut(left_E) if any(open_E) else None
+            case InnerProducts():
+                return None if all(access.products for access in planned.access) else wanted
+
+    def completed(self, name: str, reduced: Reduced) -> Reduced:
+        """What was reduced, joined with what the plan knows."""
+        planned = self.tensors.get(name)
+        if planned is None:
+            return reduced
+        known = self.known(name)
+        if known is not None:
+            return known
+        if reduced.threshold_bits_E is None:
+            return reduced
+        bits_E = reduced.threshold_bits_E.copy()
+        for e in range(len(planned.access)):
+            known_bits = self._bits(planned, e)
+            if known_bits is not None:
+                bits_E[e] = known_bits
+        return replace(reduced, threshold_bits_E=bits_E)
+
+
+def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:
+    """Per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`."""
+    sources_EB = np.full((len(planned.access), n_blocks), OMITTED, np.int32)
+    for e, access in enumerate(planned.access):
+        for start, stop in access.blocks:
+            sources_EB[e, start:stop] = e
+        for start, stop, source in access.shared:
+            sources_EB[e, start:stop] = source
+    return sources_EB
