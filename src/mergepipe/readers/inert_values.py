@@ -262,6 +262,13 @@ def _latin1(args: tuple[object, ...], where: str) -> object:
         raise _corrupt(where, "bytes are made of something that is not latin-1 text") from error
 
 
+def _no_bytes(args: tuple[object, ...], where: str) -> object:
+    """`bytes()`: how protocol 2 writes empty bytes."""
+    if args:
+        raise _corrupt(where, "bytes are made of something that is not latin-1 text")
+    return b""
+
+
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
@@ -279,6 +286,7 @@ _CONSTRUCTORS: Mapping[tuple[str, str], Constructor] = MappingProxyType({
     ("__builtin__", "set"): _collection,
     ("__builtin__", "frozenset"): _collection,
     ("_codecs", "encode"): _latin1,
+    ("__builtin__", "bytes"): _no_bytes,
 })  # fmt: skip
 
 _TYPES = frozenset({

@@ -11,9 +11,10 @@ from mergepipe.blocks import DType, element_count
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.readers.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.readers.inert_values import PickledTensor, Record
-from mergepipe.readers.zip_directory import Window, ZipMember, read_zip_directory
+from mergepipe.readers.zip_directory import MetadataSource, Window, ZipMember, read_zip_directory
 from mergepipe.storage.base import Store
 
+_SMALL_ARCHIVE_BYTES = 4096
 _ZIP_START, _END_START = b"PK\x03\x04", b"PK\x05\x06"
 
 
@@ -107,12 +108,13 @@ def read_torch_zip(store: Store, path: Path, window: Window | None = None) -> To
         UnsupportedError: it is in torch's older, unzipped format, big-endian, or holds what is not inert.
     """
     window = window or Window(path, 0, store.size_bytes(path))
-    _require_zip(store, window)
-    members = read_zip_directory(store, window)
+    source = _held(store, window) if window.nbytes <= _SMALL_ARCHIVE_BYTES else store
+    _require_zip(source, window)
+    members = read_zip_directory(source, window)
     stem = _stem(members, path)
-    _require_little_endian(store, path, members, stem)
+    _require_little_endian(source, path, members, stem)
     pickle = members[f"{stem}/data.pkl"]
-    return TorchArchive(path, stem, load_inert(_read_pickle(store, path, pickle), str(path)), pickle, members)
+    return TorchArchive(path, stem, load_inert(_read_pickle(source, path, pickle), str(path)), pickle, members)
 
 
 def walk_tensors(root: object) -> Iterator[tuple[str, PickledTensor]]:
@@ -155,7 +157,22 @@ def _is_contiguous(tensor: PickledTensor) -> bool:
     return True
 
 
-def _require_zip(store: Store, window: Window) -> None:
+@dataclass(frozen=True, slots=True)
+class _HeldBytes:
+    """A small archive read at once: one request instead of twenty for a scalar."""
+
+    content: bytes
+    start: int
+
+    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
+        return self.content[offset - self.start : offset - self.start + nbytes]
+
+
+def _held(store: MetadataSource, window: Window) -> _HeldBytes:
+    return _HeldBytes(store.read_metadata(window.path, window.start, window.nbytes), window.start)
+
+
+def _require_zip(store: MetadataSource, window: Window) -> None:
     start = store.read_metadata(window.path, window.start, 4)
     if start[:1] == b"\x80":
         raise UnsupportedError.of(
@@ -175,7 +192,7 @@ def _stem(members: Mapping[str, ZipMember], path: Path) -> str:
     return stem
 
 
-def _require_little_endian(store: Store, path: Path, members: Mapping[str, ZipMember], stem: str) -> None:
+def _require_little_endian(store: MetadataSource, path: Path, members: Mapping[str, ZipMember], stem: str) -> None:
     member = members.get(f"{stem}/byteorder")
     if member is None:
         return
@@ -184,7 +201,7 @@ def _require_little_endian(store: Store, path: Path, members: Mapping[str, ZipMe
         raise UnsupportedError.of("torch.byteorder", path, f"the byte order is {order!r}; only little-endian is read")
 
 
-def _read_pickle(store: Store, path: Path, member: ZipMember) -> bytes:
+def _read_pickle(store: MetadataSource, path: Path, member: ZipMember) -> bytes:
     most = DEFAULT_LIMITS.max_bytes
     if member.nbytes > most:
         raise UnsupportedError.of(

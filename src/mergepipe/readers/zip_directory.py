@@ -10,9 +10,16 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.storage.base import Store
+
+
+class MetadataSource(Protocol):
+    """The part of a store that readers of structure need."""
+
+    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes: ...
+
 
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -57,7 +64,7 @@ class Window:
     nbytes: int
 
 
-def read_zip_directory(store: Store, window: Window) -> Mapping[str, ZipMember]:
+def read_zip_directory(store: MetadataSource, window: Window) -> Mapping[str, ZipMember]:
     """Return the members in the order of their bytes.
 
     Laws: members lie inside the window, overlap neither each other nor any header, and no two have one name.
@@ -75,7 +82,7 @@ def read_zip_directory(store: Store, window: Window) -> Mapping[str, ZipMember]:
 class _Directory:
     """Reads one archive's directory; offsets are relative to the window until `members` makes them absolute."""
 
-    def __init__(self, store: Store, window: Window) -> None:
+    def __init__(self, store: MetadataSource, window: Window) -> None:
         self._store = store
         self._window = window
 
@@ -207,7 +214,7 @@ class _Directory:
     def members(self, listed: list[_Listed], directory_start: int) -> dict[str, ZipMember]:
         """Check every local header and that members follow each other without overlap."""
         found: dict[str, ZipMember] = {}
-        limits = [m.header_offset for m in listed[1:]] + [directory_start]
+        limits = [*(m.header_offset for m in listed[1:]), directory_start][: len(listed)]
         for entry, limit in zip(listed, limits, strict=True):
             found[entry.name] = self._member(entry, limit)
         return found

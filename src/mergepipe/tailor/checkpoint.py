@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 
 from mergepipe.blocks import DType, Span, element_count
@@ -86,8 +87,7 @@ class StoredState:
     def gaps(self) -> tuple[Span, ...]:
         """Elements no piece holds."""
         edges = [Span(0, 0), *(p.span for p in self.pieces), Span(self.n_elements, self.n_elements)]
-        pairs = zip(edges, edges[1:], strict=False)
-        return tuple(Span(a.stop, b.start) for a, b in pairs if a.stop < b.start)
+        return tuple(Span(a.stop, b.start) for a, b in pairwise(edges) if a.stop < b.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class StoredTensor:
     def spans(self, cuts: Sequence[int]) -> list[Span]:
         """The tensor cut at `cuts`."""
         edges = sorted({0, self.n_elements, *(cut for cut in cuts if 0 < cut < self.n_elements)})
-        return [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return [Span(start, stop) for start, stop in pairwise(edges)]
 
 
 def run_reduction(reduction: Reduction, blocks: Sequence[RawBlock], sample: Sequence[RawBlock] = ()) -> Reduced:

@@ -1,0 +1,246 @@
+"""torch.distributed.checkpoint directories (FSDP2): every chunk is a small torch.save archive inside a shared file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.blocks import DType, Span, element_count
+from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
+from mergepipe.readers.contained import is_plain_name
+from mergepipe.readers.inert_pickle import DEFAULT_LIMITS, load_inert
+from mergepipe.readers.inert_values import TORCH_DTYPES, PickledTensor, Record
+from mergepipe.readers.strict_json import shown
+from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.readers.zip_directory import Window
+from mergepipe.storage.base import Store
+from mergepipe.tailor.checkpoint import (
+    WEIGHT,
+    AdamStep,
+    Format,
+    Framework,
+    Packing,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.units import model_units
+
+METADATA_NAME = ".metadata"
+_NAME_LIMIT = 200
+_STATE_KEY = re.compile(r"(?:|.*?\.)state\.(?P<name>.+)\.(?P<kind>[a-z_]+)", re.ASCII)
+_FILE_NAME = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One stored part of a tensor: `offsets` and `sizes` by dimension, and its archive's place."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the state dict."""
+
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+def read_dcp(store: Store, folder: Path) -> TrainingCheckpoint:
+    """Read a DCP directory; of tensors, only step counters are read.
+
+    Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one.
+
+    Raises:
+        NotFoundError: it holds no `.metadata`.
+        CorruptError: `.metadata` contradicts itself.
+        UnsupportedError: tensors cut other than by rows, or a state dict without optimizer state.
+    """
+    metadata = _read_metadata(store, folder)
+    tensors = {t.key: t for t in _tensors(metadata, folder)}
+    optimizer, weights = _classify(tensors, folder)
+    states = {(name, WEIGHT): _state(tensor, name, WEIGHT) for name, tensor in weights.items()}
+    states |= {(n, k): _state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
+    steps = tuple(_step(store, name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step")
+    parameters = {name: tensor.shape for name, tensor in weights.items()}
+    files = sorted({c.file for t in tensors.values() for c in t.chunks})
+    missing = [f"file {path.name}" for path in files if not path.is_file()]
+    missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=Format.DCP,
+        framework=Framework.TORCH,
+        stage=None,
+        world_size=len({m[1] for f in files if (m := _FILE_NAME.fullmatch(f.name))}) or 1,
+        step=int(max((s.value for s in steps), default=0)),
+        units=model_units(parameters),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=steps,
+        missing=tuple(missing),
+    )
+
+
+def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
+    """Find the elements inside a packed piece.
+
+    Raises:
+        CorruptError: the archive does not hold exactly one tensor of the piece's elements.
+    """
+    where = f"{piece.file} [{piece.offset}, {piece.offset + piece.nbytes})"
+    archive = read_torch_zip(store, piece.file, Window(piece.file, piece.offset, piece.nbytes))
+    if not isinstance(archive.root, PickledTensor):
+        raise CorruptError.of("tailor.dcp.item", where, "the archive does not hold a tensor")
+    tensor = archive.locate(archive.root, "the tensor")
+    if tensor.dtype != dtype or tensor.n_elements != piece.span.n_elements:
+        raise CorruptError.of(
+            "tailor.dcp.item", where,
+            f"{tensor.n_elements} elements of {tensor.dtype.name}, not {piece.span.n_elements} of {dtype.name}",
+        )  # fmt: skip
+    return replace(piece, offset=tensor.offset, nbytes=tensor.nbytes, packing=Packing.RAW)
+
+
+def _read_metadata(store: Store, folder: Path) -> Node:
+    path = folder / METADATA_NAME
+    if not path.is_file():
+        raise NotFoundError.of("tailor.dcp.none", folder, "there is no .metadata file")
+    size = store.size_bytes(path)
+    if size > DEFAULT_LIMITS.max_bytes:
+        raise UnsupportedError.of("pickle.too_large", path, f"has {size} bytes")
+    root = load_inert(store.read_metadata(path, 0, size), str(path))
+    return Node(root, str(path)).fields("Metadata")
+
+
+def _tensors(metadata: Node, folder: Path) -> Iterator[_Tensor]:
+    """Join what tensors there are with where their chunks lie."""
+    stored = _storage(metadata, folder)
+    for key, node in metadata.get("state_dict_metadata").named_items():
+        if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
+            continue  # bytes: options and the like, of no parameter
+        fields = node.fields("TensorStorageMetadata")
+        shape = fields.get("size").shape()
+        chunks = []
+        for chunk in fields.get("chunks").elements():
+            place = chunk.fields("ChunkStorageMetadata")
+            offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
+            _check_inside(chunk, offsets, sizes, shape)
+            if (key, offsets) not in stored:
+                raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is stored nowhere")
+            chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
+        yield _Tensor(key, _dtype(fields), shape, tuple(chunks))
+
+
+def _check_inside(chunk: Node, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    same = len(offsets) == len(sizes) == len(shape)
+    if not same or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+        raise chunk.error(f"a chunk of {sizes} at {offsets} lies outside of {shape}")
+
+
+def _dtype(fields: Node) -> DType:
+    """The dtype: the first of the properties' state, which is a tuple."""
+    name = fields.get("properties").fields("TensorProperties").elements()[0].name()
+    if name.module != "torch" or name.name not in TORCH_DTYPES:
+        raise fields.error(f"dtype {name} is unknown")
+    return TORCH_DTYPES[name.name]
+
+
+def _storage(metadata: Node, folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
+    """Where each (tensor, offsets) lies: file, offset, bytes."""
+    found = {}
+    files: dict[str, Path] = {}
+    for key, node in metadata.get("storage_data").items():
+        index = Node(key, node.file, node.path).fields("MetadataIndex")
+        place = node.fields("_StorageInfo")
+        if place.find("transform_descriptors") is not None:
+            raise UnsupportedError.of("tailor.dcp.transform", node.file, "chunks are compressed or transformed")
+        offsets = index.find("offset")
+        name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
+        relative = place.get("relative_path").text()
+        if relative not in files:
+            files[relative] = _contained(folder, relative, place)
+        found[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
+    return found
+
+
+def _contained(folder: Path, relative: str, node: Node) -> Path:
+    """A file of this directory or of a sibling, which a linked composite points into; never elsewhere."""
+    home = os.path.normpath(folder.absolute().parent)
+    path = os.path.normpath(folder.absolute() / relative)
+    named = all(part == ".." or (is_plain_name(part) and len(part) < _NAME_LIMIT) for part in relative.split("/"))
+    if not named or not Path(path).is_relative_to(home):
+        raise node.error(f"the file {shown(relative)} lies outside of the run's directory")
+    return Path(path)
+
+
+def _classify(
+    tensors: Mapping[str, _Tensor], folder: Path
+) -> tuple[dict[tuple[str, str], _Tensor], dict[str, _Tensor]]:
+    """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
+
+    Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
+    """
+    states: dict[tuple[str, str], _Tensor] = {}
+    for key, tensor in tensors.items():
+        match = _STATE_KEY.fullmatch(key)
+        if match:
+            states[(match["name"], match["kind"])] = tensor
+    names = {name for name, _ in states}
+    others = {key for key in tensors if not _STATE_KEY.fullmatch(key)}
+    prefixes = {key[: -len(name)] for name in names for key in others if key == name or key.endswith(f".{name}")}
+    complete = [p for p in prefixes if all(p + name in others for name in names)]
+    if not names or not complete:
+        raise UnsupportedError.of(
+            "tailor.dcp.layout", folder, "no optimizer state with the weights it belongs to",
+            "save both: {'model': ..., 'optim': ...} of get_state_dict",
+        )  # fmt: skip
+    prefix = min(complete, key=len)
+    weights = {key.removeprefix(prefix): tensors[key] for key in tensors if key in others and key.startswith(prefix)}
+    return states, weights
+
+
+def _state(tensor: _Tensor, name: str, kind: str) -> StoredState:
+    """The chunks of a tensor as pieces, in the order of their elements."""
+    pieces = sorted((_piece(tensor, c) for c in tensor.chunks if element_count(c.sizes)), key=lambda p: p.span.start)
+    for a, b in pairwise(pieces):
+        if b.span.start < a.span.stop:
+            raise CorruptError.of("tailor.dcp.overlap", tensor.key, f"chunks overlap at element {b.span.start}")
+    return StoredState(name, kind, tensor.dtype, tensor.shape, tuple(pieces))
+
+
+def _piece(tensor: _Tensor, chunk: _Chunk) -> Piece:
+    """A chunk that is a run of elements: whole in every dimension but the first that is longer than one."""
+    first = next((i for i, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
+    if chunk.sizes[first + 1 :] != tensor.shape[first + 1 :]:
+        raise UnsupportedError.of(
+            "tailor.dcp.columns", tensor.key, f"a chunk of {chunk.sizes} of {tensor.shape} is not a run of rows",
+            "only sharding along the first dimension is read (FSDP2 without tensor parallelism)",
+        )  # fmt: skip
+    start = 0
+    for offset, length in zip(chunk.offsets, tensor.shape, strict=True):
+        start = start * length + offset
+    span = Span(start, start + element_count(chunk.sizes))
+    return Piece(chunk.file, chunk.offset, chunk.nbytes, span, Packing.TORCH_ZIP)
+
+
+def _step(store: Store, name: str, tensor: _Tensor) -> AdamStep:
+    if element_count(tensor.shape) != 1 or len(tensor.chunks) != 1:
+        raise CorruptError.of("tailor.dcp.step", tensor.key, f"a step counter has shape {tensor.shape}")
+    chunk = tensor.chunks[0]
+    packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), Packing.TORCH_ZIP)
+    inside = unpack_piece(store, packed, tensor.dtype)
+    return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))

@@ -1,0 +1,354 @@
+"""DeepSpeed ZeRO directories (stages 1, 2 and 3): flat optimizer partitions as byte ranges of each parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.blocks import DTYPES, Span, element_count
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.readers.inert_values import PickledTensor, Record
+from mergepipe.readers.torch_zip import StoredTensor, TorchArchive, read_torch_zip
+from mergepipe.storage.base import Store
+from mergepipe.tailor.checkpoint import (
+    FP32,
+    WEIGHT,
+    AdamStep,
+    Format,
+    Framework,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.units import model_units
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt", re.ASCII)
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt", re.ASCII)
+_FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt|expert_\d+.*\.pt|.*_expert_.*\.pt")
+_STAGE3_KEY = "fp32_flat_groups"
+_STAGE12_KEY = "single_partition_of_fp32_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFiles:
+    """The files of a tag directory by what they are; `optimizer` by rank."""
+
+    optimizer: Mapping[int, Path]
+    model: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """One parameter in its flat group: `start` is its first element, in the whole group (stages 1 and 2) or in every
+    rank's partition (stage 3)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's optimizer file, opened."""
+
+    rank: int
+    archive: TorchArchive
+    optimizer: Node
+
+    def locate(self, node: Node) -> StoredTensor:
+        return self.archive.locate(node.tensor(), node.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupState:
+    """One flat tensor of one rank: a state of all parameters of a group."""
+
+    rank: int
+    kind: str
+    tensor: StoredTensor
+
+
+def list_zero_files(folder: Path) -> ZeroFiles | None:
+    """Sort the files of a directory; None when it holds no ZeRO optimizer file.
+
+    Raises:
+        UnsupportedError: tensor, pipeline or expert parallel files.
+        NotFoundError: there is no model file.
+        StorageError: the directory cannot be listed.
+    """
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise StorageError.of("tailor.list", folder, f"cannot be listed: {error.strerror}") from error
+    optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
+    if not optimizer:
+        return None
+    model = {match: name for name in names if (match := _MODEL_FILE.fullmatch(name))}
+    parallel = [name for match, name in (optimizer | model).items() if int(match[2])]
+    parallel += [name for name in names if _FOREIGN_FILE.fullmatch(name)]
+    if parallel:
+        raise UnsupportedError.of(
+            "tailor.zero.parallel", folder, f"{parallel[0]!r} belongs to tensor, pipeline or expert parallel training"
+        )
+    if not model:
+        raise NotFoundError.of("tailor.zero.no_model", folder, "there is no *_model_states.pt file")
+    first = min(model, key=lambda match: int(match[1] or 0))
+    return ZeroFiles(MappingProxyType({int(m[1]): folder / n for m, n in optimizer.items()}), folder / model[first])
+
+
+def read_zero(store: Store, folder: Path) -> TrainingCheckpoint:
+    """Read a DeepSpeed tag directory; of tensors, only step counters are read.
+
+    Raises:
+        NotFoundError: it holds no ZeRO checkpoint.
+        CorruptError: files contradict each other or themselves.
+        UnsupportedError: a kind of checkpoint this version does not read.
+    """
+    files = list_zero_files(folder)
+    if files is None:
+        raise NotFoundError.of("tailor.zero.none", folder, "there is no zero_pp_rank_*_optim_states.pt file")
+    model_archive = read_torch_zip(store, files.model)
+    model = Node(model_archive.root, files.model.name)
+    ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
+    stage = _stage(ranks[0])
+    world_size = _world_size(ranks, model)
+    groups = _flat_groups(model, stage, world_size)
+    reader = _Reader(store, ranks, groups, stage, world_size)
+    weights = {} if stage == 3 else dict(_weights(model, model_archive))
+    return _assemble(folder, model, reader, weights, world_size)
+
+
+def _assemble(
+    folder: Path, model: Node, reader: _Reader, weights: dict[str, StoredState], world_size: int
+) -> TrainingCheckpoint:
+    tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
+    grouped = {p.name: p.shape for group in reader.groups for p in group}
+    others = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
+    parameters = grouped | others
+    states = {(s.parameter, s.kind): s for s in reader.states()}
+    states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
+    missing_ranks = sorted(set(range(world_size)) - {r.rank for r in reader.ranks})
+    missing = [f"the optimizer file of rank {rank}" for rank in missing_ranks]
+    missing += [f"{kind} of {name}" for name, kind in reader.absent(states, missing_ranks)]
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=Format.ZERO,
+        framework=Framework.DEEPSPEED,
+        stage=reader.stage,
+        world_size=world_size,
+        step=model.get("global_steps").integer(),
+        units=model_units(parameters, tied),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=tuple(reader.steps()),
+        flat_groups=tuple(tuple(p.name for p in group) for group in reader.groups),
+        missing=tuple(missing),
+    )
+
+
+def _open_rank(store: Store, rank: int, path: Path) -> _Rank:
+    archive = read_torch_zip(store, path)
+    return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
+
+
+def _stage(rank: _Rank) -> int:
+    """The ZeRO stage, which must fit the keys."""
+    node = rank.optimizer.get("zero_stage")
+    stage = node.value
+    if isinstance(stage, Record) and stage.kind.name == "ZeroStageEnum" and len(stage.args) == 1:
+        stage = stage.args[0]
+    expected = _STAGE3_KEY if stage == 3 else _STAGE12_KEY
+    if not isinstance(stage, int) or stage not in (1, 2, 3):
+        raise UnsupportedError.of("tailor.zero.stage", f"{node.file}: {node.path}", "the ZeRO stage is not 1, 2 or 3")
+    if expected not in rank.optimizer.mapping():
+        raise UnsupportedError.of(
+            "tailor.zero.layout", node.file, f"a stage {stage} checkpoint without {expected!r} (elastic, or too old)"
+        )
+    return stage
+
+
+def _world_size(ranks: list[_Rank], model: Node) -> int:
+    """The number of partitions, which every rank and the model file must agree on."""
+    found = model.get("dp_world_size").integer()
+    for rank in ranks:
+        node = rank.optimizer.get("partition_count")
+        counts = {n.integer() for n in node.elements()} if isinstance(node.value, list) else {node.integer()}
+        if counts != {found}:
+            raise node.error(f"the partition counts are {sorted(counts)[:4]}, the model file says {found} ranks")
+        if rank.rank >= found:
+            raise node.error(f"rank {rank.rank} of {found}")
+    return found
+
+
+def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatParameter, ...], ...]:
+    """The parameters of each flat group with their places, from `param_shapes` alone."""
+    groups = []
+    seen: set[str] = set()
+    for group in model.get("param_shapes").elements():
+        start = 0
+        members = []
+        for name, node in group.named_items():
+            if name in seen:
+                raise node.error(f"parameter {name[:80]!r} is in two places")
+            seen.add(name)
+            members.append(FlatParameter(name, node.shape(), start))
+            n_elements = members[-1].n_elements
+            start += -(-n_elements // world_size) if stage == 3 else n_elements
+        groups.append(tuple(members))
+    return tuple(groups)
+
+
+def _weights(model: Node, archive: TorchArchive) -> Iterator[tuple[str, StoredState]]:
+    """The module's own tensors (stages 1 and 2), aliases included."""
+    for name, node in model.get("module").named_items():
+        if isinstance(node.value, PickledTensor):
+            t = archive.locate(node.value, node.path)
+            piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
+            yield name, StoredState(name, WEIGHT, t.dtype, t.shape, (piece,) if t.n_elements else ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Turns the flat tensors of all ranks into states of parameters."""
+
+    store: Store
+    ranks: list[_Rank]
+    groups: tuple[tuple[FlatParameter, ...], ...]
+    stage: int
+    world_size: int
+
+    def states(self) -> Iterator[StoredState]:
+        """Every state of every parameter, in the order of the groups."""
+        for index, group in enumerate(self.groups):
+            by_kind: dict[str, list[_GroupState]] = {}
+            for rank in self.ranks:
+                for state in self._group_states(rank, index):
+                    by_kind.setdefault(state.kind, []).append(state)
+            for kind, parts in by_kind.items():
+                if len({p.tensor.dtype for p in parts}) > 1:
+                    raise _lies(parts[0], "ranks hold different dtypes")
+                yield from (self._state(parameter, kind, parts, index) for parameter in group)
+
+    def _state(self, parameter: FlatParameter, kind: str, parts: list[_GroupState], group: int) -> StoredState:
+        per_rank = self._partition_elements(group)
+        pieces = [piece for part in parts if (piece := self._piece(parameter, part, per_rank))]
+        return StoredState(parameter.name, kind, parts[0].tensor.dtype, parameter.shape, tuple(pieces))
+
+    def _piece(self, parameter: FlatParameter, part: _GroupState, per_rank: int) -> Piece | None:
+        """What one rank holds of a parameter; None if nothing."""
+        if self.stage == 3:
+            share = -(-parameter.n_elements // self.world_size)
+            first, inside = part.rank * share, parameter.start
+            last = min(first + share, parameter.n_elements)
+        else:
+            begin = part.rank * per_rank
+            first = max(begin - parameter.start, 0)
+            last = min(begin + per_rank - parameter.start, parameter.n_elements)
+            inside = parameter.start + first - begin
+        if first >= last:
+            return None
+        itemsize = part.tensor.dtype.itemsize
+        if inside + last - first > part.tensor.n_elements:
+            raise _lies(part, f"it ends inside parameter {parameter.name!r}")
+        at = part.tensor.offset + inside * itemsize
+        return Piece(part.tensor.file, at, (last - first) * itemsize, Span(first, last))
+
+    def _partition_elements(self, group: int) -> int:
+        """Elements of one rank's partition of a group, padding included."""
+        if self.stage == 3:
+            return sum(-(-p.n_elements // self.world_size) for p in self.groups[group])
+        total = sum(p.n_elements for p in self.groups[group])
+        alignment = 2 * self.world_size
+        return -(-total // alignment) * alignment // self.world_size
+
+    def _group_states(self, rank: _Rank, group: int) -> Iterator[_GroupState]:
+        """The flat tensors of one group in one rank's file, checked for length."""
+        yield self._checked(_GroupState(rank.rank, FP32, rank.locate(self._masters(rank)[group])), group)
+        entry = self._base_state(rank, group)
+        for kind, node in entry.named_items() if entry is not None else ():
+            if not isinstance(node.value, PickledTensor):
+                continue
+            tensor = rank.locate(node)
+            if tensor.shape != ():
+                yield self._checked(_GroupState(rank.rank, kind, tensor), group)
+
+    def _checked(self, state: _GroupState, group: int) -> _GroupState:
+        """A master may be trimmed to what is not padding (stages 1 and 2); nothing else may be short or long."""
+        padded = self._partition_elements(group)
+        needed = padded
+        if self.stage != 3 and state.kind == FP32:
+            total = sum(p.n_elements for p in self.groups[group])
+            needed = max(0, min(padded, total - state.rank * padded))
+        if len(state.tensor.shape) != 1 or not needed <= state.tensor.n_elements <= padded:
+            raise _lies(state, f"its shape is {state.tensor.shape}; {padded} elements are needed")
+        return state
+
+    def _masters(self, rank: _Rank) -> list[Node]:
+        key = _STAGE3_KEY if self.stage == 3 else _STAGE12_KEY
+        nodes = rank.optimizer.get(key).elements()
+        if len(nodes) != len(self.groups):
+            raise rank.optimizer.error(f"{len(nodes)} flat groups, the model file lists {len(self.groups)}")
+        return nodes
+
+    def _base_optimizer(self, rank: _Rank) -> Node:
+        node = rank.optimizer.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+        if isinstance(node.value, list):
+            raise UnsupportedError.of("tailor.zero.elastic", node.file, "an elastic ZeRO checkpoint")
+        return node
+
+    def _base_state(self, rank: _Rank, group: int) -> Node | None:
+        return self._base_optimizer(rank).get("state").find(group)
+
+    def steps(self) -> Iterator[AdamStep]:
+        """One step counter a group, the same on every rank."""
+        for index, group in enumerate(self.groups):
+            found = [step for rank in self.ranks if (step := self._step(rank, index))]
+            if len({step.value for step in found}) > 1:
+                values = sorted({step.value for step in found})
+                raise CorruptError.of("tailor.zero.step", self.ranks[0].optimizer.file, f"ranks are at steps {values}")
+            if found:
+                cells = tuple(cell for step in found for cell in step.cells)
+                yield replace(found[0], parameters=tuple(p.name for p in group), cells=cells)
+
+    def _step(self, rank: _Rank, group: int) -> AdamStep | None:
+        """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""
+        entry = self._base_state(rank, group)
+        node = entry.find("step") if entry is not None else None
+        if node is None:
+            options = self._base_optimizer(rank).get("param_groups").elements()
+            node = options[group].find("step") if group < len(options) else None
+        if node is None:
+            return None
+        if not isinstance(node.value, PickledTensor):
+            return AdamStep(float(node.integer()), (), DTYPES["I64"])
+        tensor = rank.locate(node)
+        if tensor.n_elements != 1:
+            raise node.error(f"a step counter has shape {tensor.shape}")
+        value = read_scalar(self.store, tensor.file, tensor.offset, tensor.dtype)
+        return AdamStep(value, (), tensor.dtype, (Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, 1)),))
+
+    def absent(
+        self, states: Mapping[tuple[str, str], StoredState], missing_ranks: list[int]
+    ) -> Iterator[tuple[str, str]]:
+        """States that some parameters have and others lack although no rank is missing."""
+        kinds = dict.fromkeys(kind for _, kind in states if kind != WEIGHT)
+        for parameter in (p for group in self.groups for p in group):
+            for kind in kinds:
+                state = states.get((parameter.name, kind))
+                if state is None or (state.gaps and not missing_ranks):
+                    yield parameter.name, kind
+
+
+def _lies(state: _GroupState, message: str) -> MergePipeError:
+    where = f"{state.tensor.file}: {state.tensor.path}"
+    return CorruptError.of("tailor.zero.partition", where, message)

@@ -1,0 +1,158 @@
+"""Plain Hugging Face Trainer checkpoints: weights in safetensors, optimizer state in `optimizer.pt` by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.blocks import DTYPES, Span
+from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.readers.base import Checkpoint, TensorEntry
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.readers.inert_values import PickledTensor
+from mergepipe.readers.strict_json import JsonValue
+from mergepipe.readers.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.storage.base import Store
+from mergepipe.tailor.checkpoint import (
+    WEIGHT,
+    AdamStep,
+    Format,
+    Framework,
+    Piece,
+    StoredState,
+    TrainingCheckpoint,
+)
+from mergepipe.tailor.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.trainer_files import read_global_step, read_json, tied_aliases, weight_state
+from mergepipe.tailor.transformers_names import ask_transformers
+from mergepipe.tailor.units import model_units
+
+OPTIMIZER_NAME = "optimizer.pt"
+
+
+def read_hf_checkpoint(store: Store, folder: Path) -> TrainingCheckpoint:
+    """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
+
+    Raises:
+        NotFoundError: a file is missing.
+        CorruptError: a file contradicts itself.
+        MismatchError: the optimizer state is not that of the model.
+        UnsupportedError: the order of the optimizer's parameters cannot be known.
+    """
+    model = open_checkpoint(store, folder)
+    archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
+    optimizer = Node(archive.root, OPTIMIZER_NAME)
+    config = read_json(store, folder / "config.json")
+    names = _numbered_names(folder, config, model, optimizer)
+    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in model.tensors.values()}
+    steps = []
+    for number, name in enumerate(names):
+        entry = optimizer.get("state").find(number)
+        for state in _states(entry, archive, model.tensors[name]) if entry is not None else ():
+            states[(name, state.kind)] = state
+        if entry is not None and (step := _step(store, entry, archive, name)):
+            steps.append(step)
+    parameters = {t.name: t.shape for t in model.tensors.values()}
+    return TrainingCheckpoint(
+        path=folder,
+        root=folder,
+        format=Format.HF_OPTIMIZER,
+        framework=Framework.TRANSFORMERS,
+        stage=None,
+        world_size=len(list(folder.glob("rng_state_*.pth"))) or 1,
+        step=read_global_step(store, folder),
+        units=model_units(parameters, tied_aliases(config, parameters)),
+        parameters=MappingProxyType(parameters),
+        states=MappingProxyType(states),
+        steps=tuple(steps),
+        missing=tuple(f"optimizer state of {name}" for name in names if (name, "exp_avg") not in states),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Parameters with weight decay and without, in the optimizer's order."""
+
+    decayed: tuple[str, ...]
+    plain: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.decayed + self.plain
+
+
+def _numbered_names(
+    folder: Path, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
+) -> tuple[str, ...]:
+    """The parameter behind each number of the optimizer, checked against the groups and every shape."""
+    model_type = str(config.get("model_type", ""))
+    defined = defined_order(model_type, model.tensors)
+    order = trainer_order(defined) if defined is not None else ask_transformers(folder, model_type)
+    numbering = _Numbering(*order)
+    _check_groups(folder, optimizer, numbering)
+    _check_shapes(folder, optimizer, numbering.names, model)
+    return numbering.names
+
+
+def _check_groups(folder: Path, optimizer: Node, numbering: _Numbering) -> None:
+    """Each group must hold its parameters' numbers, counted on from the group before."""
+    groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
+    n_decayed, n_all = len(numbering.decayed), len(numbering.names)
+    expected = [list(range(n_decayed)), list(range(n_decayed, n_all))]
+    if [g for g in groups if g] != [g for g in expected if g]:
+        raise MismatchError.of(
+            "tailor.hf.groups", folder / OPTIMIZER_NAME,
+            f"groups of {[len(g) for g in groups][:8]} parameters; the Trainer makes groups of "
+            f"{[len(g) for g in expected]} for this model",
+            "only the Trainer's own parameter groups are read, with no frozen parameter",
+        )  # fmt: skip
+
+
+def _check_shapes(folder: Path, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
+    states = optimizer.get("state")
+    for number, name in enumerate(names):
+        if name not in model.tensors:
+            raise MismatchError.of("tailor.hf.names", folder, f"parameter {name!r} is not among the weights")
+        entry = states.find(number)
+        average = entry.find("exp_avg") if entry is not None else None
+        if average is not None and average.tensor().shape != model.tensors[name].shape:
+            raise MismatchError.of(
+                "tailor.hf.shapes", folder / OPTIMIZER_NAME,
+                f"state {number} has shape {average.tensor().shape}, {name!r} has {model.tensors[name].shape}",
+            )  # fmt: skip
+    beyond = [key for key in states.mapping() if key not in range(len(names))]
+    if beyond:
+        raise states.error(f"state {str(beyond[0])[:40]!r} belongs to no parameter")
+
+
+def _states(entry: Node, archive: TorchArchive, weight: TensorEntry) -> Iterator[StoredState]:
+    """The states of one parameter that have its shape."""
+    for kind, node in entry.named_items():
+        if kind == "step" or not isinstance(node.value, PickledTensor):
+            continue
+        t = archive.locate(node.value, node.path)
+        if t.shape != weight.shape:
+            raise UnsupportedError.of(
+                "tailor.hf.state", f"{archive.file}: {node.path}",
+                f"state {kind!r} of shape {t.shape} for a parameter of shape {weight.shape}",
+                "only optimizers whose states have their parameter's shape are read, as AdamW",
+            )  # fmt: skip
+        piece = Piece(t.file, t.offset, t.nbytes, Span(0, t.n_elements))
+        yield StoredState(weight.name, kind, t.dtype, t.shape, (piece,) if t.n_elements else ())
+
+
+def _step(store: Store, entry: Node, archive: TorchArchive, name: str) -> AdamStep | None:
+    node = entry.find("step")
+    if node is None:
+        return None
+    if not isinstance(node.value, PickledTensor):
+        return AdamStep(float(node.integer()), (name,), DTYPES["I64"])
+    t = archive.locate(node.value, node.path)
+    if t.n_elements != 1:
+        raise node.error(f"a step counter has shape {t.shape}")
+    value = read_scalar(store, t.file, t.offset, t.dtype)
+    return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))

@@ -1,0 +1,335 @@
+"""Pickles and zip files that lie: a typed error each, and nothing executed."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.readers.inert_pickle import PickleLimits, load_inert
+from mergepipe.readers.torch_zip import StoredTensor, read_torch_zip, walk_tensors
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.torch_bytes import (
+    Call,
+    Member,
+    Named,
+    PickleWriter,
+    View,
+    pickle_file,
+    torch_bytes,
+    torch_members,
+    zip_bytes,
+)
+
+TENSOR_V2 = Named("torch._utils", "_rebuild_tensor_v2")
+ORDERED = Named("collections", "OrderedDict")
+
+
+@pytest.fixture
+def trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Record every audited import, execution and process start of this test."""
+    seen: list[str] = []
+    active = [True]
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        watched = event in ("exec", "os.system", "subprocess.Popen", "os.posix_spawn", "pickle.find_class")
+        if active[0] and (watched or (event == "import" and str(args[0]) in ("os", "torch", "antigravity"))):
+            seen.append(event)
+
+    sys.addaudithook(hook)
+    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
+    yield seen
+    active[0] = False
+
+
+def written(value: object) -> bytes:
+    return PickleWriter().write(value)
+
+
+class Malicious:
+    """What a real pickler makes of an object that wants to run a command."""
+
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Malicious(eval, "__import__('os').system('touch /nowhere/owned')"),
+        Malicious(exec, "raise SystemExit"),
+        Malicious(getattr, 1, "__class__"),
+        Malicious(__import__, "antigravity"),
+        Malicious(print, "owned"),
+    ],
+)
+def test_load_inert__refuses_calls_and_runs_nothing(value: Malicious, protocol: int, trap: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match="not on the list of inert types") as caught:
+        load_inert(pickle.dumps(value, protocol), "test")
+    assert caught.value.code == "pickle.global"
+    assert trap == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("subprocess", "Popen"),
+        ("builtins", "getattr"),
+        ("__builtin__", "eval"),
+        ("torch", "load"),
+        ("torch.hub", "load"),
+        ("torch", "Size.__init__"),
+        ("torch._utils", "_rebuild_tensor_v2.__globals__"),
+        ("torch.storage", "_load_from_bytes"),
+        ("collections", "OrderedDict.__class__"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("functools", "partial"),
+        ("", ""),
+    ],
+)
+def test_load_inert__refuses_every_name_off_the_list(module: str, name: str, trap: list[str]) -> None:
+    stacked = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name)) + b"\x93."
+    for pickled in (f"c{module}\n{name}\n".encode(), stacked[2:-1]):
+        with pytest.raises(UnsupportedError) as caught:
+            load_inert(b"\x80\x04" + pickled + b".", "test")
+        assert caught.value.code == "pickle.global"
+    assert trap == []
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        Call(TENSOR_V2, (1, 2, 3, 4, 5, 6)),
+        Call(TENSOR_V2),
+        Call(Named("torch", "FloatStorage"), (1 << 40,)),
+        Call(Named("torch", "Size"), (("x",),)),
+        Call(Named("torch", "Size"), ((-1,),)),
+        Call(Named("torch", "Size"), ((1 << 63,),)),
+        Call(Named("torch", "Size"), ((1,) * 70,)),
+        Call(ORDERED, ([1, 2],)),
+        Call(ORDERED, ([([], 1)],)),
+        Call(Named("collections", "defaultdict"), ("x",)),
+        Call(Named("torch._tensor", "_rebuild_from_type_v2"), (ORDERED, ORDERED, (), None)),
+        Call(Named("torch._tensor", "_rebuild_from_type_v2"), (TENSOR_V2, ORDERED, (1,), None)),
+        Call(Named("torch._utils", "_rebuild_parameter"), ("x", True, None)),
+        Call(Named("_codecs", "encode"), ("x", "rot13")),
+        Call(Named("_codecs", "encode"), ("\u20ac", "latin1")),
+        Call(Named("builtins", "set"), ("xyz",)),
+        Call(Named("torch", "Tensor"), ()),
+        Call(Named("torch", "float32"), ()),
+        {"a": Call(ORDERED, (), state=None)} | {"b": Call(TENSOR_V2, (None,) * 6)},
+        {None: Call(ORDERED), "x": Call(Named("torch.nn.parameter", "Parameter"), ())},
+    ],
+)
+def test_load_inert__refuses_listed_names_with_hostile_arguments(hostile: object, trap: list[str]) -> None:
+    with pytest.raises(CorruptError):
+        load_inert(written(hostile), "test")
+    assert trap == []
+
+
+def number(opcode: bytes, form: str, value: int) -> bytes:
+    return opcode + struct.pack(form, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("recalled from nowhere", number(b"j", "<I", 0xFFFFFFFF)),
+        ("text longer than the file", number(b"X", "<I", 0xFFFFFFFF)),
+        ("text of 2**63 bytes", number(b"\x8d", "<Q", 1 << 63)),
+        ("bytes of 2**62 bytes", number(b"\x8e", "<Q", 1 << 62)),
+        ("integer of 2 GB", number(b"\x8b", "<i", 0x7FFFFFFF)),
+        ("integer of negative size", number(b"\x8b", "<i", -1)),
+        ("integer of 255 bytes", b"\x8a\xff" + b"\x01" * 255),
+        ("frame of 2**63 bytes", number(b"\x95", "<Q", 1 << 63)),
+        ("empty stack", b"R"),
+        ("tuple of nothing", b"\x86"),
+        ("list end without begin", b"e"),
+        ("append to a tuple", b")Na"),
+        ("state for a list", b"]Nb"),
+        ("items for a list", b"](NNu"),
+        ("key without value", b"}(Nu"),
+        ("list as a key", b"}]Ns"),
+        ("tuple as a key", b"})Ns"),
+        ("float as a key", b"}G" + bytes(8) + b"Ns"),
+        ("huge integer as a key", b"}\x8a\x09" + b"\x01" * 9 + b"Ns"),
+        ("name that is not text", b"NN\x93"),
+        ("name without an end", b"c" + b"x" * 2000),
+        ("text that is not UTF-8", b"X\x01\x00\x00\x00\xff"),
+        ("storage id that is none", b"NQ"),
+        ("two values", b"NN"),
+        ("open mark", b"(N"),
+        ("second protocol", b"N\x80\x02"),
+    ],
+)
+def test_load_inert__names_what_is_corrupt(name: str, body: bytes) -> None:
+    with pytest.raises(CorruptError):
+        load_inert(b"\x80\x02" + body + b".", name)
+
+
+@pytest.mark.parametrize("opcode", [b"i", b"o", b"P", b"I", b"L", b"S", b"V", b"F", b"0", b"1", b"2", b"\x82", b"\x92"])
+def test_load_inert__refuses_opcodes_no_checkpoint_needs(opcode: bytes) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        load_inert(b"\x80\x02" + opcode, "test")
+    assert caught.value.code == "pickle.opcode"
+
+
+def test_load_inert__stores_a_huge_memo_index_in_no_space() -> None:
+    assert load_inert(b"\x80\x02N" + number(b"r", "<I", 0xFFFFFFFE) + b".", "test") is None
+
+
+def test_load_inert__refuses_deep_marks_and_endless_instructions() -> None:
+    with pytest.raises(CorruptError, match="nested"):
+        load_inert(b"\x80\x02" + b"(" * 100_000, "test")
+    with pytest.raises(CorruptError, match="are waiting"):
+        load_inert(b"\x80\x02" + b"]" * 200_000, "test")
+    with pytest.raises(CorruptError) as caught:
+        load_inert(b"\x80\x02]" + b"Na" * 100 + b".", "test", PickleLimits(max_opcodes=150))
+    assert caught.value.code == "pickle.limit"
+    with pytest.raises(UnsupportedError) as large:
+        load_inert(b"\x80\x02N.", "test", PickleLimits(max_bytes=3))
+    assert large.value.code == "pickle.too_large"
+
+
+def test_walk_tensors__takes_linear_time_on_nested_sharing() -> None:
+    doubled = b"]" + b"".join(b"q\x00" + b"](h\x00h\x00e" for _ in range(300))
+    # each list holds the one before twice: 2**300 paths, 301 lists; the stack is reduced by appending downwards
+    nested = b"\x80\x02](" + doubled + b"e."
+    assert list(walk_tensors(load_inert(nested, "test"))) == []
+
+
+def test_walk_tensors__survives_a_hundred_thousand_levels_and_a_cycle() -> None:
+    deep = load_inert(b"\x80\x02)" + b"\x85" * 100_000 + b".", "test")
+    cycle = load_inert(b"\x80\x02]q\x00h\x00a.", "test")
+    assert [list(walk_tensors(deep)), list(walk_tensors(cycle))] == [[], []]
+
+
+@given(st.binary(max_size=60))
+def test_load_inert__raises_nothing_but_typed_errors(body: bytes) -> None:
+    assert code_of(lambda: load_inert(b"\x80\x02" + body, "test")).split(".")[0] in ("", "pickle")
+
+
+def code_of(read: Callable[[], object]) -> str:
+    """The code of the typed error that `read` ends with; empty when it succeeds. Any other error fails the test."""
+    try:
+        read()
+    except MergePipeError as error:
+        return error.code
+    return ""
+
+
+# --- the zip around it
+
+
+def refused(tmp_path: Path, content: bytes) -> str:
+    path = tmp_path / "file.pt"
+    path.write_bytes(content)
+    with pytest.raises(MergePipeError) as caught:
+        read_torch_zip(MetadataStore(), path).tensors()
+    assert isinstance(caught.value, CorruptError | UnsupportedError)
+    return caught.value.code
+
+
+HONEST = {"w": np.arange(600, dtype=np.float32), "v": np.arange(1500, dtype=np.float32)}
+
+
+def altered(member: str, /, **lies: Any) -> bytes:
+    """The honest file with one member's fields replaced."""
+    return zip_bytes(replace(m, **lies) if m.name == member else m for m in torch_members(HONEST))
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (altered("archive/data/0", method=8), "zip.compressed"),
+        (altered("archive/data/0", flags=0x0809), "zip.compressed"),
+        (altered("archive/data/0", name="archive/data/1"), "zip.duplicate"),
+        (altered("archive/data/0", name="archive/../data/0"), "zip.name"),
+        (altered("archive/data/0", name="/etc/passwd"), "zip.name"),
+        (altered("archive/data/0", name="archive\\data\\0"), "zip.name"),
+        (altered("archive/data/0", name="archive//0"), "zip.name"),
+        (altered("archive/data/0", name="archive/a\x00b"), "zip.name"),
+        (altered("archive/data/0", name="other/data/0"), "torch.layout"),
+        (altered("archive/data/0", local_name="archive/data/9"), "zip.header"),
+        (altered("archive/data/0", central_size=4000), "zip.overlap"),
+        (altered("archive/data/0", central_size=1000), "zip.header"),
+        (altered("archive/data/0", header_offset=0), "zip.overlap"),
+        (altered("archive/data/0", header_offset=1 << 31), "zip.overlap"),
+        (altered("archive/data/0", content=b"short"), "torch.storage"),
+        (altered("archive/data/0", name="archive/data/00"), "torch.storage"),
+        (altered("archive/data.pkl", crc32=1), "torch.checksum"),
+        (altered("archive/data.pkl", name="archive/data.pk"), "torch.layout"),
+        (zip_bytes(torch_members(HONEST), comment=b"PK"), "zip.end"),
+        (torch_bytes(HONEST) + b"tail", "zip.end"),
+        (b"MZ" + torch_bytes(HONEST), "torch.not-zip"),
+        (zip_bytes([]), "torch.layout"),
+        (b"", "torch.not-zip"),
+        (b"PK\x03\x04", "zip.truncated"),
+    ],
+)
+def test_read_torch_zip__names_each_lie(tmp_path: Path, content: bytes, code: str) -> None:
+    found = refused(tmp_path, content)
+    assert found == code or (code == "zip.overlap" and found in ("zip.truncated", "zip.header"))
+
+
+def test_read_torch_zip__refuses_a_file_cut_anywhere(tmp_path: Path) -> None:
+    whole = torch_bytes(HONEST)
+    for length in range(0, len(whole), 97):
+        assert refused(tmp_path, whole[:length]).split(".")[0] in ("zip", "torch")
+
+
+def test_read_torch_zip__refuses_two_members_in_the_same_bytes(tmp_path: Path) -> None:
+    members = torch_members(HONEST)
+    inner = zip_bytes([Member("archive/data/7", b"x" * 100)])
+    outer = Member("archive/data/8", inner)
+    content = zip_bytes([*members, outer])
+    start = content.index(inner)
+    twice = zip_bytes([*members, outer, Member("archive/data/7", b"x" * 100, header_offset=start)])
+    assert refused(tmp_path, twice) in ("zip.overlap", "zip.header")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(np.ones(8, np.float32), 1, (8,)),
+        View(np.ones(8, np.float32), 0, (1 << 40,)),
+        View(np.ones(8, np.float32), 1 << 60, (1,)),
+        View(np.ones(8, np.float32), 0, (1 << 31, 1 << 31, 1 << 31)),
+    ],
+)
+def test_read_torch_zip__refuses_a_tensor_beyond_its_storage(tmp_path: Path, view: View) -> None:
+    assert refused(tmp_path, torch_bytes({"t": view})) == "torch.storage"
+
+
+def test_read_torch_zip__refuses_a_malicious_pickle_in_an_honest_zip(tmp_path: Path, trap: list[str]) -> None:
+    content = pickle_file(pickle.dumps(Malicious(exec, "raise SystemExit"), 2))
+    assert (refused(tmp_path, content), trap) == ("pickle.global", [])
+
+
+@given(st.data())
+def test_read_torch_zip__raises_nothing_but_typed_errors_when_bytes_flip(tmp_path: Path, data: st.DataObject) -> None:
+    content = bytearray(torch_bytes({"w": np.arange(4, dtype=np.float32)}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "flipped.pt"
+    path.write_bytes(content)
+    found: list[StoredTensor] = []
+    code = code_of(lambda: found.extend(read_torch_zip(MetadataStore(), path).tensors().values()))
+    assert code.split(".")[0] in ("", "zip", "torch", "pickle")
+    assert all(t.offset + t.nbytes <= len(content) for t in found)

@@ -1,0 +1,337 @@
+"""Every format: the bytes at the ranges are the values that were written."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.tailor.checkpoint import Packing, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
+from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.torch_bytes import Array, Call, Named, torch_bytes
+from mergepipe.testing.training_trees import (
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_trainer_files,
+    write_zero3,
+    write_zero12,
+)
+
+GROUPS = st.lists(
+    st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=5), min_size=1, max_size=3
+)
+
+
+def stored_values(state: StoredState) -> Array:
+    """What the bytes of a state say; NaN where no piece is."""
+    flat = np.full(state.n_elements, np.nan, np.float32)
+    for piece in state.pieces:
+        found = unpack_piece(MetadataStore(), piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
+        raw = found.file.read_bytes()[found.offset : found.offset + found.nbytes]
+        flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
+    return flat.reshape(state.shape)
+
+
+def wrong(checkpoint: TrainingCheckpoint, known: KnownStates, *kinds: str) -> list[tuple[str, str]]:
+    """States whose bytes are not the known values; `weight` and `export` are compared with the masters."""
+    return [
+        (name, kind)
+        for name in known.shapes
+        for kind in kinds
+        if not np.array_equal(
+            stored_values(checkpoint.states[name, kind]),
+            known.arrays[name, "fp32" if kind in ("weight", "export") else kind],
+        )
+    ]
+
+
+def named_groups(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[KnownStates, list[list[str]]]:
+    """Parameters `model.layers.G.P` of the given shapes, group by group."""
+    named = {f"model.layers.{g}.p{i}": s for g, group in enumerate(shapes) for i, s in enumerate(group)}
+    return known_states(named), [[n for n in named if n.startswith(f"model.layers.{g}.")] for g in range(len(shapes))]
+
+
+@given(GROUPS, st.integers(1, 5))
+def test_read_zero__stages_one_and_two_give_what_was_partitioned(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[tuple[int, ...]]], world_size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("zero") / "tag"
+    known, groups = named_groups(shapes)
+    write_zero12(folder, known, groups, world_size)
+    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq", "weight") == []
+    assert (checkpoint.missing, checkpoint.world_size, checkpoint.step) == ((), world_size, 7)
+    assert checkpoint.flat_groups == tuple(map(tuple, groups))
+
+
+@given(GROUPS, st.integers(1, 5))
+def test_read_zero__stage_three_gives_what_was_partitioned(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[tuple[int, ...]]], world_size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("zero") / "tag"
+    known, groups = named_groups(shapes)
+    write_zero3(folder, known, groups, world_size)
+    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq") == []
+    assert (checkpoint.missing, checkpoint.stage, "weight" in checkpoint.kinds) == ((), 3, False)
+
+
+@pytest.fixture
+def known() -> KnownStates:
+    return known_states(decoder_shapes())
+
+
+def zero(folder: Path, known: KnownStates, *, world_size: int = 3) -> Path:
+    write_zero12(folder, known, decay_groups(known.shapes), world_size)
+    return folder
+
+
+def test_open_training_checkpoint__follows_latest(tmp_path: Path, known: KnownStates) -> None:
+    zero(tmp_path / "run" / "step7", known)
+    (tmp_path / "run" / "latest").write_text("step7")
+    checkpoint = open_training_checkpoint(MetadataStore(), tmp_path / "run")
+    assert (checkpoint.path.name, checkpoint.root.name) == ("run", "step7")
+
+
+@pytest.mark.parametrize("tag", ["", "..", "../other", "/etc", "a/b", "gone", "n" * 5000])
+def test_open_training_checkpoint__refuses_a_latest_that_leads_elsewhere(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises((CorruptError, NotFoundError)) as caught:
+        open_training_checkpoint(MetadataStore(), tmp_path)
+    assert caught.value.code == "tailor.latest"
+
+
+def test_open_training_checkpoint__says_when_nothing_is_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(NotFoundError):
+            open_training_checkpoint(MetadataStore(), path)
+
+
+def test_read_zero__reads_steps_and_no_other_tensor_byte(tmp_path: Path) -> None:
+    known = known_states(decoder_shapes(width=41, vocabulary=200))
+    folder = zero(tmp_path / "tag", known)
+    store = MetadataStore()
+    checkpoint = open_training_checkpoint(store, folder)
+    pieces = [p for s in checkpoint.states.values() for p in s.pieces if p.nbytes > 1000]
+    overlapping = [
+        (piece, read)
+        for piece in pieces
+        for read in store.reads
+        if read.path == piece.file
+        and read.offset < piece.offset + piece.nbytes
+        and piece.offset < read.offset + read.nbytes
+    ]
+    assert (overlapping, [s.value for s in checkpoint.steps]) == ([], [7.0, 7.0])
+    assert [len(s.cells) for s in checkpoint.steps] == [3, 3]
+
+
+def test_read_zero__lists_what_a_missing_rank_leaves_out(tmp_path: Path, known: KnownStates) -> None:
+    folder = zero(tmp_path / "tag", known)
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    assert checkpoint.missing == ("the optimizer file of rank 1",)
+    assert any(state.gaps for state in checkpoint.states.values())
+
+
+def test_read_zero__refuses_ranks_of_another_run(tmp_path: Path, known: KnownStates) -> None:
+    folder, other = zero(tmp_path / "a", known), zero(tmp_path / "b", known, world_size=2)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (folder / name).write_bytes((other / name).read_bytes())
+    with pytest.raises(CorruptError, match="partition counts"):
+        open_training_checkpoint(MetadataStore(), folder)
+
+
+def test_read_zero__refuses_ranks_at_different_steps(tmp_path: Path, known: KnownStates) -> None:
+    folder = zero(tmp_path / "a", known)
+    other = zero(tmp_path / "b", replace(known, step=8))
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (folder / name).write_bytes((other / name).read_bytes())
+    with pytest.raises(CorruptError, match="ranks are at steps"):
+        open_training_checkpoint(MetadataStore(), folder)
+
+
+def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: KnownStates) -> None:
+    folder = zero(tmp_path / "a", known)
+    other = zero(tmp_path / "b", known_states(decoder_shapes(n_layers=4)))
+    name = "mp_rank_00_model_states.pt"
+    (folder / name).write_bytes((other / name).read_bytes())
+    with pytest.raises(CorruptError) as caught:
+        open_training_checkpoint(MetadataStore(), folder)
+    assert caught.value.code == "tailor.zero.partition"
+
+
+def test_read_zero__refuses_model_parallel_files(tmp_path: Path, known: KnownStates) -> None:
+    folder = zero(tmp_path / "a", known)
+    (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="tensor, pipeline or expert parallel"):
+        open_training_checkpoint(MetadataStore(), folder)
+
+
+@pytest.mark.parametrize("stage", [0, 4, "2", None, 3])
+def test_read_zero__refuses_a_stage_that_does_not_fit(tmp_path: Path, known: KnownStates, stage: object) -> None:
+    folder = zero(tmp_path / "a", known, world_size=1)
+    enum = Call(Named("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+    content = torch_bytes({"optimizer_state_dict": {"zero_stage": enum, "single_partition_of_fp32_groups": []}})
+    (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(content)
+    with pytest.raises(UnsupportedError):
+        open_training_checkpoint(MetadataStore(), folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_read_hf_checkpoint__gives_what_was_written(tmp_path: Path, tied: bool) -> None:
+    known = known_states(decoder_shapes(tied=tied))
+    write_hf(tmp_path / "checkpoint-7", known, tied=tied)
+    checkpoint = open_training_checkpoint(MetadataStore(), tmp_path / "checkpoint-7")
+    assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
+    assert {checkpoint.step_of(n) is not None for n in known.shapes} == {True}
+    assert (checkpoint.step, checkpoint.missing, bool(checkpoint.units.tied)) == (7, (), tied)
+
+
+def test_read_hf_checkpoint__refuses_the_optimizer_of_another_model(tmp_path: Path, known: KnownStates) -> None:
+    write_hf(tmp_path / "a", known)
+    write_hf(tmp_path / "b", known_states(decoder_shapes(width=6)))
+    write_hf(tmp_path / "c", known_states(decoder_shapes(n_layers=2)))
+    for other, code in (("b", "tailor.hf.shapes"), ("c", "tailor.hf.groups")):
+        (tmp_path / "a" / "optimizer.pt").write_bytes((tmp_path / other / "optimizer.pt").read_bytes())
+        with pytest.raises(MismatchError) as caught:
+            open_training_checkpoint(MetadataStore(), tmp_path / "a")
+        assert caught.value.code == code
+
+
+def test_open_training_checkpoint__refuses_weights_without_optimizer(tmp_path: Path, known: KnownStates) -> None:
+    write_trainer_files(tmp_path, known)
+    with pytest.raises(UnsupportedError, match="save_only_model"):
+        open_training_checkpoint(MetadataStore(), tmp_path)
+
+
+def trainer_with_zero(folder: Path, known: KnownStates) -> Path:
+    write_trainer_files(folder, known)
+    zero(folder / "global_step7", known)
+    (folder / "latest").write_text("global_step7")
+    return folder
+
+
+def test_open_training_checkpoint__reads_a_trainer_directory_with_deepspeed_inside(
+    tmp_path: Path, known: KnownStates
+) -> None:
+    checkpoint = open_training_checkpoint(MetadataStore(), trainer_with_zero(tmp_path / "checkpoint-7", known))
+    assert wrong(checkpoint, known, "weight", "export", "fp32", "exp_avg", "exp_avg_sq") == []
+    assert (checkpoint.framework.value, checkpoint.stage) == ("transformers", 2)
+
+
+def test_open_training_checkpoint__refuses_two_different_steps(tmp_path: Path, known: KnownStates) -> None:
+    folder = trainer_with_zero(tmp_path / "checkpoint-7", known)
+    write_trainer_files(folder, replace(known, step=8))
+    with pytest.raises(CorruptError, match="the Trainer is at step 8, DeepSpeed at step 7"):
+        open_training_checkpoint(MetadataStore(), folder)
+
+
+@given(st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6), st.integers(1, 4))
+def test_read_dcp__gives_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], world_size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("dcp") / "step"
+    known, _ = named_groups([shapes])
+    write_dcp(folder, known, world_size)
+    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
+    assert ({s.value for s in checkpoint.steps}, checkpoint.missing, checkpoint.step) == ({7.0}, (), 7)
+
+
+def test_read_dcp__lists_a_missing_file(tmp_path: Path, known: KnownStates) -> None:
+    write_dcp(tmp_path / "a", known, 3)
+    (tmp_path / "a" / "__2_0.distcp").unlink()
+    assert read_dcp(MetadataStore(), tmp_path / "a").missing == ("file __2_0.distcp",)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwdd", "../../abc.distcp", "..\0__0_0.distcp", "n" * 5000, "a//b", ""])
+def test_read_dcp__refuses_files_outside_of_the_run(tmp_path: Path, known: KnownStates, name: str) -> None:
+    write_dcp(tmp_path / "run" / "a", known, 1)
+    metadata = tmp_path / "run" / "a" / ".metadata"
+    old = b"X" + len("__0_0.distcp").to_bytes(4, "little") + b"__0_0.distcp"
+    new = b"X" + len(name).to_bytes(4, "little") + name.encode()
+    metadata.write_bytes(metadata.read_bytes().replace(old, new))
+    with pytest.raises(CorruptError, match="outside of the run"):
+        open_training_checkpoint(MetadataStore(), tmp_path / "run" / "a")
+
+
+def test_unpack_piece__refuses_another_items_place(tmp_path: Path, known: KnownStates) -> None:
+    write_dcp(tmp_path / "a", known, 2)
+    checkpoint = read_dcp(MetadataStore(), tmp_path / "a")
+    ours, other = (checkpoint.states[n, "exp_avg"] for n in ("model.norm.weight", "lm_head.weight"))
+    swapped = replace(other.pieces[0], span=ours.pieces[0].span)
+    with pytest.raises(CorruptError):
+        unpack_piece(MetadataStore(), swapped, ours.dtype)
+
+
+PREFIXES = ("tailor", "pickle", "torch", "zip", "storage", "deepspeed-zero", "hf-optimizer", "torch-dcp")
+
+
+def flip_in_pickle(path: Path, data: st.DataObject) -> None:
+    """Change some bytes of the pickle of a torch file, and mend its checksums so that only the content is wrong."""
+    pickled = read_torch_zip(MetadataStore(), path).pickle
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(pickled.offset, pickled.offset + pickled.nbytes - 1))] = data.draw(BYTE)
+    crc = zlib.crc32(content[pickled.offset : pickled.offset + pickled.nbytes])
+    for at in pickled.crc_offsets:
+        content[at : at + 4] = crc.to_bytes(4, "little")
+    path.write_bytes(content)
+
+
+BYTE = st.integers(0, 255)
+SMALL = known_states({"model.embed_tokens.weight": (3, 2), "model.layers.0.input_layernorm.weight": (2,)})
+
+
+@given(st.data())
+def test_open_training_checkpoint__raises_nothing_but_typed_errors_when_bytes_flip(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("flip") / "a"
+    write_dcp(folder, SMALL, 2)
+    content = bytearray((folder / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(BYTE)
+    (folder / ".metadata").write_bytes(content)
+    assert outcome(folder).split(".")[0] in PREFIXES
+
+
+@given(st.data(), st.sampled_from(["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]))
+def test_read_zero__raises_nothing_but_typed_errors_when_pickles_lie(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str
+) -> None:
+    folder = zero(tmp_path_factory.mktemp("flip") / "a", SMALL, world_size=1)
+    flip_in_pickle(folder / name, data)
+    assert outcome(folder).split(".")[0] in PREFIXES
+
+
+@given(st.data())
+def test_read_hf_checkpoint__raises_nothing_but_typed_errors_when_pickles_lie(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("flip")
+    write_hf(folder, SMALL)
+    flip_in_pickle(folder / "optimizer.pt", data)
+    assert outcome(folder).split(".")[0] in PREFIXES
+
+
+def outcome(folder: Path) -> str:
+    """The format that was read, or the code of the typed error; any other error fails the test."""
+    try:
+        return open_training_checkpoint(MetadataStore(), folder).format.value
+    except MergePipeError as error:
+        return error.code

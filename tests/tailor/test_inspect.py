@@ -1,0 +1,96 @@
+"""What inspect reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mergepipe.tailor.inspect import inspect_checkpoints
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.training_trees import (
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_zero3,
+    write_zero12,
+)
+
+SHAPES = decoder_shapes()
+KNOWN = known_states(SHAPES)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_zero12(tmp_path / "zero2", KNOWN, decay_groups(SHAPES), 2)
+    write_zero12(tmp_path / "zero2-later", replace(KNOWN, step=9), decay_groups(SHAPES), 2)
+    write_zero12(tmp_path / "zero2-wide", KNOWN, decay_groups(SHAPES), 3)
+    write_zero3(tmp_path / "zero3", KNOWN, decay_groups(SHAPES), 2)
+    write_hf(tmp_path / "hf", KNOWN)
+    write_dcp(tmp_path / "dcp", KNOWN, 2)
+    return tmp_path
+
+
+def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
+    (report,) = inspect_checkpoints(MetadataStore(), [run / "zero2"]).checkpoints
+    layer = next(u for u in report.units if u.unit == "layer 1")
+    n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
+    assert (layer.n_parameters, layer.n_elements) == (9, n_elements)
+    assert dict(layer.bytes_by_kind) == dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq", "weight"), 4 * n_elements)
+    total = sum(4 * KNOWN.arrays[n, "fp32"].size for n in SHAPES) * 4
+    assert report.total_bytes == total
+
+
+def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> None:
+    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "hf", run / "dcp"])
+    shared = [{u.shared_step for u in c.units} for c in report.checkpoints]
+    steps = {step for c in report.checkpoints for u in c.units for step in u.adam_steps}
+    assert (shared, steps) == ([{True}, {False}, {False}], {7.0})
+
+
+def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
+    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "zero2-later"])
+    assert (report.is_comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("zero2-wide", "world size 2 and 3"),
+        ("zero3", "ZeRO stage 2 and 3"),
+        ("zero3", "only one has weight"),
+        ("hf", "format deepspeed-zero and hf-optimizer"),
+        ("dcp", "framework deepspeed and torch"),
+    ],
+)
+def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, reason: str) -> None:
+    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / other])
+    assert any(reason in r for r in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (decoder_shapes(n_layers=2), "lacks model.layers.2.self_attn.q_proj.weight, "),
+        (decoder_shapes(width=6), "different shapes of model.embed_tokens.weight, "),
+        (dict(reversed(SHAPES.items())), "grouped or ordered differently"),
+    ],
+)
+def test_inspect_checkpoints__compares_parameters(run: Path, shapes: dict[str, tuple[int, ...]], reason: str) -> None:
+    write_zero12(run / "other", known_states(shapes), decay_groups(shapes), 2)
+    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "other"])
+    assert any(reason in r for r in report.reasons)
+
+
+def test_to_json__is_json_and_complete(run: Path) -> None:
+    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "dcp"])
+    document = json.loads(json.dumps(report.to_json()))
+    assert [c["format"] for c in document["checkpoints"]] == ["deepspeed-zero", "torch-dcp"]
+    assert [u["unit"] for u in document["checkpoints"][0]["units"]] == [
+        "embed", "layer 0", "layer 1", "layer 2", "norm", "lm_head",
+    ]  # fmt: skip
+    assert document["comparable"] is False
