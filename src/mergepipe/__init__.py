@@ -6,13 +6,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergepipe.errors import MergePipeError
-    from mergepipe.reports import CheckReport, MergeReport, Progress
-    from mergepipe.session import check, merge
+    from mergepipe.reports import AnalyzeReport, CheckReport, MergeReport, Progress
+    from mergepipe.session import analyze, check, merge
 
 __version__ = "0.1.0"
-__all__ = ["CheckReport", "MergePipeError", "MergeReport", "Progress", "__version__", "check", "merge"]
+__all__ = [
+    "AnalyzeReport",
+    "CheckReport",
+    "MergePipeError",
+    "MergeReport",
+    "Progress",
+    "__version__",
+    "analyze",
+    "check",
+    "merge",
+]
 
 _HOMES = {
+    "AnalyzeReport": "reports",
+    "analyze": "session",
     "CheckReport": "reports",
     "MergePipeError": "errors",
     "MergeReport": "reports",

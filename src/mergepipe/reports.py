@@ -75,3 +75,27 @@ class MergeReport:
     def bytes_per_second(self) -> float:
         """Bytes read and written per second."""
         return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyzedExpert:
+    """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot."""
+
+    model: str
+    analyzed_tensors: int
+    comparable_tensors: int
+    incomparable: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyzeReport:
+    """What an analysis did. `analysis_bytes` were read a second time, for want of memory."""
+
+    base: Path
+    experts: tuple[AnalyzedExpert, ...]
+    home: Path
+    base_bytes: int
+    expert_bytes: int
+    analysis_bytes: int
+    seconds: float
+    is_probe: bool

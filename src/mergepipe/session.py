@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe.errors import LimitError
+from mergepipe.errors import LimitError, RecipeError
 
 if TYPE_CHECKING:
-    from mergepipe.reports import CheckReport, MergeReport, ProgressCallback
+    from mergepipe.engine.execute import EngineOptions
+    from mergepipe.reports import AnalyzeReport, CheckReport, MergeReport, ProgressCallback
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -33,8 +35,8 @@ def check(recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Chec
         MergePipeError: every problem found, in one error.
     """
     from mergepipe.engine.execute import plan_output
-    from mergepipe.merging import check_report, open_inputs
     from mergepipe.storage.local import LocalStore
+    from mergepipe.workflows.merging import check_report, open_inputs
 
     _positive("--shard-size", shard_bytes)
     inputs = open_inputs(Path(recipe), LocalStore())
@@ -66,22 +68,77 @@ def merge(
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
     started = time.perf_counter()
-    from mergepipe.engine.execute import EngineOptions
-    from mergepipe.merging import run_merge
+    from mergepipe.workflows.merging import run_merge
 
-    options = EngineOptions(
-        _positive("--threads", threads if threads is not None else default_threads()),
-        _positive("--memory", memory_bytes if memory_bytes is not None else default_memory_bytes()),
-    )
     return run_merge(
         Path(recipe),
         Path(out),
-        options,
+        _engine_options(threads, memory_bytes),
         seed=seed,
         force=force,
         shard_bytes=_positive("--shard-size", shard_bytes),
         started=started,
         on_progress=on_progress,
+    )
+
+
+def analyze(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    *,
+    home: str | Path | None = None,
+    probe_fraction: float = 0.0,
+    densities: Sequence[float] = (),
+    block_elements: int | None = None,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> AnalyzeReport:
+    """Read experts once against their base and record in the catalog what plans are made from.
+
+    What the catalog already knows of unchanged files is not read again; an interrupted analysis goes on where it was.
+
+    Args:
+        home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
+        probe_fraction: read only this share of every block and estimate; 0 reads everything.
+        densities: shares whose exact magnitude cuts are wanted beside the common ones.
+        block_elements: elements of a block; default 256 Ki.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`.
+    """
+    started = time.perf_counter()
+    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
+    from mergepipe.catalog.home import resolve_home
+    from mergepipe.statistics import COMMON_DENSITIES
+    from mergepipe.workflows.analyzing import AnalysisOptions, run_analysis
+
+    if not 0.0 <= probe_fraction <= 1.0:
+        raise RecipeError.of("option.probe", "--probe", f"{probe_fraction:g} was given", "give a share from 0 to 1")
+    if any(not 0.0 < density <= 1.0 for density in densities):
+        raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
+    options = AnalysisOptions(
+        block_elements or DEFAULT_BLOCK_ELEMENTS,
+        tuple(sorted({*COMMON_DENSITIES, *densities})),
+        probe_fraction,
+    )
+    return run_analysis(
+        Path(base),
+        [Path(expert) for expert in experts],
+        resolve_home(Path(home) if home is not None else None),
+        options,
+        _engine_options(threads, memory_bytes),
+        started=started,
+        on_progress=on_progress,
+    )
+
+
+def _engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:
+    from mergepipe.engine.execute import EngineOptions
+
+    return EngineOptions(
+        _positive("--threads", threads if threads is not None else default_threads()),
+        _positive("--memory", memory_bytes if memory_bytes is not None else default_memory_bytes()),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
 from mergepipe.engine.jobs import Job, TensorWork
 from mergepipe.engine.pipeline import Pipeline
+from mergepipe.engine.probing import ProbeSummary, sample_runs
 from mergepipe.engine.reductions import Reduction, make_reduction
 from mergepipe.engine.segments import (
     GRAIN_ELEMENTS,
     JobShape,
     Piece,
+    Run,
     RunsOf,
     choose_buffer_sizes,
     full_access,
@@ -64,12 +66,16 @@ class MergeWork:
 
 @dataclass(frozen=True, slots=True)
 class AnalysisWork:
-    """What to analyse: one task per tensor with its experts, the grid, and the densities whose cuts are wanted."""
+    """What to analyse: tasks with their experts, the grid, and the densities whose cuts are wanted.
+
+    With a `probe_fraction` above zero only that share of every block is read, and each task has one expert.
+    """
 
     tasks: tuple[MergeTask, ...]
     block_elements: int
     densities: tuple[float, ...]
     on_statistics: OnStatistics
+    probe_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,9 @@ def execute_merge(
         LimitError: the memory cap is too small for one step.
         StorageError, CorruptError: see `Pipeline.run`.
     """
-    pool_bytes = options.memory_bytes - CHUNK_BYTES
+    pool_bytes = max(0, options.memory_bytes - CHUNK_BYTES)
     cut, runs_of = _cutting(work)
-    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut)
+    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut, options.memory_bytes - pool_bytes)
     pool = BufferPool(sizes.total_bytes, pool_bytes)
     shapes = plan_jobs(output.tasks, sizes, runs_of, cut)
     with ShardWriter(directory, output.shards, ledger) as writer:
@@ -133,7 +139,13 @@ def execute_analysis(
     """
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, work.block_elements)
     pool = BufferPool(sizes.total_bytes, options.memory_bytes)
-    shapes = plan_jobs(work.tasks, sizes, full_access, work.block_elements)
+
+    def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
+        if not work.probe_fraction:
+            return full_access(index, task)
+        return sample_runs(index, task, BlockGrid(task.base.n_elements, work.block_elements), work.probe_fraction)
+
+    shapes = plan_jobs(work.tasks, sizes, runs_of, work.block_elements)
     pipeline = Pipeline(work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, on_tick)
     pipeline.run(_analysis_jobs(work, shapes, pool.limit))
 
@@ -153,7 +165,7 @@ def _cutting(work: MergeWork) -> tuple[int, RunsOf]:
 
 
 def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
-    if task.action is Action.COPY:
+    if task.action is Action.COPY or not task.base.n_elements:
         return TensorWork(task, None, _no_function)
     given = _operator_input(work, task)
     access = work.access
@@ -161,7 +173,7 @@ def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
     def make_function(reduced: Reduced) -> BlockFunction:
         return work.operator.block_function(given, access.completed(task.name, reduced) if access else reduced)
 
-    if not task.experts or not given.n_elements:
+    if not task.experts:
         return TensorWork(task, None, make_function)
     request = work.operator.reduction(given)
     if access is not None:
@@ -179,12 +191,18 @@ def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: i
         works = []
         for task in (work.tasks[i] for i in shape.task_indices):
             grid = BlockGrid(task.base.n_elements, work.block_elements)
-            summary = TensorSummary(grid, len(task.experts), None, work.densities)
+            summary: TensorSummary | ProbeSummary
+            if work.probe_fraction:
+                summary = ProbeSummary(grid)
+            else:
+                summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))
         yield Job(shape, works, held_limit, writes=False)
 
 
-def _reporter(task: MergeTask, summary: TensorSummary, on_statistics: OnStatistics) -> Callable[[], None]:
+def _reporter(
+    task: MergeTask, summary: TensorSummary | ProbeSummary, on_statistics: OnStatistics
+) -> Callable[[], None]:
     def report() -> None:
         for e in range(len(task.experts)):
             on_statistics(task, e, summary.statistics(e))

@@ -111,7 +111,11 @@ class Pipeline:
                 self._start(loop, workers)
             self._coordinate(iter(jobs))
         finally:
-            self._stop(workers)
+            try:
+                self._stop(workers)
+            except KeyboardInterrupt:  # it came while stopping: no worker may outlive this call
+                self._stop(workers)
+                raise
 
     # -- the coordinating thread ---------------------------------------------------------------------------------
 

@@ -87,9 +87,11 @@ def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> in
 
 
 def choose_buffer_sizes(
-    tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int = GRAIN_ELEMENTS
+    tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int = GRAIN_ELEMENTS, reserved_bytes: int = 0
 ) -> BufferSizes:
     """Pick the buffer size for a memory cap; a buffer holds at least `cut_elements` of every model.
+
+    `memory_bytes` is what the cap leaves for buffers, after `reserved_bytes` for something else.
 
     Raises:
         LimitError: not even three buffers of the smallest useful size fit into the cap.
@@ -105,7 +107,7 @@ def choose_buffer_sizes(
         raise LimitError.of(
             "memory.too-small",
             "--memory",
-            f"{memory_bytes} bytes of buffers were allowed, this merge needs at least {needed}",
+            f"{memory_bytes + reserved_bytes} bytes were allowed, at least {needed + reserved_bytes} are needed",
             "raise --memory",
         )
     wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))

@@ -98,7 +98,7 @@ class TensorSummary:
         record = self._records_EB[e, index : index + 1]
         stored = block.raw[offset : offset + span.n_elements * _ITEMSIZE[code]]
         record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
-        _fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
+        fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
         self._search_E[e].add_counts(counts_B)
         with self._lock:
             self._fine_E[e] += fine
@@ -134,7 +134,7 @@ class TensorSummary:
         )
 
 
-def _fill_record(
+def fill_record(
     record: NDArray[np.void],
     energy: float,
     largest_bits: int,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.blocks import DTYPES_BY_RECIPE_NAME, DType
-from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
+from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
 from mergepipe.recipe.model import ModelInput, Recipe, Scalar
@@ -36,6 +36,7 @@ def load_recipe(path: Path) -> Recipe:
 
     Raises:
         RecipeError: everything that is wrong with it, one problem each.
+        UnsupportedError: nothing is wrong with it but what this version does not do.
         NotFoundError: there is no such recipe, or nothing is wrong but models that do not exist.
         StorageError: it cannot be read.
     """
@@ -45,7 +46,12 @@ def load_recipe(path: Path) -> Recipe:
         raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
     reading = Reading(source, Findings(RecipeError, NotFoundError))
     recipe = _read(reading, source.root)
-    reading.findings.raise_any()
+    try:
+        reading.findings.raise_any()
+    except RecipeError as error:
+        if all(problem.code == "recipe.unsupported" for problem in error.problems):
+            raise UnsupportedError(*error.problems) from None
+        raise
     if recipe is None:
         raise AssertionError("no recipe, and nothing found wrong with it")
     return recipe

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from mergepipe.budget import Purpose, Usage
 from mergepipe.canonical import digest_of
 from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge, plan_output
 from mergepipe.engine.identity import content_id
-from mergepipe.errors import ConflictError
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
@@ -33,10 +32,11 @@ from mergepipe.recipe.load import load_recipe
 from mergepipe.recipe.model import Recipe
 from mergepipe.recipe.resolve import Action, Resolution, resolve
 from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
-from mergepipe.sidecars import sidecar_contents
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
+from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.sidecars import sidecar_contents
 from mergepipe.writer import INDEX_NAME, TensorDigest, index_json
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -110,6 +110,7 @@ def run_merge(
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=force)
     check_free_space(out, output.total_bytes + _sidecar_bytes(inputs.base) + SIDECAR_MARGIN_BYTES)
     run = _Run(inputs, output, store, options, seed, started, on_progress)
+    run.tick("merge")  # from here on the caller may hold signals back until the next report
     with Staging(out, force=force) as staging:
         manifest = run.fill(staging.path)
         staging.publish()
@@ -148,10 +149,10 @@ class _Run:
                 ids = tuple(content_id(expert, files) for expert in self._inputs.experts)
             work = MergeWork(self._output.tasks, operator, self._seed, ids)
             digests = execute_merge(
-                work, self._output, directory, files, self._options, self._store.ledger, lambda: self._tick("merge")
+                work, self._output, directory, files, self._options, self._store.ledger, lambda: self.tick("merge")
             )
-        self._tick("publish")
-        self._check_inputs_unchanged()
+        self.tick("publish")
+        check_unchanged(self._inputs.checkpoints)
         manifest = self._manifest(digests, ids)
         if len(self._output.shards) > 1:
             write_durably(directory / INDEX_NAME, index_json(self._output.shards), self._store.ledger)
@@ -162,34 +163,15 @@ class _Run:
             write_durably(path, content, self._store.ledger)
         return manifest
 
-    @contextlib.contextmanager
-    def _open_files(self) -> Iterator[Mapping[Path, RangeFile]]:
+    def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
         tasks = self._output.tasks
         paths = {entry.file for task in tasks for entry in (task.base, *task.experts)}
-        if operator_named(self._inputs.recipe.operator.name).is_random:  # content ids sample all tensors, dropped ones too
+        if operator_named(self._inputs.recipe.operator.name).is_random:  # content ids sample dropped tensors too
             paths |= {entry.file for expert in self._inputs.experts for entry in expert.tensors.values()}
-        _allow_open_files(len(paths) + 64)
-        with contextlib.ExitStack() as stack:
-            files: dict[Path, RangeFile] = {}
-            for path in sorted(paths):
-                files[path] = self._store.open(path, direct=True)
-                stack.callback(files[path].close)
-            yield files
+        return open_files(self._store, paths)
 
-    def _check_inputs_unchanged(self) -> None:
-        for checkpoint in self._inputs.checkpoints:
-            for file in checkpoint.files:
-                try:
-                    status = (checkpoint.root / file.name).stat()
-                    found = (status.st_size, status.st_mtime_ns)
-                except OSError:  # it is gone
-                    found = (-1, -1)
-                if found != (file.size_bytes, file.mtime_ns):
-                    raise ConflictError.of(
-                        "input.changed", checkpoint.root / file.name, "changed while it was being merged", "run again"
-                    )
-
-    def _tick(self, phase: str) -> None:
+    def tick(self, phase: str) -> None:
+        """Report progress."""
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes))
 
@@ -288,11 +270,3 @@ def _file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tupl
         )
         for shard in output.shards
     )
-
-
-def _allow_open_files(wanted: int) -> None:
-    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

@@ -1,0 +1,212 @@
+"""Manifests as the catalog needs them: found on storage, read with distrust, reduced to what is indexed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from blake3 import blake3
+
+from mergepipe.canonical import canonical_json
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError, UnsupportedError
+from mergepipe.manifest import MANIFEST_FORMAT, MANIFEST_NAME, RealizedBytes
+from mergepipe.readers.strict_json import JsonValue, parse_object, shown
+
+MAX_MANIFEST_BYTES = 256 << 20
+_HEX_DIGITS = frozenset("0123456789abcdef")
+_SID_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFile:
+    """An input's file as the manifest found it; `name` is relative to the input."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedInput:
+    """An input as the manifest tells of it."""
+
+    role: str
+    model: str
+    path: Path
+    content_id: str | None
+    read_bytes: int
+    files: tuple[RecordedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """What is indexed of one manifest. `coverage` is canonical JSON, None where the manifest has none."""
+
+    sid: str
+    operator: str
+    plan_digest: str | None
+    manifest_digest: str
+    realized: RealizedBytes
+    inputs: tuple[RecordedInput, ...]
+    coverage: str | None
+
+
+def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
+    """Read a manifest's bytes.
+
+    Raises:
+        CorruptError: `manifest.*`.
+        UnsupportedError: `manifest.newer`, another format.
+    """
+    content = _Fields(parse_object(raw, where=where, code="manifest"), where)
+    if content.text("format") != MANIFEST_FORMAT:
+        raise UnsupportedError.of(
+            "manifest.newer", where, f"format {shown(content.text('format'))}, {MANIFEST_FORMAT} is known"
+        )
+    sid = content.text("sid")
+    if len(sid) != _SID_DIGITS or not set(sid) <= _HEX_DIGITS:
+        content.refuse(f"'sid' must be {_SID_DIGITS} hex digits, found {shown(sid)}")
+    realized = content.inner("realized")
+    return SnapshotRecord(
+        sid=sid,
+        operator=content.text("operator"),
+        plan_digest=content.optional_text("plan_digest"),
+        manifest_digest=blake3(raw).hexdigest(16),
+        realized=RealizedBytes(
+            base=realized.size("base"),
+            expert=realized.size("expert"),
+            analysis=realized.size("analysis"),
+            metadata=realized.size("metadata"),
+            output=realized.size("output"),
+        ),
+        inputs=tuple(_recorded_input(each) for each in content.items("inputs")),
+        coverage=content.optional_json("coverage"),
+    )
+
+
+def _recorded_input(fields: _Fields) -> RecordedInput:
+    return RecordedInput(
+        role=fields.text("role"),
+        model=fields.text("model"),
+        path=Path(fields.text("path")),
+        content_id=fields.optional_text("content_id"),
+        read_bytes=fields.size("read_bytes"),
+        files=tuple(
+            RecordedFile(file.text("name"), file.size("size_bytes"), file.integer("mtime_ns"))
+            for file in fields.items("files")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """One JSON object of a manifest, each field of the type that is asked for."""
+
+    values: dict[str, JsonValue]
+    where: Path
+
+    def refuse(self, message: str) -> NoReturn:
+        raise CorruptError.of("manifest.field", self.where, message)
+
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        if not isinstance(value, str) or "\0" in value:
+            self.refuse(f"'{name}' must be a string, found {shown(value)}")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self.values.get(name) is None else self.text(name)
+
+    def optional_json(self, name: str) -> str | None:
+        value = self.values.get(name)
+        return None if value is None else canonical_json(value).decode()
+
+    def integer(self, name: str) -> int:
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
+            self.refuse(f"'{name}' must be an integer of 64 bits, found {shown(value)}")
+        return value
+
+    def size(self, name: str) -> int:
+        value = self.integer(name)
+        if value < 0:
+            self.refuse(f"'{name}' must not be negative, found {value}")
+        return value
+
+    def inner(self, name: str) -> _Fields:
+        return self._object(name, self.values.get(name))
+
+    def items(self, name: str) -> Iterator[_Fields]:
+        value = self.values.get(name)
+        if not isinstance(value, list):
+            self.refuse(f"'{name}' must be a list, found {shown(value)}")
+        return (self._object(name, each) for each in value)
+
+    def _object(self, name: str, value: JsonValue) -> _Fields:
+        if not isinstance(value, dict):
+            self.refuse(f"'{name}' must hold objects, found {shown(value)}")
+        return _Fields(value, self.where)
+
+
+def read_manifest(directory: Path) -> SnapshotRecord:
+    """Read the manifest of a snapshot on storage.
+
+    Raises:
+        NotFoundError: `manifest.missing`.
+        CorruptError: `manifest.*`; also where it is absurdly large.
+        StorageError: `manifest.unreadable`.
+        UnsupportedError: `manifest.newer`.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError.of("manifest.missing", path, "no such file") from error
+    except OSError as error:
+        raise StorageError.of("manifest.unreadable", path, error.strerror or str(error)) from error
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise CorruptError.of("manifest.too-large", path, f"more than {MAX_MANIFEST_BYTES} bytes")
+    return parse_manifest(raw, path)
+
+
+def sid_of_input(source: RecordedInput) -> str | None:
+    """The snapshot that an input was, if its files are still the ones that were read."""
+    try:
+        root = source.path if source.path.is_dir() else source.path.parent
+        for file in source.files:
+            status = (root / file.name).stat()
+            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                return None
+        return read_manifest(root).sid
+    except (OSError, MergePipeError):  # not a snapshot (any more), as far as one can see
+        return None
+
+
+def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator[Path]:
+    """Directories with a manifest at or under `roots`, in order of name; links and staging are not followed.
+
+    Directories that cannot be listed are told in `unreadable`.
+
+    Raises:
+        NotFoundError: `catalog.root-missing`, a root is not a directory.
+    """
+    for root in roots:
+        if not root.is_dir():
+            raise NotFoundError.of("catalog.root-missing", root, "no such directory", "check the path")
+
+    def note(error: OSError) -> None:
+        unreadable.append(Problem("catalog.root-unreadable", str(error.filename), error.strerror or str(error)))
+
+    for root in roots:
+        for directory, children, files in os.walk(root, onerror=note):
+            children[:] = sorted(name for name in children if not _is_staging(name))
+            if MANIFEST_NAME in files:
+                yield Path(directory)
+
+
+def _is_staging(name: str) -> bool:
+    return name.startswith(".") and ".mergepipe-" in name

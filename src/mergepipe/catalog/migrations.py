@@ -1,0 +1,116 @@
+"""The catalog's schema as numbered steps, and how a file is brought from any older step to the newest."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+APPLICATION_ID = 0x4D504331  # "MPC1"
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One step. `number` is the `user_version` it leads to; a published step never changes."""
+
+    number: int
+    statements: tuple[str, ...]
+
+
+_SCHEMA_1 = (
+    """
+    CREATE TABLE models (
+        pk INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        path TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        content_id TEXT,
+        n_tensors INTEGER NOT NULL,
+        n_parameters INTEGER NOT NULL,
+        tensor_bytes INTEGER NOT NULL,
+        dtypes TEXT NOT NULL,
+        files TEXT NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE pairs (
+        pk INTEGER PRIMARY KEY,
+        expert INTEGER NOT NULL REFERENCES models ON DELETE CASCADE,
+        base INTEGER NOT NULL REFERENCES models ON DELETE CASCADE,
+        UNIQUE (expert, base)
+    )
+    """,
+    "CREATE INDEX pairs_by_base ON pairs (base)",
+    "CREATE TABLE tensor_names (pk INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
+    """
+    CREATE TABLE tensor_statistics (
+        pk INTEGER PRIMARY KEY,
+        pair INTEGER NOT NULL REFERENCES pairs ON DELETE CASCADE,
+        tensor INTEGER NOT NULL REFERENCES tensor_names,
+        is_probe INTEGER NOT NULL CHECK (is_probe IN (0, 1)),
+        packed BLOB NOT NULL,
+        UNIQUE (pair, tensor)
+    )
+    """,
+    """
+    CREATE TABLE snapshots (
+        pk INTEGER PRIMARY KEY,
+        path TEXT NOT NULL UNIQUE,
+        sid TEXT NOT NULL,
+        operator TEXT NOT NULL,
+        created TEXT NOT NULL,
+        plan_digest TEXT,
+        manifest_digest TEXT NOT NULL,
+        base_bytes INTEGER NOT NULL,
+        expert_bytes INTEGER NOT NULL,
+        analysis_bytes INTEGER NOT NULL,
+        metadata_bytes INTEGER NOT NULL,
+        output_bytes INTEGER NOT NULL,
+        coverage TEXT
+    )
+    """,
+    "CREATE INDEX snapshots_by_sid ON snapshots (sid)",
+    """
+    CREATE TABLE snapshot_inputs (
+        snapshot INTEGER NOT NULL REFERENCES snapshots ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        role TEXT NOT NULL,
+        model TEXT NOT NULL,
+        path TEXT NOT NULL,
+        content_id TEXT,
+        read_bytes INTEGER NOT NULL,
+        sid TEXT,
+        PRIMARY KEY (snapshot, position)
+    ) WITHOUT ROWID
+    """,
+)
+
+MIGRATIONS = (Migration(1, _SCHEMA_1),)
+TABLES = ("models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "tensor_statistics")
+
+
+def schema_version(connection: sqlite3.Connection) -> int:
+    """The `user_version` of the file: 0 where nothing was created yet."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def migrate(connection: sqlite3.Connection, migrations: tuple[Migration, ...] = MIGRATIONS) -> None:
+    """Run the steps that are missing, all in one transaction: a failure or a crash leaves the file as it was.
+
+    Safe when several processes do it at once. The connection must be in autocommit mode.
+    """
+    if schema_version(connection) >= migrations[-1].number:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        present = schema_version(connection)  # another process may have been faster
+        for migration in migrations:
+            if migration.number > present:
+                for statement in migration.statements:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {migration.number}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

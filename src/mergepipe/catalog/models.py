@@ -1,0 +1,189 @@
+"""Rows of models: registered by path and fingerprint, so that a changed file never meets old statistics."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from mergepipe.canonical import canonical_json, digest_of
+from mergepipe.catalog.rows import ModelKind, ModelRow, StaleModel, Staleness
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, UnsupportedError
+from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.readers.base import Checkpoint, FileFingerprint
+
+_COLUMNS = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"
+
+
+def path_text(path: Path) -> str:
+    """The path with links resolved, as it is stored.
+
+    Raises:
+        UnsupportedError: `catalog.path-encoding`, the path is no text.
+    """
+    try:
+        text = os.path.realpath(path)
+        text.encode()
+    except ValueError:  # a NUL, or bytes that are not UTF-8
+        raise UnsupportedError.of(
+            "catalog.path-encoding", ascii(str(path)), "paths that are not UTF-8 are not recorded", "rename it"
+        ) from None
+    return text
+
+
+def model_row(checkpoint: Checkpoint, content_id: str | None) -> ModelRow:
+    """Describe a checkpoint; nothing is looked up but what kind of thing its path is."""
+    parameters: Counter[str] = Counter()
+    for entry in checkpoint.tensors.values():
+        parameters[entry.dtype.name] += entry.n_elements
+    path = path_text(checkpoint.path)
+    files = tuple(sorted(checkpoint.files, key=lambda file: file.name))
+    return ModelRow(
+        id=_model_id(path, files),
+        path=Path(path),
+        kind=_kind_of(Path(path)),
+        content_id=content_id,
+        n_tensors=len(checkpoint.tensors),
+        n_parameters=sum(parameters.values()),
+        tensor_bytes=checkpoint.tensor_bytes,
+        dtypes=tuple(sorted(parameters.items())),
+        files=files,
+    )
+
+
+def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
+    return digest_of([path, [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in files]])
+
+
+def _kind_of(path: Path) -> ModelKind:
+    if not path.is_dir():
+        return ModelKind.FILE
+    return ModelKind.SNAPSHOT if (path / MANIFEST_NAME).is_file() else ModelKind.DIRECTORY
+
+
+def has_its_id(model: ModelRow) -> bool:
+    """Whether path and files digest to the id: false for a row that was damaged."""
+    return model.id == _model_id(str(model.path), model.files)
+
+
+def register(connection: sqlite3.Connection, model: ModelRow) -> ModelRow:
+    """Insert the model, or find it, adding a content id that was not known.
+
+    The same fingerprint with another content id means that the files changed without a trace: the old row goes, with
+    its statistics.
+    """
+    present = find(connection, model.id)
+    if present is not None:
+        if model.content_id is None or present.content_id == model.content_id:
+            return present
+        if present.content_id is None:
+            connection.execute("UPDATE models SET content_id = ? WHERE id = ?", (model.content_id, model.id))
+            return model_with_id(connection, model.id)
+        forget(connection, [present])
+    connection.execute(f"INSERT INTO models ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _values(model))
+    return model
+
+
+def find(connection: sqlite3.Connection, model_id: str) -> ModelRow | None:
+    """The row with this id."""
+    row = connection.execute(f"SELECT {_COLUMNS} FROM models WHERE id = ?", (model_id,)).fetchone()
+    return None if row is None else from_columns(row)
+
+
+def model_with_id(connection: sqlite3.Connection, model_id: str) -> ModelRow:
+    """The row with this id.
+
+    Raises:
+        ConflictError: `catalog.model-gone`, another process removed it.
+    """
+    found = find(connection, model_id)
+    if found is None:
+        raise _gone(model_id)
+    return found
+
+
+def key_of(connection: sqlite3.Connection, model: ModelRow) -> int:
+    """The primary key of a registered model.
+
+    Raises:
+        ConflictError: `catalog.model-gone`, another process removed it.
+    """
+    row = connection.execute("SELECT pk FROM models WHERE id = ?", (model.id,)).fetchone()
+    if row is None:
+        raise _gone(str(model.path))
+    return int(row[0])
+
+
+def _gone(where: str) -> MergePipeError:
+    return ConflictError.of("catalog.model-gone", where, "is not in the catalog (any more)", "register it again")
+
+
+def all_models(connection: sqlite3.Connection) -> tuple[ModelRow, ...]:
+    """Every row, oldest first."""
+    return tuple(from_columns(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM models ORDER BY pk"))
+
+
+def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
+    """Remove models and every statistic that involves them; return how many models there were."""
+    removed = 0
+    for model in models:
+        removed += connection.execute("DELETE FROM models WHERE id = ?", (model.id,)).rowcount
+    return removed
+
+
+def staleness(model: ModelRow) -> StaleModel | None:
+    """Compare the row with the files' sizes and times now; None where they agree."""
+    for file in model.files:
+        try:
+            status = (model.root / file.name).stat()
+        except OSError:
+            return StaleModel(model, Staleness.MISSING)
+        if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+            return StaleModel(model, Staleness.CHANGED)
+    return None
+
+
+def _values(model: ModelRow) -> tuple[str | int | None, ...]:
+    files = [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in model.files]
+    return (
+        model.id,
+        str(model.path),
+        model.kind.value,
+        model.content_id,
+        model.n_tensors,
+        model.n_parameters,
+        model.tensor_bytes,
+        canonical_json([list(pair) for pair in model.dtypes]).decode(),
+        canonical_json(files).decode(),
+    )
+
+
+def from_columns(row: tuple[object, ...]) -> ModelRow:
+    """Build a row from the columns as they are selected.
+
+    Raises:
+        CorruptError: `catalog.corrupt`.
+    """
+    model_id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files = row
+    try:
+        return ModelRow(
+            id=str(model_id),
+            path=Path(str(path)),
+            kind=ModelKind(str(kind)),
+            content_id=None if content_id is None else str(content_id),
+            n_tensors=int(str(n_tensors)),
+            n_parameters=int(str(n_parameters)),
+            tensor_bytes=int(str(tensor_bytes)),
+            dtypes=tuple((str(name), int(n)) for name, n in json.loads(str(dtypes))),
+            files=tuple(
+                FileFingerprint(str(name), int(size), int(mtime), str(digest))
+                for name, size, mtime, digest in json.loads(str(files))
+            ),
+        )
+    except (ValueError, TypeError) as error:
+        raise CorruptError.of(
+            "catalog.corrupt", path, f"the model's row is damaged: {error}", "run `mergepipe catalog rebuild`"
+        ) from error

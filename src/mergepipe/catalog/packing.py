@@ -1,0 +1,117 @@
+"""One tensor's statistics as one self-checking run of bytes: `unpack(pack(s, who), who) == s`.
+
+Layout, little-endian, no padding: header (40 bytes: version, density encoding, number of densities, bytes per block
+record, block elements, elements, BLAKE3-128 of the subject and of everything but the checksum itself), 3 products
+(f8), D thresholds (u4), B block records, D densities (u2 ten-thousandths where that is exact, else f8). Nothing is
+compressed: hashes, norms and sketches are close to random bytes, and inflating would cost more than the disk saves.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BlockGrid
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.statistics import BLOCK_RECORD, TensorStatistics
+
+PACKING_VERSION = 1
+CHECKSUM_BYTES = 16
+_HEAD = struct.Struct("<BBHIQQ")
+HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
+_N_PRODUCTS = 3
+_DENSITY_UNIT = 10_000
+_DENSITY_DTYPES = (np.dtype("<f8"), np.dtype("<u2"))  # by encoding
+_MAX_DENSITIES = 0xFFFF
+
+
+def pack(statistics: TensorStatistics, subject: str) -> bytes:
+    """Pack one tensor's statistics. `subject` says whose they are: `unpack` needs the same."""
+    densities = _encode_densities(statistics.densities_D)
+    if len(densities) > _MAX_DENSITIES:
+        raise ValueError(f"{len(densities)} densities, at most {_MAX_DENSITIES} can be packed")
+    head = _HEAD.pack(
+        PACKING_VERSION,
+        _DENSITY_DTYPES.index(densities.dtype),
+        len(densities),
+        BLOCK_RECORD.itemsize,
+        statistics.grid.block_elements,
+        statistics.grid.n_elements,
+    )
+    body = b"".join(
+        (
+            statistics.products_3.astype("<f8").tobytes(),
+            statistics.threshold_bits_D.astype("<u4").tobytes(),
+            statistics.blocks_B.tobytes(),
+            densities.tobytes(),
+        )
+    )
+    return b"".join((head, _checksum(subject, head, body), body))
+
+
+def unpack(packed: bytes, subject: str) -> TensorStatistics:
+    """Unpack statistics without copying the block records; the arrays are read-only.
+
+    Raises:
+        CorruptError: these bytes are not what `pack` made for this subject.
+        UnsupportedError: a newer version made them.
+    """
+    if len(packed) < HEADER_BYTES:
+        raise _corrupt(subject, f"{len(packed)} bytes are less than a header")
+    version, encoding, n_densities, record_bytes, block_elements, n_elements = _HEAD.unpack_from(packed)
+    view = memoryview(packed)
+    if view[_HEAD.size : HEADER_BYTES] != _checksum(subject, view[: _HEAD.size], view[HEADER_BYTES:]):
+        raise _corrupt(subject, "the checksum does not fit")
+    if version != PACKING_VERSION:
+        raise UnsupportedError.of(
+            "catalog.newer", subject, f"statistics of format {version}, {PACKING_VERSION} is known", "update mergepipe"
+        )
+    if record_bytes != BLOCK_RECORD.itemsize or encoding >= len(_DENSITY_DTYPES) or block_elements == 0:
+        raise _corrupt(subject, "the header contradicts the format")
+    return _arrays(packed, BlockGrid(n_elements, block_elements), n_densities, _DENSITY_DTYPES[encoding], subject)
+
+
+def _arrays(
+    packed: bytes, grid: BlockGrid, n_densities: int, density_dtype: np.dtype[np.generic], subject: str
+) -> TensorStatistics:
+    thresholds = HEADER_BYTES + 8 * _N_PRODUCTS
+    blocks = thresholds + 4 * n_densities
+    densities = blocks + BLOCK_RECORD.itemsize * grid.n_blocks
+    if len(packed) != densities + density_dtype.itemsize * n_densities:
+        raise _corrupt(subject, f"{len(packed)} bytes for {grid.n_blocks} blocks and {n_densities} densities")
+    return TensorStatistics(
+        grid=grid,
+        blocks_B=np.frombuffer(packed, BLOCK_RECORD, grid.n_blocks, blocks),
+        densities_D=_decode_densities(np.frombuffer(packed, density_dtype, n_densities, densities)),
+        threshold_bits_D=np.frombuffer(packed, "<u4", n_densities, thresholds),
+        products_3=np.frombuffer(packed, "<f8", _N_PRODUCTS, HEADER_BYTES),
+    )
+
+
+def _encode_densities(densities_D: NDArray[np.float64]) -> NDArray[np.generic]:
+    with np.errstate(invalid="ignore"):
+        units_D = np.clip(np.nan_to_num(np.rint(densities_D * _DENSITY_UNIT)), 0, 0xFFFF).astype("<u2")
+    same = _decode_densities(units_D).tobytes() == densities_D.astype("<f8").tobytes()
+    return units_D if same else densities_D.astype("<f8")
+
+
+def _decode_densities(stored_D: NDArray[np.generic]) -> NDArray[np.float64]:
+    if stored_D.dtype.kind == "u":
+        return stored_D.astype(np.float64) / _DENSITY_UNIT
+    return stored_D.astype(np.float64)
+
+
+def _checksum(subject: str, head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+    name = subject.encode()
+    hasher = blake3(len(name).to_bytes(8, "little"))
+    hasher.update(name)
+    hasher.update(head)
+    hasher.update(body)
+    return hasher.digest(CHECKSUM_BYTES)
+
+
+def _corrupt(subject: str, message: str) -> MergePipeError:
+    return CorruptError.of("catalog.corrupt-statistics", subject, message, "run `mergepipe catalog rebuild`")

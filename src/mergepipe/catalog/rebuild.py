@@ -1,0 +1,133 @@
+"""Making the catalog again: snapshots from their manifests, statistics from whatever of the old file is sound."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, typed_errors
+from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.manifests import find_manifests
+from mergepipe.catalog.rows import RebuildReport, SnapshotRow
+from mergepipe.catalog.salvage import salvage
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError
+from mergepipe.manifest import MANIFEST_NAME
+
+_SIDE_FILES = ("", "-wal", "-shm")
+
+
+def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
+    """Recreate snapshots and lineage from the manifests under `roots` and at the paths known so far.
+
+    Sound statistics stay. A damaged file is moved aside, never deleted, and what is sound in it is copied over. Close
+    other processes that use a damaged catalog first: what they still write goes to the file that is moved.
+
+    Raises:
+        NotFoundError: `catalog.root-missing`.
+        ConflictError, MismatchError, StorageError, UnsupportedError: as `Catalog.open`.
+    """
+    unreadable: list[Problem] = []
+    found = list(find_manifests(roots, unreadable))
+    catalog, moved_aside = _open_sound(home, timeout_seconds)
+    with catalog:
+        dropped = catalog.drop_corrupt_statistics()
+        salvaged, salvaged_paths = (0, ()) if moved_aside is None else salvage(moved_aside, catalog)
+        known = [snapshot.path for snapshot in catalog.snapshots()]
+        recorded, missing = _adopt_all(catalog, [*found, *salvaged_paths, *known], unreadable)
+        return RebuildReport(
+            snapshots=len(recorded),
+            missing=_still_missing(catalog, recorded, missing),
+            unreadable=tuple(unreadable),
+            dropped_statistics=dropped,
+            salvaged_statistics=salvaged,
+            moved_aside=moved_aside,
+        )
+
+
+def _open_sound(home: Path, timeout_seconds: float) -> tuple[Catalog, Path | None]:
+    try:
+        catalog = Catalog.open(home, timeout_seconds=timeout_seconds)
+    except CorruptError:
+        moved = _move_aside(home / CATALOG_NAME)
+        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
+    try:
+        catalog.check_integrity()
+    except CorruptError:
+        catalog.close()
+        moved = _move_aside(home / CATALOG_NAME)
+        return Catalog.open(home, timeout_seconds=timeout_seconds), moved
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog, None
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename the file and its WAL to the first free `.corrupt-N`."""
+    _refuse_if_in_use(path)
+    number = 1
+    while path.with_name(f"{path.name}.corrupt-{number}").exists():
+        number += 1
+    aside = path.with_name(f"{path.name}.corrupt-{number}")
+    try:
+        for suffix in _SIDE_FILES:
+            if path.with_name(path.name + suffix).exists():
+                path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    except OSError as error:
+        raise StorageError.of(
+            "catalog.permission", path, f"moving it aside failed: {error.strerror}", "check the permissions"
+        ) from error
+    return aside
+
+
+def _refuse_if_in_use(path: Path) -> None:
+    """Raise `catalog.locked` if another process is writing; damage itself is no hindrance."""
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
+        try:
+            with typed_errors(path):
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+        except CorruptError:
+            return
+
+
+def _adopt_all(
+    catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem]
+) -> tuple[dict[str, SnapshotRow], list[Path]]:
+    recorded: dict[str, SnapshotRow] = {}
+    missing: list[Path] = []
+    for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
+        try:
+            recorded[str(path)] = catalog.adopt_snapshot(path, created=_time_of(path / MANIFEST_NAME))
+        except NotFoundError:
+            missing.append(path)
+        except MergePipeError as error:
+            if any(problem.code in ("catalog.locked", "catalog.no-space", "catalog.io") for problem in error.problems):
+                raise
+            unreadable.extend(error.problems)
+    return recorded, missing
+
+
+def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: list[Path]) -> tuple[Path, ...]:
+    """Forget rows of snapshots that were found again elsewhere; return the other paths where nothing was found."""
+    digests = {snapshot.manifest_digest for snapshot in recorded.values()}
+    lost = list(missing)
+    for snapshot in catalog.snapshots():
+        is_elsewhere = snapshot.path in missing or os.path.realpath(snapshot.path) != str(snapshot.path)
+        if is_elsewhere and snapshot.manifest_digest in digests:
+            catalog.forget(snapshot.path)
+            lost = [path for path in lost if path != snapshot.path]
+    return tuple(lost)
+
+
+def _time_of(manifest: Path) -> datetime:
+    """When the manifest was written: as good as can be had for a snapshot that was never recorded."""
+    try:
+        return datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
+    except OSError:  # reading it will say why
+        return datetime.fromtimestamp(0, UTC)

@@ -1,0 +1,195 @@
+"""Rows of snapshots and the edges to their inputs: one row a path, lineage over sids."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mergepipe.catalog.manifests import SnapshotRecord, sid_of_input
+from mergepipe.catalog.models import path_text
+from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
+from mergepipe.manifest import RealizedBytes
+from mergepipe.readers.strict_json import JsonValue
+
+MIN_PREFIX_DIGITS = 4
+_COLUMNS = """
+    pk, sid, path, operator, created, plan_digest, manifest_digest,
+    base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes
+"""
+_EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
+
+
+def record(
+    connection: sqlite3.Connection, found: SnapshotRecord, path: Path, *, created: datetime, keep_created: bool
+) -> None:
+    """Insert the snapshot, or replace what was known of its path.
+
+    What is known of the same manifest, here or at another path, stays: the sids of its inputs, which later may not be
+    there to be asked, and with `keep_created` its time.
+    """
+    known_sids, known_created = _known_of(connection, found.manifest_digest)
+    if keep_created and known_created is not None:
+        created = known_created
+    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
+    key = _insert(connection, found, path, created)
+    for position, source in enumerate(found.inputs):
+        sid = known_sids.get(position) or sid_of_input(source)
+        connection.execute(
+            "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (key, position, source.role, source.model, str(source.path), source.content_id, source.read_bytes, sid),
+        )
+
+
+def _known_of(connection: sqlite3.Connection, manifest_digest: str) -> tuple[dict[int, str], datetime | None]:
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM snapshots WHERE manifest_digest = ? ORDER BY created", (manifest_digest,)
+    ).fetchall()
+    known = [_snapshot(connection, row) for row in rows]
+    sids = {
+        position: source.sid
+        for snapshot in known
+        for position, source in enumerate(snapshot.inputs)
+        if source.sid is not None
+    }
+    return sids, known[0].created if known else None
+
+
+def _insert(connection: sqlite3.Connection, found: SnapshotRecord, path: Path, created: datetime) -> int:
+    realized = found.realized
+    cursor = connection.execute(
+        """
+        INSERT INTO snapshots (
+            sid, path, operator, created, plan_digest, manifest_digest,
+            base_bytes, expert_bytes, analysis_bytes, metadata_bytes, output_bytes, coverage
+        ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        """,
+        (
+            found.sid,
+            path_text(path),
+            found.operator,
+            created.astimezone(UTC).isoformat(timespec="microseconds"),
+            found.plan_digest,
+            found.manifest_digest,
+            realized.base,
+            realized.expert,
+            realized.analysis,
+            realized.metadata,
+            realized.output,
+            found.coverage,
+        ),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def all_snapshots(connection: sqlite3.Connection) -> tuple[SnapshotRow, ...]:
+    """Every row, newest first."""
+    rows = connection.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY created DESC, pk DESC").fetchall()
+    return tuple(_snapshot(connection, row) for row in rows)
+
+
+def one_snapshot(connection: sqlite3.Connection, asked: str | Path) -> SnapshotRow:
+    """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest.
+
+    Raises:
+        NotFoundError: `snapshot.unknown`.
+        RecipeError: `snapshot.ambiguous`.
+    """
+    at_path = _row_at(connection, Path(asked))
+    if at_path is not None:
+        return at_path
+    prefix = str(asked).lower()
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM snapshots WHERE substr(sid, 1, ?) = ? ORDER BY created DESC, pk DESC",
+        (len(prefix), prefix),
+    ).fetchall()
+    sids = sorted({str(row[1]) for row in rows})
+    if not sids or len(prefix) < MIN_PREFIX_DIGITS:
+        raise _unknown(connection, asked)
+    if len(sids) > 1:
+        raise RecipeError.of("snapshot.ambiguous", asked, f"could be {', '.join(sids[:5])}", "give more digits")
+    return _snapshot(connection, rows[0])
+
+
+def _unknown(connection: sqlite3.Connection, asked: str | Path) -> MergePipeError:
+    known = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
+    hint = did_you_mean(str(asked), known) if known else "the catalog holds no snapshots"
+    return NotFoundError.of("snapshot.unknown", asked, "no such snapshot in the catalog", hint)
+
+
+def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
+    row = connection.execute(f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(path),)).fetchone()
+    return None if row is None else _snapshot(connection, row)
+
+
+def coverage_of(connection: sqlite3.Connection, snapshot: SnapshotRow) -> JsonValue:
+    """The manifest's coverage as it was given; None where there is none."""
+    row = connection.execute("SELECT coverage FROM snapshots WHERE path = ?", (str(snapshot.path),)).fetchone()
+    coverage: JsonValue = None if row is None or row[0] is None else json.loads(row[0])
+    return coverage
+
+
+def forget(connection: sqlite3.Connection, snapshot: SnapshotRow) -> None:
+    """Remove a row and its edges; the snapshot itself stays where it is."""
+    connection.execute("DELETE FROM snapshots WHERE path = ?", (str(snapshot.path),))
+
+
+def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageNode, ...]:
+    """All that went into a snapshot, through all generations, as a tree in preorder.
+
+    Cycles (a snapshot replaced in place by one made from it) end where they close.
+    """
+    newest = {snapshot.sid: snapshot for snapshot in reversed(all_snapshots(connection))}
+    newest[root.sid] = root
+    nodes: list[LineageNode] = []
+    unfolded: set[str] = set()
+    pending = [LineageNode(0, "snapshot", str(root.path), root.path, root.sid, root.operator, None)]
+    while pending:
+        node = pending.pop()
+        snapshot = newest.get(node.sid) if node.sid is not None else None
+        if snapshot is None:
+            nodes.append(node)
+            continue
+        is_repeated = snapshot.sid in unfolded
+        nodes.append(_node_of(node, snapshot, is_repeated=is_repeated))
+        if not is_repeated:
+            unfolded.add(snapshot.sid)
+            pending.extend(_input_node(node.depth + 1, source) for source in reversed(snapshot.inputs))
+    return tuple(nodes)
+
+
+def _node_of(node: LineageNode, snapshot: SnapshotRow, *, is_repeated: bool) -> LineageNode:
+    return LineageNode(
+        node.depth, node.role, node.model, node.path, node.sid, snapshot.operator, node.read_bytes, is_repeated
+    )
+
+
+def _input_node(depth: int, source: InputRow) -> LineageNode:
+    return LineageNode(depth, source.role, source.model, source.path, source.sid, None, source.read_bytes)
+
+
+def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> SnapshotRow:
+    pk, sid, path, operator, created, plan_digest, manifest_digest, *sizes = row
+    edges = connection.execute(
+        f"SELECT {_EDGE_COLUMNS} FROM snapshot_inputs WHERE snapshot = ? ORDER BY position", (pk,)
+    )
+    try:
+        return SnapshotRow(
+            sid=str(sid),
+            path=Path(str(path)),
+            operator=str(operator),
+            created=datetime.fromisoformat(str(created)),
+            plan_digest=None if plan_digest is None else str(plan_digest),
+            manifest_digest=str(manifest_digest),
+            realized=RealizedBytes(*(int(str(size)) for size in sizes)),
+            inputs=tuple(
+                InputRow(role, model, Path(source), content_id, read_bytes, source_sid)
+                for role, model, source, content_id, read_bytes, source_sid in edges
+            ),
+        )
+    except (ValueError, TypeError) as error:
+        raise CorruptError.of(
+            "catalog.corrupt", path, f"the snapshot's row is damaged: {error}", "run `mergepipe catalog rebuild`"
+        ) from error

@@ -1,0 +1,152 @@
+"""Rows of statistics: one packed row for each tensor of an expert against a base."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mergepipe.catalog.models import key_of
+from mergepipe.catalog.packing import pack, unpack
+from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.errors import CorruptError
+from mergepipe.statistics import TensorStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """One row as it is stored."""
+
+    pk: int
+    expert_id: str
+    base_id: str
+    tensor: str
+    evidence: Evidence
+    packed: bytes
+
+    def unpacked(self) -> TensorStatistics:
+        """The statistics.
+
+        Raises:
+            CorruptError: `catalog.corrupt-statistics`.
+        """
+        return unpack(self.packed, subject_of(self.expert_id, self.base_id, self.tensor))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be unpacked."""
+        try:
+            self.unpacked()
+        except CorruptError:
+            return False
+        return True
+
+
+def subject_of(expert_id: str, base_id: str, tensor: str) -> str:
+    """Whose statistics: bound into the checksum, so that a row cannot pass for another's."""
+    return f"tensor {tensor} of model {expert_id} against {base_id}"
+
+
+def put(
+    connection: sqlite3.Connection,
+    expert: ModelRow,
+    base: ModelRow,
+    statistics: Mapping[str, TensorStatistics],
+    evidence: Evidence,
+) -> int:
+    """Store statistics of some tensors; return how many rows were written. Probes never replace exact ones."""
+    pair = _pair_key(connection, key_of(connection, expert), key_of(connection, base))
+    is_probe = int(evidence is Evidence.PROBE)
+    written = 0
+    for tensor, of_tensor in statistics.items():
+        packed = pack(of_tensor, subject_of(expert.id, base.id, tensor))
+        written += connection.execute(
+            """
+            INSERT INTO tensor_statistics (pair, tensor, is_probe, packed) VALUES (?, ?, ?, ?)
+            ON CONFLICT (pair, tensor) DO UPDATE SET is_probe = excluded.is_probe, packed = excluded.packed
+            WHERE excluded.is_probe <= tensor_statistics.is_probe
+            """,
+            (pair, _name_key(connection, tensor), is_probe, packed),
+        ).rowcount
+    return written
+
+
+def _pair_key(connection: sqlite3.Connection, expert: int, base: int) -> int:
+    connection.execute("INSERT OR IGNORE INTO pairs (expert, base) VALUES (?, ?)", (expert, base))
+    row = connection.execute("SELECT pk FROM pairs WHERE expert = ? AND base = ?", (expert, base)).fetchone()
+    return int(row[0])
+
+
+def _name_key(connection: sqlite3.Connection, name: str) -> int:
+    row = connection.execute("SELECT pk FROM tensor_names WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        return int(connection.execute("INSERT INTO tensor_names (name) VALUES (?)", (name,)).lastrowid or 0)
+    return int(row[0])
+
+
+def rows_of(
+    connection: sqlite3.Connection, expert: ModelRow, base: ModelRow, evidence: Iterable[Evidence]
+) -> Iterator[PackedRow]:
+    """Rows of one pair, in the order in which they were first stored."""
+    kinds = {int(each is Evidence.PROBE) for each in evidence}
+    rows = connection.execute(
+        """
+        SELECT s.pk, n.name, s.is_probe, s.packed
+        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
+        WHERE s.pair = (
+            SELECT p.pk FROM pairs AS p JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
+            WHERE e.id = ? AND b.id = ?
+        )
+        ORDER BY s.tensor
+        """,
+        (expert.id, base.id),
+    )
+    for pk, tensor, is_probe, packed in rows:
+        if is_probe in kinds:
+            yield PackedRow(pk, expert.id, base.id, tensor, _evidence(is_probe), packed)
+
+
+def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> dict[str, Evidence]:
+    """What the rows of one pair rest on, by tensor."""
+    rows = connection.execute(
+        """
+        SELECT n.name, s.is_probe
+        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
+        JOIN pairs AS p ON p.pk = s.pair JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
+        WHERE e.id = ? AND b.id = ?
+        """,
+        (expert.id, base.id),
+    )
+    return {tensor: _evidence(is_probe) for tensor, is_probe in rows}
+
+
+def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
+    """Every row of every pair."""
+    rows = connection.execute(
+        """
+        SELECT s.pk, e.id, b.id, n.name, s.is_probe, s.packed
+        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
+        JOIN pairs AS p ON p.pk = s.pair JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
+        """
+    )
+    for pk, expert_id, base_id, tensor, is_probe, packed in rows:
+        yield PackedRow(pk, expert_id, base_id, tensor, _evidence(is_probe), packed)
+
+
+def drop_corrupt(connection: sqlite3.Connection) -> int:
+    """Remove the rows that cannot be unpacked; return how many."""
+    corrupt = [row.pk for row in all_rows(connection) if not row.is_sound]
+    connection.executemany("DELETE FROM tensor_statistics WHERE pk = ?", [(pk,) for pk in corrupt])
+    return len(corrupt)
+
+
+def is_enough(row: PackedRow, block_elements: int, densities: Iterable[float]) -> bool:
+    """Whether a row is exact, sound, on this grid and knows the cuts of these densities."""
+    if row.evidence is not Evidence.EXACT or not row.is_sound:
+        return False
+    found = row.unpacked()
+    return found.grid.block_elements == block_elements and set(densities) <= set(found.densities_D.tolist())
+
+
+def _evidence(is_probe: int) -> Evidence:
+    return Evidence.PROBE if is_probe else Evidence.EXACT

@@ -1,0 +1,47 @@
+"""The command line as one object: every command group, added in the order in which the help lists them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mergepipe.cli import check, merge
+
+if TYPE_CHECKING:
+    from typer.core import TyperGroup
+
+_GROUPS = (merge, check)
+"""Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
+
+
+def build_command() -> TyperGroup:
+    """Build the whole command line."""
+    app = typer.Typer(
+        name="mergepipe",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for group in _GROUPS:
+        group.register(app)
+    command: TyperGroup = typer.main.get_group(app)
+    return command
+
+
+def _root(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Merge large-model checkpoints at disk speed, all or nothing."""
+    if version:
+        from mergepipe import __version__
+
+        print(f"mergepipe {__version__}")
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)

@@ -1,0 +1,85 @@
+"""Decides what an exception means to the user: problems to tell, and an exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
+from mergepipe.report.text import printable
+
+INTERNAL_EXIT_CODE = 70
+NOTHING_PUBLISHED = "nothing was published"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a command failed. `kind` is the first word of each line."""
+
+    kind: str
+    problems: tuple[Problem, ...]
+    exit_code: int
+
+    def lines(self) -> list[str]:
+        """One line per problem, with its code in brackets; an interruption has no code to look up."""
+        if self.kind == "interrupted":
+            return [f"{self.kind}: {printable(str(problem))}" for problem in self.problems]
+        return [f"{self.kind}: {printable(str(problem))} [{problem.code}]" for problem in self.problems]
+
+    def to_json(self) -> dict[str, object]:
+        """The same for programs."""
+        problems = [
+            {"code": each.code, "where": each.where, "message": each.message, "hint": each.hint}
+            for each in self.problems
+        ]
+        return {"error": {"code": self.problems[0].code, "exit_code": self.exit_code, "problems": problems}}
+
+
+def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
+    """What to tell about `error`; `interrupted_exit_code` is used if it is an interruption."""
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", (Problem("run.interrupted", "", NOTHING_PUBLISHED),), interrupted_exit_code)
+    if isinstance(error, InterruptedRunError):
+        return Failure("interrupted", error.problems, interrupted_exit_code)
+    if isinstance(error, MergePipeError):
+        return Failure("error", error.problems, error.exit_code)
+    if isinstance(error, MemoryError):
+        hint = "close other programs, or lower --memory or --threads"
+        problem = Problem("storage.out-of-memory", "", "the system has no more memory", hint)
+        return Failure("error", (problem,), StorageError.exit_code)
+    if isinstance(error, OSError):
+        return _system_failure(error)
+    usage = _usage_problem(error)
+    if usage is not None:
+        return Failure("error", (usage,), RecipeError.exit_code)
+    return _internal_failure(error)
+
+
+def _system_failure(error: OSError) -> Failure:
+    from pathlib import Path
+
+    from mergepipe.storage.local import os_error
+
+    named = error.filename if isinstance(error.filename, str) else ""
+    typed = os_error(error, Path(named), "the operation")
+    problems = typed.problems if named else tuple(Problem(p.code, "", p.message, p.hint) for p in typed.problems)
+    return Failure("error", problems, typed.exit_code)
+
+
+def _usage_problem(error: BaseException) -> Problem | None:
+    import typer
+
+    if not isinstance(error, typer.TyperException):
+        return None
+    context = getattr(error, "ctx", None)
+    hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
+    near = getattr(error, "possibilities", None)
+    if near:
+        hint = f"did you mean '{sorted(near)[0]}'?"
+    message = error.message if near else error.format_message()
+    return Problem("option.invalid", "", message.rstrip(". "), "" if "Did you mean" in message else hint)
+
+
+def _internal_failure(error: BaseException) -> Failure:
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    problem = Problem("internal", "", message, "run again with --debug and report it")
+    return Failure("internal error", (problem,), INTERNAL_EXIT_CODE)

@@ -1,0 +1,60 @@
+"""Turns the signals that ask a process to stop into KeyboardInterrupt, at moments when cleaning up is certain to work.
+
+Until a run reports progress for the first time a signal interrupts at once. From then on the run is asked to stop at
+its next report, so that no cleaning up is cut short; a second signal that finds the run still silent interrupts it
+wherever it is. Once an interrupt is on its way, further signals are ignored.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+class Interrupts:
+    """Handles the signals while its context lasts. Signals that are ignored from outside (`nohup`) stay ignored."""
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._at_reports_only = False
+        self._raised = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+    @property
+    def exit_code(self) -> int:
+        """What a process that a signal stopped exits with: 128 and the signal's number."""
+        return 128 + int(self._received or signal.SIGINT)
+
+    def report(self) -> None:
+        """Say that the run can be stopped here. From the first call on, a signal waits for the next one.
+
+        Raises:
+            KeyboardInterrupt: a signal has come, even if an earlier interrupt was lost in foreign code.
+        """
+        self._at_reports_only = True
+        if self._received is not None:
+            self._raised = True
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        waits = self._at_reports_only and self._received is None
+        self._received = self._received or signal.Signals(number)
+        if not (waits or self._raised):
+            self._raised = True
+            raise KeyboardInterrupt

@@ -1,0 +1,86 @@
+"""Statistics estimated from one small sample of every block, for those who cannot afford a full pass yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BlockGrid, Span
+from mergepipe.engine.segments import Run
+from mergepipe.engine.summaries import fill_record
+from mergepipe.operators.base import RawBlock, Reduced
+from mergepipe.recipe.resolve import MergeTask
+from mergepipe.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.storage.buffers import PAGE_BYTES
+
+
+def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: float) -> Iterable[Run]:
+    """One run per block: whole pages of the expert's file in the middle of the block, `fraction` of it or one page.
+
+    A block without a whole page inside is read in full. The task has one expert.
+    """
+    expert = task.experts[0]
+    size = expert.dtype.itemsize
+    for span in grid.spans():
+        start, stop = expert.offset + span.start * size, expert.offset + span.stop * size
+        first, last = -(-start // PAGE_BYTES), stop // PAGE_BYTES
+        pages = min(max(1, int((last - first) * fraction)), last - first)
+        if pages < 1 or (first * PAGE_BYTES - expert.offset) % size:
+            yield Run(task_index, span, (0,), (0,))
+            continue
+        begin = (first + (last - first - pages) // 2) * PAGE_BYTES - expert.offset
+        yield Run(task_index, Span(begin // size, (begin + pages * PAGE_BYTES) // size), (0,), (0,))
+
+
+class ProbeSummary:
+    """Scales what is seen of each block up to the block; a `Reduction` for a task with one expert.
+
+    Norms and counts are estimates, hashes are zero, and no magnitude cut is claimed.
+    """
+
+    def __init__(self, grid: BlockGrid) -> None:
+        self._grid = grid
+        self._records_B = np.zeros(grid.n_blocks, BLOCK_RECORD)
+
+    def survey(self, block: RawBlock) -> None:
+        """The whole pass is a sample."""
+
+    def narrow(self) -> None:
+        """See `survey`."""
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.reduce import COARSE_BINS
+        from mergepipe.kernels.summary import CELL_ELEMENTS, octave_energies, summarize_block
+
+        index = block.first_element // self._grid.block_elements
+        scale = self._grid.span(index).n_elements / block.n_elements
+        counts_B = np.zeros(COARSE_BINS, np.int64)
+        cells_C2 = np.zeros((-(-block.n_elements // CELL_ELEMENTS), 2), np.float64)
+        sketch_S: NDArray[np.float32] = np.zeros(N_SKETCH, np.float32)
+        largest_bits, changed, _ = summarize_block(
+            block.raw, block.base_offset, block.base_code, int(block.offsets_E[0]), int(block.codes_E[0]),
+            block.n_elements, counts_B, cells_C2, sketch_S,
+        )  # fmt: skip
+        energies_O = np.zeros(N_OCTAVES, np.float64)
+        octave_energies(counts_B, largest_bits, energies_O)
+        record = self._records_B[index : index + 1]
+        energy = float(cells_C2[:, 0].sum()) * scale
+        # A sample without a change proves nothing: the block counts as changed, so that it is never taken for free.
+        fill_record(record, energy, largest_bits, max(1, round(changed * scale)), energies_O, sketch_S)
+
+    def finish(self) -> bool:
+        return True
+
+    def refine(self, block: RawBlock) -> None:
+        raise AssertionError("a probe needs one pass")
+
+    def result(self) -> Reduced:
+        return Reduced()
+
+    def statistics(self, _: int) -> TensorStatistics:
+        """The estimates; the argument is the expert's index, of which there is one."""
+        return TensorStatistics(
+            self._grid, self._records_B, np.empty(0, np.float64), np.empty(0, np.uint32), np.zeros(3, np.float64)
+        )

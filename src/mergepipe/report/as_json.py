@@ -1,0 +1,28 @@
+"""Reports as JSON for programs: the fields of the report, and what it computes from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from mergepipe.reports import CheckReport, MergeReport
+
+
+def merge_json(report: MergeReport) -> str:
+    """One line: every field of the report, total bytes read and speed."""
+    fields = asdict(report) | {
+        "out": str(report.out),
+        "read_bytes": report.read_bytes,
+        "bytes_per_second": round(report.bytes_per_second),
+        "seconds": round(report.seconds, 3),
+    }
+    return json.dumps(fields)
+
+
+def check_json(report: CheckReport, free_bytes: int) -> str:
+    """One line: every field of the report, and the bytes free where the command runs."""
+    fields = asdict(report) | {
+        "copied": [{"tensor": name, "reason": reason} for name, reason in report.copied],
+        "free_bytes": free_bytes,
+    }
+    return json.dumps(fields)

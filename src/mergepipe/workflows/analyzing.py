@@ -1,0 +1,144 @@
+"""ANALYZE: one streaming pass over a base and its experts that fills the catalog, resumable tensor by tensor."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.blocks import DTypeKind
+from mergepipe.budget import Purpose
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
+from mergepipe.readers.base import Checkpoint, TensorEntry
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.recipe.resolve import Action, MergeTask, TensorParameters
+from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
+from mergepipe.storage.local import LocalStore
+from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.recording import StatisticsRecorder, known_content_id
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisOptions:
+    """What to gather: the block grid, the densities whose exact cuts are wanted, or the share of a probe (0: all)."""
+
+    block_elements: int
+    densities: tuple[float, ...]
+    probe_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """One expert with what of it can be compared with the base, and what is still unknown."""
+
+    checkpoint: Checkpoint
+    row: ModelRow
+    comparable: tuple[str, ...]
+    incomparable: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def run_analysis(
+    base: Path,
+    experts: Sequence[Path],
+    home: Path,
+    options: AnalysisOptions,
+    engine: EngineOptions,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> AnalyzeReport:
+    """Analyse and record; see `session.analyze`. `started` is the `perf_counter` reading that time is taken from."""
+    store = LocalStore()
+    base_checkpoint = open_checkpoint(store, base)
+    checkpoints = [open_checkpoint(store, path) for path in experts]
+    with Catalog.open(home) as catalog:
+        base_row = catalog.register_model(base_checkpoint)
+        subjects = [_subject(catalog, base_checkpoint, base_row, each, options) for each in checkpoints]
+        evidence = Evidence.PROBE if options.probe_fraction else Evidence.EXACT
+        recorder = StatisticsRecorder(catalog, base_row, evidence)
+        tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
+        total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
+
+        def on_tick() -> None:
+            if on_progress is not None:
+                on_progress(Progress("analyze", store.ledger.total_bytes(), total))
+
+        everything = [entry for each in (base_checkpoint, *checkpoints) for entry in each.tensors.values()]
+        with open_files(store, {entry.file for entry in everything}) as files:
+            for checkpoint in (base_checkpoint, *checkpoints):
+                known_content_id(catalog, checkpoint, files)
+            if tasks:
+                work = AnalysisWork(
+                    tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction
+                )
+                execute_analysis(work, files, engine, on_tick)
+        check_unchanged((base_checkpoint, *checkpoints))
+        recorder.flush()
+    usage = store.ledger.usage()
+    return AnalyzeReport(
+        base=base,
+        experts=tuple(
+            AnalyzedExpert(str(path), len(subject.missing), len(subject.comparable), subject.incomparable)
+            for path, subject in zip(experts, subjects, strict=True)
+        ),
+        home=home,
+        base_bytes=usage[Purpose.BASE],
+        expert_bytes=usage[Purpose.EXPERT],
+        analysis_bytes=usage[Purpose.ANALYSIS],
+        seconds=time.perf_counter() - started,
+        is_probe=options.probe_fraction > 0,
+    )
+
+
+def _subject(
+    catalog: Catalog, base: Checkpoint, base_row: ModelRow, checkpoint: Checkpoint, options: AnalysisOptions
+) -> _Subject:
+    comparable = tuple(
+        name for name, entry in base.tensors.items() if _can_compare(entry, checkpoint.tensors.get(name))
+    )
+    row = catalog.register_model(checkpoint)
+    if options.probe_fraction:
+        known = catalog.evidence(row, base_row)
+        missing = tuple(name for name in comparable if name not in known)
+    else:
+        missing = catalog.missing_statistics(row, base_row, comparable, options.block_elements, options.densities)
+    others = tuple(
+        name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
+    )
+    return _Subject(checkpoint, row, comparable, others, missing)
+
+
+def _can_compare(base: TensorEntry, expert: TensorEntry | None) -> bool:
+    return (
+        expert is not None
+        and base.shape == expert.shape
+        and base.dtype.kind is expert.dtype.kind is DTypeKind.FLOAT
+        and base.n_elements > 0
+    )
+
+
+def _tasks(
+    base: Checkpoint, subjects: Sequence[_Subject], recorder: StatisticsRecorder, *, apart: bool
+) -> tuple[MergeTask, ...]:
+    """One task per tensor with the experts that need it, or one per expert: a probe samples each one's own pages."""
+    wanted: dict[str, list[int]] = defaultdict(list)
+    for index, subject in enumerate(subjects):
+        for name in subject.missing:
+            wanted[name].append(index)
+    tasks = []
+    rows = [subject.row for subject in subjects]
+    for name, entry in base.tensors.items():
+        indices = wanted.get(name, [])
+        groups = [[index] for index in indices] if apart else [indices] if indices else []
+        for group in groups:
+            entries = tuple(subjects[i].checkpoint.tensors[name] for i in group)
+            parameters = TensorParameters({}, {}, ({},) * len(entries))
+            task = MergeTask(name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters)
+            recorder.expect(task, [rows[i] for i in group])
+            tasks.append(task)
+    return tuple(tasks)

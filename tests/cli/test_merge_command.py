@@ -1,0 +1,321 @@
+"""`mergepipe merge`: every option, what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command_line import Runner, Workplace, file_bytes, make_workplace
+
+import mergepipe
+from mergepipe import errors, session
+from mergepipe.reports import MergeReport
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {name: content for name, content in file_bytes(out).items() if name.endswith(".safetensors")}
+
+
+def test_merge__publishes_a_snapshot_and_prints_a_table(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out)
+    assert ran.exit_code == 0
+    assert {"config.json", "mergepipe.json", "model.safetensors", "README.md", "tokenizer.json"} <= set(
+        file_bytes(work.out)
+    )
+    labels = [line.split("  ")[0] for line in ran.out.splitlines()]
+    assert labels[0] == "operator"
+    assert {"base read", "experts read", "written", "time", "speed", "peak memory", "output"} <= set(labels)
+    assert ran.out.splitlines()[-1].endswith(str(work.out))
+
+
+def test_merge__progress_goes_to_standard_error_only(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out)
+    assert any(line.startswith("publish: 100%") for line in ran.error_lines)
+    assert "publish: 100%" not in ran.out
+
+
+def test_merge__json_is_the_report(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out, "--json")
+    content = ran.json()
+    assert {field.name for field in fields(MergeReport)} <= content.keys()
+    assert (content["out"], content["operator"], content["merged_tensors"]) == (str(work.out), "linear", 24)
+    assert content["sid"] == json.loads((work.out / "mergepipe.json").read_text())["sid"]
+    assert content["expert_bytes"] >= 2 * 82304
+    assert ran.err == ""
+
+
+@pytest.mark.parametrize("option", ["--quiet", "-q"])
+def test_merge__quiet_says_nothing(work: Workplace, run: Runner, option: str) -> None:
+    ran = run("merge", work.recipe, work.out, option)
+    assert (ran.exit_code, ran.out, ran.err) == (0, "", "")
+    assert work.out.is_dir()
+
+
+def test_merge__quiet_and_json_together_still_give_the_report(work: Workplace, run: Runner) -> None:
+    assert run("merge", work.recipe, work.out, "--quiet", "--json").json()["out"] == str(work.out)
+
+
+def test_merge__quiet_still_tells_errors(work: Workplace, run: Runner) -> None:
+    work.out.mkdir()
+    ran = run("merge", work.recipe, work.out, "--quiet")
+    assert ran.exit_code == 7
+    assert len(ran.error_lines) == 1
+
+
+def test_merge__threads_and_memory_do_not_change_the_result(work: Workplace, run: Runner) -> None:
+    work.write_recipe("ties")
+    assert run("merge", work.recipe, work.out).exit_code == 0
+    other = work.root / "other"
+    assert run("merge", work.recipe, other, "--threads", 3, "--memory", "64MiB").exit_code == 0
+    assert weights(other) == weights(work.out)
+
+
+class Given(NamedTuple):
+    """Arguments of `session.merge`, as the command line filled them in."""
+
+    recipe: str
+    out: str
+    options: dict[str, object]
+
+
+def given_to_session(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: object) -> Given:
+    """Run a merge command with `session.merge` replaced by one that fails after noting what it was given."""
+    noted: list[Given] = []
+
+    def merge(recipe: str, out: str, **options: object) -> MergeReport:
+        options.pop("on_progress")
+        noted.append(Given(recipe, out, options))
+        raise errors.ConflictError.of("test.noted", "", "noted")
+
+    monkeypatch.setattr(session, "merge", merge)
+    assert run("merge", *arguments).exit_code == 9
+    return noted[0]
+
+
+def test_merge__defaults_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
+    given = given_to_session(monkeypatch, run, "r.yml", "o")
+    assert given == Given(
+        "r.yml",
+        "o",
+        {"threads": None, "memory_bytes": None, "seed": 0, "force": False, "shard_bytes": session.DEFAULT_SHARD_BYTES},
+    )
+
+
+def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
+    options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
+    given = given_to_session(monkeypatch, run, "r.yml", "o", *options)
+    assert given.options == {
+        "threads": 3,
+        "memory_bytes": 3 << 29,
+        "seed": 7,
+        "force": True,
+        "shard_bytes": 2_000_000_000,
+    }
+
+
+def test_merge__help_states_the_defaults_of_the_session(run: Runner) -> None:
+    text = run("merge", "--help").out
+    assert session.DEFAULT_SHARD_BYTES == 5_000_000_000
+    assert "[default: 5GB]" in text
+    assert "4GiB, or half of" in text
+    assert session.default_memory_bytes() <= 4 << 30
+    for option in ("--threads", "--memory", "--seed", "--force", "--shard-size", "--json", "--quiet", "--debug"):
+        assert option in text
+
+
+def test_merge__the_seed_decides_what_random_operators_drop(work: Workplace, run: Runner) -> None:
+    work.recipe.write_text(
+        "merge_method: dare_linear\nbase_model: family/base\nmodels:\n"
+        "- {model: family/expert-1, parameters: {weight: 1.0, density: 0.5}}\n"
+    )
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run("merge", work.recipe, work.root / name, "--seed", seed).exit_code == 0
+    a, b, c = (weights(work.root / name) for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_merge__shard_size_cuts_the_output(work: Workplace, run: Runner) -> None:
+    assert run("merge", work.recipe, work.out, "--shard-size", "40KB").exit_code == 0
+    assert len(weights(work.out)) >= 3
+    assert "model.safetensors.index.json" in file_bytes(work.out)
+
+
+def test_merge__an_existing_output_stays_as_it_is(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    before = file_bytes(work.out)
+    work.write_recipe("ties")
+    ran = run("merge", work.recipe, work.out)
+    assert ran.exit_code == 7
+    assert ran.error_lines == [
+        f"error: {work.out}: already exists; choose another name, or replace it with --force [output.exists]"
+    ]
+    assert file_bytes(work.out) == before
+
+
+def test_merge__force_replaces_a_snapshot(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    before, names = weights(work.out), work.names()
+    work.write_recipe("ties")
+    assert run("merge", work.recipe, work.out, "--force").exit_code == 0
+    assert weights(work.out) != before
+    assert work.names() == names
+
+
+def test_merge__force_does_not_replace_what_mergepipe_did_not_make(work: Workplace, run: Runner) -> None:
+    work.out.mkdir()
+    (work.out / "thesis.tex").write_text("years of work")
+    ran = run("merge", work.recipe, work.out, "--force")
+    assert ran.exit_code == 7
+    assert "[output.not-a-snapshot]" in ran.err
+    assert (work.out / "thesis.tex").read_text() == "years of work"
+
+
+def test_merge__force_does_not_replace_a_file(work: Workplace, run: Runner) -> None:
+    work.out.write_text("notes")
+    assert run("merge", work.recipe, work.out, "--force").exit_code == 7
+    assert work.out.read_text() == "notes"
+
+
+@pytest.mark.parametrize("place", ["family/base", "family/base/merged", "family/expert-1/deep/er", "family"])
+def test_merge__output_and_inputs_may_not_overlap(work: Workplace, run: Runner, place: str) -> None:
+    before = {model: file_bytes(model) for model in work.family.models}
+    ran = run("merge", work.recipe, work.root / place, "--force")
+    assert ran.exit_code == 7
+    assert "[output.overlaps-input]" in ran.err
+    assert {model: file_bytes(model) for model in work.family.models} == before
+
+
+def test_merge__inputs_are_left_as_they_were(work: Workplace, run: Runner) -> None:
+    before = {model: file_bytes(model) for model in work.family.models}
+    run("merge", work.recipe, work.out)
+    assert {model: file_bytes(model) for model in work.family.models} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code"),
+    [
+        (["--threads", "two"], 2, "option.invalid"),
+        (["--threads", "0"], 10, "option.not-positive"),
+        (["--threads", "-1"], 10, "option.not-positive"),
+        (["--memory", "plenty"], 2, "option.size"),
+        (["--memory", "-4GB"], 2, "option.size"),
+        (["--memory", "0"], 10, "option.not-positive"),
+        (["--memory", "1KiB"], 10, "memory.too-small"),
+        (["--seed", "x"], 2, "option.invalid"),
+        (["--shard-size", "5XB"], 2, "option.size"),
+        (["--shard-size", "0"], 10, "option.not-positive"),
+        (["--shard-size"], 2, "option.invalid"),
+        (["--unknown"], 2, "option.invalid"),
+        (["one-more-argument"], 2, "option.invalid"),
+    ],
+)
+def test_merge__bad_options_are_refused_in_one_line(
+    work: Workplace, run: Runner, arguments: list[str], exit_code: int, code: str
+) -> None:
+    before = work.names()
+    ran = run("merge", work.recipe, work.out, *arguments)
+    assert ran.exit_code == exit_code
+    assert ran.out == ""
+    errors_told = [line for line in ran.error_lines if not line.startswith(("merge:", "publish:"))]
+    assert len(errors_told) == 1
+    assert errors_told[0].startswith("error: ")
+    assert errors_told[0].endswith(f"[{code}]")
+    assert work.names() == before
+
+
+def test_merge__bad_options_are_told_as_json_too(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out, "--json", "--memory", "plenty")
+    problem = ran.json()["error"]["problems"][0]
+    assert (ran.exit_code, problem["code"], problem["where"]) == (2, "option.size", "--memory")
+    assert ran.error_lines[0].endswith("[option.size]")
+
+
+def test_merge__a_mistyped_option_is_recognised(work: Workplace, run: Runner) -> None:
+    assert "did you mean '--threads'?" in run("merge", work.recipe, work.out, "--thread", "2").err
+
+
+def test_merge__no_room_is_told_before_anything_is_written(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.disk_usage(work.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: real._replace(free=1000))
+    before = work.names()
+    ran = run("merge", work.recipe, work.out)
+    assert ran.exit_code == 8
+    assert "[storage.no-space]" in ran.err
+    assert work.names() == before
+
+
+def test_merge__missing_parents_are_made(work: Workplace, run: Runner) -> None:
+    assert run("merge", work.recipe, work.root / "a" / "b" / "out").exit_code == 0
+    assert (work.root / "a" / "b" / "out" / "mergepipe.json").is_file()
+
+
+def test_merge__parents_made_for_a_merge_that_fails_go_away_again(work: Workplace, run: Runner) -> None:
+    shard = work.family.experts[0] / "model.safetensors"
+    ran = run("merge", work.recipe, work.root / "a" / "b" / "out", "--memory", "1KiB")
+    assert ran.exit_code == 10
+    assert shard.is_file()
+    assert not (work.root / "a").exists()
+
+
+def test_merge__an_unexpected_failure_is_one_line_and_leaves_nothing(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> object:
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr("mergepipe.workflows.merging.sidecar_contents", fail)
+    before = work.names()
+    ran = run("merge", work.recipe, work.out, "--quiet")
+    assert ran.exit_code == 70
+    assert ran.error_lines == [
+        "internal error: ZeroDivisionError: by accident; run again with --debug and report it [internal]"
+    ]
+    assert work.names() == before
+
+
+def test_merge__debug_adds_the_traceback(work: Workplace, run: Runner) -> None:
+    work.out.mkdir()
+    (work.out / "x").touch()
+    ran = run("merge", work.recipe, work.out, "--debug")
+    assert ran.exit_code == 7
+    assert ran.err.startswith("Traceback (most recent call last):")
+    assert ran.error_lines[-1].endswith("[output.exists]")
+
+
+def test_merge__an_interruption_after_publication_tells_the_truth(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = session.merge
+
+    def merge_then_interrupt(recipe: str, out: str, *, seed: int, **_options: object) -> MergeReport:
+        real(recipe, out, seed=seed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "merge", merge_then_interrupt)
+    ran = run("merge", work.recipe, work.out)
+    assert ran.exit_code == 130
+    assert ran.error_lines == [f"interrupted: {work.out}: was complete by then, and is published"]
+
+
+def test_merge__the_python_way_gives_the_same_bytes(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    report = mergepipe.merge(work.recipe, work.root / "other")
+    assert isinstance(report, MergeReport)
+    assert weights(work.root / "other") == weights(work.out)

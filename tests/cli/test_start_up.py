@@ -1,0 +1,135 @@
+"""The root command, how little it imports, and what happens to its streams."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Runner, finish, make_workplace, start_command, start_python
+
+import mergepipe
+
+HEAVY = ("numpy", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers")
+LOADED = f"""
+import sys
+from mergepipe.cli import main
+exit_code = main(sys.argv[1:])
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(exit_code)
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def loaded_by(*arguments: object) -> set[str]:
+    """Which of the heavy packages a successful command imports."""
+    ran = finish(start_python(LOADED, *arguments))
+    assert ran.exit_code == 0
+    names: list[str] = ast.literal_eval(ran.err.splitlines()[-1])
+    return set(names)
+
+
+def test_help__imports_nothing_heavy() -> None:
+    assert loaded_by("--help") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["merge", "--help"], ["check", "-h"]])
+def test_help__of_commands_imports_nothing_heavy_but_what_typer_reads_options_with(arguments: list[str]) -> None:
+    assert loaded_by(*arguments) <= {"pydantic"}
+
+
+def test_check__compiles_nothing(tmp_path: Path) -> None:
+    loaded = loaded_by("check", make_workplace(tmp_path).recipe)
+    assert "yaml" in loaded
+    assert loaded.isdisjoint({"numba", "rich", "torch", "transformers"})
+
+
+def test_root__lists_the_commands(run: Runner) -> None:
+    text = run("--help").out
+    assert text.startswith("Usage: mergepipe ")
+    assert "merge  Merge the models of RECIPE into the directory OUT." in text
+    assert "check  Say what a merge of RECIPE would do." in text
+
+
+def test_root__without_a_command_it_helps(run: Runner) -> None:
+    ran = run()
+    assert (ran.exit_code, ran.err) == (2, "")
+    assert ran.out == run("--help").out
+
+
+def test_root__version(run: Runner) -> None:
+    assert run("--version").out == f"mergepipe {mergepipe.__version__}\n"
+
+
+def test_root__a_mistyped_command_is_recognised(run: Runner) -> None:
+    ran = run("mrge", "r", "o")
+    assert ran.exit_code == 2
+    assert len(ran.error_lines) == 1
+    assert "Did you mean 'merge'?" in ran.err
+
+
+def test_root__a_missing_argument_is_named(run: Runner) -> None:
+    ran = run("merge", "recipe.yml", "--json")
+    assert ran.exit_code == 2
+    assert ran.error_lines == ["error: Missing argument 'OUT'; see 'mergepipe merge --help' [option.invalid]"]
+    assert ran.json()["error"]["code"] == "option.invalid"
+
+
+def test_module__is_the_command_too() -> None:
+    command = [sys.executable, "-m", "mergepipe", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("mergepipe ")
+
+
+def test_output__a_closed_pipe_ends_the_command_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = finish(start_command("--help", stdout=writing))
+    os.close(writing)
+    assert (ran.exit_code, ran.err) == (141, "")
+
+
+def test_output__a_full_disk_behind_it_is_an_error_of_one_line(tmp_path: Path) -> None:
+    recipe = make_workplace(tmp_path).recipe
+    with Path("/dev/full").open("w") as full:
+        ran = finish(start_command("check", recipe, stdout=full))
+    assert ran.exit_code == 8
+    assert len(ran.error_lines) == 1
+    assert ran.err.endswith("[storage.no-space]\n")
+
+
+def test_output__names_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    code = "import os, sys; os.environ['PYTHONIOENCODING'] = 'ascii'; os.execv(sys.executable, sys.argv[1:])"
+    missing = tmp_path / "modèle.yml"
+    ran = finish(start_python(code, sys.executable, "-m", "mergepipe", "check", missing, "--json"))
+    assert ran.exit_code == 3
+    assert "mod\\xe8le.yml" in ran.err
+    assert ran.json()["error"]["problems"][0]["where"] == str(missing)
+
+
+def test_merge__draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    work = make_workplace(tmp_path)
+    ours, theirs = os.openpty()
+    process = start_command("merge", work.recipe, work.out, stderr=theirs)
+    os.close(theirs)
+    drawn = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # how Linux says that nobody holds the other end any more
+            break
+        if not part:
+            break
+        drawn += part
+    os.close(ours)
+    ran = finish(process)
+    assert ran.exit_code == 0
+    assert b"merge" in drawn
+    assert b"%" in drawn
+    assert ran.out.startswith("operator ")

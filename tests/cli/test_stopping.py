@@ -1,0 +1,140 @@
+"""A merge that is told to stop leaves nothing, whenever it is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Ran, Workplace, file_bytes, finish, make_workplace, start_python
+
+import mergepipe
+
+# Runs the command line and sends a signal to itself when the interpreter reports an event about something.
+SIGNAL_AT_EVENT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told its children to ignore it
+number, event, about = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sent = []
+def hook(name, arguments):
+    if name == event and not sent and any(about in str(each) for each in arguments):
+        sent.append(True)
+        os.kill(os.getpid(), number)
+from mergepipe.cli import main
+sys.addaudithook(hook)
+exit_code = main(sys.argv[4:])
+print("sent" if sent else "not sent")
+sys.exit(exit_code)
+"""
+
+# Says that it is about to begin, and begins.
+SAY_AND_RUN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mergepipe.cli import main
+print("now", flush=True)
+sys.exit(main(sys.argv[1:]))
+"""
+
+BEFORE_PUBLISHING = [
+    ("import", "typer"),
+    ("import", "mergepipe.cli.app"),
+    ("import", "mergepipe.session"),
+    ("import", "mergepipe.recipe.load"),
+    ("import", "numpy"),
+    ("import", "numba"),
+    ("import", "mergepipe.engine.pipeline"),
+    ("open", "recipe.yml"),
+    ("open", "base/model.safetensors"),
+    ("open", "expert-2/model.safetensors"),
+    ("os.mkdir", ".out.mergepipe-"),
+    ("open", ".out.mergepipe-"),
+    ("open", "/model.safetensors"),
+]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    workplace = make_workplace(tmp_path)
+    workplace.write_recipe("ties")
+    return workplace
+
+
+def stop_at(work: Workplace, number: signal.Signals, event: str, about: str, *options: str) -> Ran:
+    """Merge, and let the process get a signal at the event."""
+    return finish(start_python(SIGNAL_AT_EVENT, int(number), event, about, "merge", work.recipe, work.out, *options))
+
+
+@pytest.mark.parametrize(("event", "about"), BEFORE_PUBLISHING)
+def test_merge__stopped_before_it_is_done_it_leaves_nothing(work: Workplace, event: str, about: str) -> None:
+    before = work.names()
+    ran = stop_at(work, signal.SIGINT, event, about, "--quiet")
+    assert (ran.exit_code, ran.out) == (130, "sent\n")
+    assert ran.error_lines == ["interrupted: nothing was published"]
+    assert work.names() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("event", "about"), [("import", "numpy"), ("open", ".out.mergepipe-")])
+def test_merge__other_signals_stop_it_the_same_way(
+    work: Workplace, number: signal.Signals, event: str, about: str
+) -> None:
+    before = work.names()
+    ran = stop_at(work, number, event, about, "--quiet")
+    assert (ran.exit_code, ran.error_lines) == (128 + number, ["interrupted: nothing was published"])
+    assert work.names() == before
+
+
+def test_merge__stopped_with_json_it_says_so_as_json(work: Workplace) -> None:
+    ran = stop_at(work, signal.SIGINT, "open", ".out.mergepipe-", "--json")
+    error = json.loads(ran.out.splitlines()[0])["error"]
+    assert (ran.exit_code, error["code"], error["exit_code"]) == (130, "run.interrupted", 130)
+
+
+def test_merge__stopped_while_replacing_the_old_snapshot_stays(work: Workplace) -> None:
+    mergepipe.merge(work.recipe, work.out)
+    before, names = file_bytes(work.out), work.names()
+    work.write_recipe("linear")
+    ran = stop_at(work, signal.SIGINT, "open", ".out.mergepipe-", "--quiet", "--force")
+    assert ran.exit_code == 130
+    assert file_bytes(work.out) == before
+    assert work.names() == names
+
+
+def test_merge__stopped_when_all_is_written_it_is_published_whole(work: Workplace) -> None:
+    """The last moment to stop is before the manifest: from there on the run goes to its end, and says so."""
+    ran = stop_at(work, signal.SIGINT, "open", "/mergepipe.json", "--quiet")
+    assert (ran.exit_code, ran.out, ran.err) == (0, "sent\n", "")
+    mergepipe.merge(work.recipe, work.root / "other")
+    assert (work.out / "model.safetensors").read_bytes() == (work.root / "other" / "model.safetensors").read_bytes()
+
+
+def test_merge__directories_made_for_it_go_away_again(work: Workplace) -> None:
+    out = work.root / "a" / "b" / "out"
+    command = ["merge", work.recipe, out, "--quiet"]
+    ran = finish(start_python(SIGNAL_AT_EVENT, int(signal.SIGINT), "open", ".out.mergepipe-", *command))
+    assert ran.exit_code == 130
+    assert not (work.root / "a").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_merge__stopped_at_any_time_it_is_there_whole_or_not_at_all(
+    work: Workplace, number: signal.Signals, seconds: float
+) -> None:
+    before = work.names()
+    process = start_python(SAY_AND_RUN, "merge", work.recipe, work.out, "--quiet")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "now\n"
+    time.sleep(seconds)
+    process.send_signal(number)
+    ran = finish(process)
+    published = {"out"} & work.names()
+    assert work.names() == before | published
+    if published:
+        assert ran.exit_code in (0, 128 + number, -number)
+        assert (work.out / "mergepipe.json").is_file()
+    else:
+        assert (ran.exit_code, ran.error_lines) == (128 + number, ["interrupted: nothing was published"])

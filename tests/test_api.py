@@ -1,0 +1,89 @@
+"""What the package exports: changed on purpose, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import mergepipe
+from mergepipe import cli, errors, reports, session
+
+EXPORTED = [
+    "AnalyzeReport",
+    "CheckReport",
+    "MergePipeError",
+    "MergeReport",
+    "Progress",
+    "__version__",
+    "analyze",
+    "check",
+    "merge",
+]
+EXIT_CODES = {
+    "MergePipeError": 1,
+    "RecipeError": 2,
+    "NotFoundError": 3,
+    "CorruptError": 4,
+    "MismatchError": 5,
+    "UnsupportedError": 6,
+    "OutputError": 7,
+    "StorageError": 8,
+    "ConflictError": 9,
+    "LimitError": 10,
+    "InterruptedRunError": 130,
+}
+
+
+def test_package__exports_exactly_these_names() -> None:
+    assert mergepipe.__all__ == EXPORTED
+    assert dir(mergepipe) == EXPORTED
+
+
+def test_package__names_are_those_of_their_modules() -> None:
+    assert mergepipe.merge is session.merge
+    assert mergepipe.check is session.check
+    assert mergepipe.MergePipeError is errors.MergePipeError
+    assert (mergepipe.CheckReport, mergepipe.MergeReport) == (reports.CheckReport, reports.MergeReport)
+    assert mergepipe.Progress is reports.Progress
+
+
+def test_package__importing_it_loads_no_dependency() -> None:
+    loaded = "import sys, mergepipe; print([m for m in ('numpy', 'numba', 'typer', 'yaml') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_merge__takes_these_parameters() -> None:
+    parameters = inspect.signature(mergepipe.merge).parameters
+    assert list(parameters) == [
+        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "on_progress",
+    ]  # fmt: skip
+    keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert keyword_only == list(parameters)[2:]
+
+
+def test_check__takes_these_parameters() -> None:
+    assert list(inspect.signature(mergepipe.check).parameters) == ["recipe", "shard_bytes"]
+
+
+def test_errors__classes_keep_their_exit_codes() -> None:
+    classes = {name: each for name, each in vars(errors).items() if inspect.isclass(each)}
+    found = {name: each.exit_code for name, each in classes.items() if issubclass(each, errors.MergePipeError)}
+    assert found == EXIT_CODES
+
+
+def test_reports__keep_their_fields() -> None:
+    assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
+        "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
+        "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
+    ]  # fmt: skip
+    assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
+        "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
+        "output_bytes", "disk_bytes", "shards",
+    ]  # fmt: skip
+
+
+def test_entry_point__exists() -> None:
+    assert list(inspect.signature(cli.main).parameters) == ["argv"]

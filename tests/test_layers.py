@@ -1,0 +1,125 @@
+"""Imports only go downwards, heavy packages are imported lazily: read from the syntax trees of the package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+LAYERS = (
+    {"errors"},
+    {"blocks", "budget", "canonical", "sizes"},
+    {"operators", "kernels", "storage", "manifest", "plan", "plan_reading", "statistics", "budget_request"},
+    {"recipe", "readers", "catalog", "writer", "cost"},
+    {"engine", "planner", "tailor", "publish"},
+    {"report", "reports", "workflows", "train"},
+    {"session"},
+    {"cli", "__main__"},
+)
+LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
+FACADE = "__init__"  # lazy names for users; others may take the version from it
+ANYTHING_GOES = "testing"
+ONE_MODULE_EACH = ("torch", "transformers", "deepspeed")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module as `source` spells it, and whether it is imported only when a function runs."""
+
+    source: Path
+    module: str
+    line: int
+    is_lazy: bool
+
+    @property
+    def component(self) -> str:
+        """The importing file's place directly under the package."""
+        return component_of(self.source)
+
+    def __str__(self) -> str:
+        return f"{self.source.relative_to(SRC)}:{self.line} imports {self.module}"
+
+
+def component_of(path: Path) -> str:
+    return path.relative_to(SRC / "mergepipe").parts[0].removesuffix(".py")
+
+
+def sources() -> list[Path]:
+    return sorted((SRC / "mergepipe").rglob("*.py"))
+
+
+def imports_of(source: Path, tree: ast.AST, *, is_lazy: bool = False) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(source, alias.name, node.lineno, is_lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source}:{node.lineno}: relative imports are not read by this test"
+            assert node.module is not None
+            yield Import(source, node.module, node.lineno, is_lazy)
+            yield from (Import(source, f"{node.module}.{alias.name}", node.lineno, is_lazy) for alias in node.names)
+        else:
+            inner = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_of(source, node, is_lazy=inner)
+
+
+def all_imports() -> list[Import]:
+    return [each for path in sources() for each in imports_of(path, ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def imported_component(each: Import) -> str | None:
+    """The component of the package that is imported, if it is one: `from mergepipe import session` counts."""
+    parts = each.module.split(".")
+    if parts[0] != "mergepipe" or len(parts) == 1:
+        return None
+    return parts[1] if parts[1] in LAYER_OF or parts[1] == ANYTHING_GOES else None
+
+
+def test_layers__every_module_has_one() -> None:
+    known = {*LAYER_OF, FACADE, ANYTHING_GOES}
+    assert [str(path) for path in sources() if component_of(path) not in known] == []
+
+
+def test_layers__imports_only_go_downwards() -> None:
+    wrong = [
+        str(each)
+        for each in all_imports()
+        if each.component in LAYER_OF
+        and (target := imported_component(each)) is not None
+        and (target == ANYTHING_GOES or LAYER_OF[target] > LAYER_OF[each.component])
+    ]
+    assert wrong == []
+
+
+def test_layers__components_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for each in all_imports():
+        target = imported_component(each)
+        if each.component in LAYER_OF and target is not None and target != each.component:
+            graph.setdefault(each.component, set()).add(target)
+    order = list(TopologicalSorter(graph).static_order())  # raises on a circle, and names it
+    assert order.index("errors") < order.index("cli")
+
+
+def test_layers__the_facade_imports_nothing_of_the_package_but_for_type_checking() -> None:
+    tree = ast.parse((SRC / "mergepipe" / "__init__.py").read_text(encoding="utf-8"))
+    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {node.module for node in at_import if isinstance(node, ast.ImportFrom)} <= {"__future__", "typing"}
+    assert [node for node in at_import if isinstance(node, ast.Import)] == []
+
+
+@pytest.mark.parametrize("package", ONE_MODULE_EACH)
+def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(package: str) -> None:
+    importing = [each for each in all_imports() if each.module.split(".")[0] == package]
+    assert [str(each) for each in importing if not each.is_lazy] == []
+    assert len({each.source for each in importing}) <= 1
+
+
+def test_imports_of__sees_lazy_nested_and_from_imports() -> None:
+    text = "import a.b\ndef f():\n    if True:\n        from c import d\nclass X:\n    import e\n"
+    found = [(each.module, each.is_lazy) for each in imports_of(Path("x.py"), ast.parse(text))]
+    assert found == [("a.b", False), ("c", True), ("c.d", True), ("e", False)]
