@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mergepipe.errors import LimitError
+
 
 class Purpose(StrEnum):
     """Why bytes move. Expert bytes are what a budget caps."""
@@ -30,17 +32,34 @@ class Usage:
         return self.by_purpose.get(purpose, 0)
 
 
+EXPERT_PURPOSES = (Purpose.EXPERT, Purpose.ANALYSIS)
+
+
 class Ledger:
-    """Counts bytes as they are requested. Safe to charge from many threads."""
+    """Counts bytes before they are requested. Safe to charge from many threads.
+
+    With `expert_limit_bytes` set it is also the last guard of a budget: a request that would go beyond is refused
+    before it is made. A plan that is sound never meets it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.expert_limit_bytes: int | None = None
         self._by_purpose: dict[Purpose, int] = defaultdict(int)
         self._by_file: dict[tuple[str, Purpose], int] = defaultdict(int)
 
     def charge(self, file: str, purpose: Purpose, nbytes: int) -> None:
-        """Add `nbytes` requested from (or written to) `file`."""
+        """Add `nbytes` about to be requested from (or just written to) `file`.
+
+        Raises:
+            LimitError: `budget.exceeded`, the budget does not cover the request.
+        """
         with self._lock:
+            if self.expert_limit_bytes is not None and purpose in EXPERT_PURPOSES:
+                used = sum(self._by_purpose[each] for each in EXPERT_PURPOSES)
+                if used + nbytes > self.expert_limit_bytes:
+                    message = f"{nbytes} more bytes were asked for, {used} of {self.expert_limit_bytes} are used"
+                    raise LimitError.of("budget.exceeded", file, message, "report this: the plan was unsound")
             self._by_purpose[purpose] += nbytes
             self._by_file[(file, purpose)] += nbytes
 

@@ -77,8 +77,24 @@ class RealizedBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a planned merge took in: blocks of the merged tensors in all, those touched by an expert, per expert.
+
+    `free` blocks equal the base's and are known without reading; `shared` ones were served by another expert's bytes.
+    """
+
+    blocks: int
+    touched: int
+    read: tuple[int, ...]
+    shared: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
+
+    `plan` is the whole plan of a merge under a budget (`docs/format.md`, Plan): its runs of blocks are the touch map.
 
     Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.
     """
@@ -92,6 +108,9 @@ class Manifest:
     tensors: tuple[OutputTensor, ...]
     dropped: tuple[DroppedRecord, ...]
     realized: RealizedBytes
+    plan_digest: str | None
+    plan: Mapping[str, object] | None
+    coverage: Coverage | None
     run: Mapping[str, float | int | str]
 
     @property

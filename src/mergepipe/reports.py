@@ -65,6 +65,9 @@ class MergeReport:
     output_bytes: int
     seconds: float
     peak_rss_bytes: int
+    planned_bytes: int | None = None
+    budget_bytes: int | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def read_bytes(self) -> int:

@@ -13,6 +13,7 @@ from mergepipe.errors import LimitError, RecipeError
 if TYPE_CHECKING:
     from mergepipe.engine.execute import EngineOptions
     from mergepipe.reports import AnalyzeReport, CheckReport, MergeReport, ProgressCallback
+    from mergepipe.workflows.merging import MergeSettings
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -52,6 +53,8 @@ def merge(
     seed: int = 0,
     force: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    home: str | Path | None = None,
+    catalog: bool = True,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
@@ -62,6 +65,8 @@ def merge(
         seed: seed of the random operators.
         force: replace a snapshot that is already at `out`.
         shard_bytes: largest output file, in bytes of tensor data.
+        home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
+        catalog: record statistics and the snapshot in the catalog.
         on_progress: called about ten times a second, from the calling thread.
 
     Raises:
@@ -70,16 +75,8 @@ def merge(
     started = time.perf_counter()
     from mergepipe.workflows.merging import run_merge
 
-    return run_merge(
-        Path(recipe),
-        Path(out),
-        _engine_options(threads, memory_bytes),
-        seed=seed,
-        force=force,
-        shard_bytes=_positive("--shard-size", shard_bytes),
-        started=started,
-        on_progress=on_progress,
-    )
+    settings = _merge_settings(threads, memory_bytes, seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes)
+    return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
 
 
 def analyze(
@@ -109,7 +106,6 @@ def analyze(
     """
     started = time.perf_counter()
     from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
-    from mergepipe.catalog.home import resolve_home
     from mergepipe.statistics import COMMON_DENSITIES
     from mergepipe.workflows.analyzing import AnalysisOptions, run_analysis
 
@@ -125,12 +121,39 @@ def analyze(
     return run_analysis(
         Path(base),
         [Path(expert) for expert in experts],
-        resolve_home(Path(home) if home is not None else None),
+        _home(home),
         options,
         _engine_options(threads, memory_bytes),
         started=started,
         on_progress=on_progress,
     )
+
+
+def _merge_settings(
+    threads: int | None,
+    memory_bytes: int | None,
+    seed: int,
+    home: str | Path | None,
+    *,
+    catalog: bool,
+    force: bool,
+    shard_bytes: int,
+) -> MergeSettings:
+    from mergepipe.workflows.merging import MergeSettings
+
+    return MergeSettings(
+        engine=_engine_options(threads, memory_bytes),
+        seed=seed,
+        force=force,
+        shard_bytes=_positive("--shard-size", shard_bytes),
+        home=_home(home) if catalog else None,
+    )
+
+
+def _home(home: str | Path | None) -> Path:
+    from mergepipe.catalog.home import resolve_home
+
+    return resolve_home(Path(home) if home is not None else None)
 
 
 def _engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:

@@ -17,6 +17,7 @@ from mergepipe.plan import PlannedTensor
 from mergepipe.recipe.resolve import MergeTask
 
 OMITTED = -1
+FREE = -2  # equal to the base: known without reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,11 @@ class PlannedAccess:
         edges = [0, *changes.tolist(), grid.n_blocks]
         for first, last in pairwise(edges):
             column_E = sources_EB[:, first]
-            present = tuple(np.flatnonzero(column_E != OMITTED).tolist())
+            present = tuple(np.flatnonzero(column_E >= 0).tolist())
             sources = tuple(int(column_E[e]) for e in present)
-            yield Run(task_index, Span(grid.span(first).start, grid.span(last - 1).stop), present, sources)
+            free = tuple(np.flatnonzero(column_E == FREE).tolist())
+            span = Span(grid.span(first).start, grid.span(last - 1).stop)
+            yield Run(task_index, span, present, sources, free)
 
     def known(self, name: str) -> Reduced | None:
         """What the plan knows of a tensor, if it is all an operator can need."""
@@ -98,11 +101,13 @@ class PlannedAccess:
 
 
 def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:
-    """Per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`."""
+    """Per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`, or `FREE`."""
     sources_EB = np.full((len(planned.access), n_blocks), OMITTED, np.int32)
     for e, access in enumerate(planned.access):
         for start, stop in access.blocks:
             sources_EB[e, start:stop] = e
+        for start, stop in access.free:
+            sources_EB[e, start:stop] = FREE
         for start, stop, source in access.shared:
             sources_EB[e, start:stop] = source
     return sources_EB

@@ -52,8 +52,8 @@ class MergeWork:
     """What to run: tasks, the operator, and what its randomness is keyed by (one content id per expert, or none).
 
     With `access` only what it plans is read, cut on its grid so that reads cost what was planned.
-    `on_statistics` asks for the statistics of every expert's tensor that is read in full; it is called on the calling
-    thread with the task, the expert and the statistics.
+    `on_statistics` takes the statistics of the experts' tensors named in `statistics_of`, which are read in full; it
+    is called on the calling thread with the task, the expert and the statistics.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -61,7 +61,9 @@ class MergeWork:
     seed: int
     content_ids: tuple[str, ...]
     access: PlannedAccess | None = None
+    renormalize: bool = False
     on_statistics: OnStatistics | None = None
+    statistics_of: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _cutting(work: MergeWork) -> tuple[int, RunsOf]:
     """The grid on which tensors are cut, and the runs to read."""
     if work.access is not None:
         return work.access.block_elements, work.access.runs_of
-    return (DEFAULT_BLOCK_ELEMENTS if work.on_statistics else GRAIN_ELEMENTS), full_access
+    return (DEFAULT_BLOCK_ELEMENTS if work.statistics_of else GRAIN_ELEMENTS), full_access
 
 
 def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
@@ -178,7 +180,7 @@ def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
     request = work.operator.reduction(given)
     if access is not None:
         request = access.request(task.name, request)
-    if work.on_statistics is None or access is not None:
+    if work.on_statistics is None or access is not None or task.name not in work.statistics_of:
         reduction: Reduction | None = make_reduction(request, given.n_elements, len(task.experts)) if request else None
         return TensorWork(task, reduction, make_function)
     grid = BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS)
@@ -221,6 +223,7 @@ def _operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
         experts=task.parameters.experts,
         n_elements=task.base.n_elements,
         stream_keys=tuple(stream_key(work.seed, each, task.name) for each in work.content_ids),
+        renormalize=work.renormalize,
     )
 
 

@@ -182,6 +182,7 @@ def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawB
         base_offset=piece.base_offset,
         base_code=task.base.dtype.kernel_code,
         present_E=np.array(present, np.int64),
+        counted_E=np.array(sorted((*present, *piece.run.free)), np.int64),
         offsets_E=np.array(piece.expert_offsets, np.int64),
         codes_E=np.array([task.experts[e].dtype.kernel_code for e in present], np.int64),
         first_element=piece.run.span.start,

@@ -28,13 +28,15 @@ ROUNDING_BYTES = 2 * PAGE_BYTES
 class Run:
     """Consecutive elements of one tensor for which the same experts take part.
 
-    `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes.
+    `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes. `free` are
+    experts that equal the base here and are not read.
     """
 
     task_index: int
     span: Span
     present: tuple[int, ...]
     sources: tuple[int, ...]
+    free: tuple[int, ...] = ()
 
     @property
     def read_experts(self) -> tuple[int, ...]:

@@ -19,13 +19,15 @@ class RawBlock:
     """Consecutive elements of one tensor as stored bytes, for the base and for the experts that were read.
 
     `present_E` lists which experts (indices in recipe order) these bytes hold; `offsets_E` and `codes_E` are parallel
-    to it: byte offsets into `raw` and kernel dtype codes. The result goes to `out` at `out_offset`.
+    to it: byte offsets into `raw` and kernel dtype codes. `counted_E` lists the experts whose delta is known: those
+    present, and those known to equal the base. The result goes to `out` at `out_offset`.
     """
 
     raw: NDArray[np.uint8]
     base_offset: int
     base_code: int
     present_E: NDArray[np.int64]
+    counted_E: NDArray[np.int64]
     offsets_E: NDArray[np.int64]
     codes_E: NDArray[np.int64]
     first_element: int
@@ -44,6 +46,7 @@ class OperatorInput:
     experts: tuple[Mapping[str, Scalar], ...]
     n_elements: int
     stream_keys: tuple[int, ...]
+    renormalize: bool = False  # where experts are omitted, weights are divided by the sum of those that are not
 
     def weights_E(self) -> NDArray[np.float64]:
         """The experts' weights."""

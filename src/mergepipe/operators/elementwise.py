@@ -23,6 +23,19 @@ class Keep(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Weights that are divided by their sum over the experts that count in a block, and the anchor's weight."""
+
+    weights_E: NDArray[np.float64]
+    anchor_weight: float
+
+    def among(self, present_E: NDArray[np.int64], counted_E: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Coefficients of the present experts; equal to the fixed ones where every expert counts."""
+        total = self.anchor_weight + float(self.weights_E[counted_E].sum())
+        return (self.weights_E[present_E] / (total or 1.0)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class ElementwiseRule:
     """`anchor_scale * M_0 +` a combination of sparsified deltas; see `kernels.merge.merge_block` for the arithmetic.
 
@@ -39,6 +52,7 @@ class ElementwiseRule:
     consensus: bool = False
     normalize: bool = False
     delta_scale: float = 1.0
+    share_of: Shares | None = None
 
     @property
     def copies_base(self) -> bool:
@@ -56,7 +70,7 @@ class ElementwiseRule:
             block.base_code,
             block.offsets_E,
             block.codes_E,
-            self.coefficients_E[chosen],
+            self.coefficients_E[chosen] if self.share_of is None else self.share_of.among(chosen, block.counted_E),
             int(self.keep),
             _pick(self.threshold_bits_E, chosen, np.uint32),
             _pick(self.stream_keys_E, chosen, np.uint64),

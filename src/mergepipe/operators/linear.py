@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mergepipe.operators.base import OperatorInput, Reduced, ReductionRequest
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.operators.elementwise import ElementwiseRule, Shares
 from mergepipe.operators.spec import OperatorSpec
 
 
@@ -35,7 +35,9 @@ class Linear:
         weights_E = given.weights_E()
         total = float(given.anchor["weight"]) + float(weights_E.sum())
         if given.globals["normalize"]:
-            return ElementwiseRule(coefficients_E=(weights_E / (total or 1.0)).astype(np.float32))
+            coefficients_E = (weights_E / (total or 1.0)).astype(np.float32)
+            shares = Shares(weights_E, float(given.anchor["weight"])) if given.renormalize else None
+            return ElementwiseRule(coefficients_E, share_of=shares)
         return ElementwiseRule(coefficients_E=weights_E.astype(np.float32), anchor_scale=total)
 
 

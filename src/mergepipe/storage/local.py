@@ -57,6 +57,7 @@ class LocalFile:
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""
+        self._ledger.charge(self._ledger_name, purpose, len(buffer))
         done = 0
         try:
             while done < len(buffer) and offset + done < self._size_bytes:
@@ -68,7 +69,6 @@ class LocalFile:
                     break  # only the end of the file ends a direct read off the grid
         except OSError as error:
             raise os_error(error, self._path, f"reading {len(buffer)} bytes at {offset}") from error
-        self._ledger.charge(self._ledger_name, purpose, len(buffer))
         return done
 
     def close(self) -> None:

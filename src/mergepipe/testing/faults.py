@@ -113,7 +113,9 @@ def worker_threads(patience_seconds: float = 0.0) -> list[str]:
     """Names of the engine's threads that still live after `patience_seconds`."""
     deadline = time.monotonic() + patience_seconds
     while True:
-        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("mergepipe-")]
+        # A thread whose start was interrupted is listed and never ran: it is not alive.
+        listed = [thread for thread in threading.enumerate() if thread.name.startswith("mergepipe-")]
+        alive = [thread.name for thread in listed if thread.is_alive()]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.01)

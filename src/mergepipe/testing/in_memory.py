@@ -66,6 +66,7 @@ class StoredTensor:
             base_offset=self._offsets[0] + span.start * family.base_dtype.itemsize,
             base_code=family.base_dtype.kernel_code,
             present_E=np.arange(len(offsets), dtype=np.int64),
+            counted_E=np.arange(len(offsets), dtype=np.int64),
             offsets_E=np.array(offsets, np.int64),
             codes_E=np.array([dtype.kernel_code for dtype in family.expert_dtypes], np.int64),
             first_element=span.start,

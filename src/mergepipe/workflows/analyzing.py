@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mergepipe.recipe.resolve import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.inputs import check_unchanged, open_files
-from mergepipe.workflows.recording import StatisticsRecorder, known_content_id
+from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known_content_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ def run_analysis(
     store = LocalStore()
     base_checkpoint = open_checkpoint(store, base)
     checkpoints = [open_checkpoint(store, path) for path in experts]
-    with Catalog.open(home) as catalog:
+    with closing(CatalogLink(home, required=True)) as link, Catalog.open(home) as catalog:
         base_row = catalog.register_model(base_checkpoint)
         subjects = [_subject(catalog, base_checkpoint, base_row, each, options) for each in checkpoints]
         evidence = Evidence.PROBE if options.probe_fraction else Evidence.EXACT
-        recorder = StatisticsRecorder(catalog, base_row, evidence)
+        recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
         total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
 
@@ -71,7 +72,7 @@ def run_analysis(
         everything = [entry for each in (base_checkpoint, *checkpoints) for entry in each.tensors.values()]
         with open_files(store, {entry.file for entry in everything}) as files:
             for checkpoint in (base_checkpoint, *checkpoints):
-                known_content_id(catalog, checkpoint, files)
+                known_content_id(link, checkpoint, files)
             if tasks:
                 work = AnalysisWork(
                     tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction

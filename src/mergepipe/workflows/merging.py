@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import mergepipe
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.budget import Purpose, Usage
 from mergepipe.canonical import digest_of
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence
+from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge, plan_output
-from mergepipe.engine.identity import content_id
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
@@ -25,6 +30,7 @@ from mergepipe.manifest import (
     RealizedBytes,
 )
 from mergepipe.operators.registry import operator_named
+from mergepipe.plan import Plan
 from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.hf import open_checkpoint
@@ -32,10 +38,13 @@ from mergepipe.recipe.load import load_recipe
 from mergepipe.recipe.model import Recipe
 from mergepipe.recipe.resolve import Action, Resolution, resolve
 from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
+from mergepipe.statistics import COMMON_DENSITIES
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
+from mergepipe.workflows.coverage import coverage_of
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.workflows.sidecars import sidecar_contents
 from mergepipe.writer import INDEX_NAME, TensorDigest, index_json
 
@@ -92,28 +101,47 @@ def _sidecar_bytes(base: Checkpoint) -> int:
     return sum((base.root / name).stat().st_size for name in base.sidecars)
 
 
+@dataclass(frozen=True, slots=True)
+class MergeSettings:
+    """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog."""
+
+    engine: EngineOptions
+    seed: int
+    force: bool
+    shard_bytes: int
+    home: Path | None
+
+
 def run_merge(
-    recipe: Path,
-    out: Path,
-    options: EngineOptions,
-    *,
-    seed: int,
-    force: bool,
-    shard_bytes: int,
-    started: float,
-    on_progress: ProgressCallback | None,
+    recipe: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MergeReport:
     """Merge and publish; see `session.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
     inputs = open_inputs(recipe, store)
-    output = plan_output(inputs.resolution.tasks, shard_bytes)
-    check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=force)
+    with closing(CatalogLink(settings.home)) as link:
+        return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
+
+
+def publish_merge(
+    inputs: Inputs,
+    plan: Plan | None,
+    out: Path,
+    settings: MergeSettings,
+    store: LocalStore,
+    link: CatalogLink,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> MergeReport:
+    """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`."""
+    output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
+    check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     check_free_space(out, output.total_bytes + _sidecar_bytes(inputs.base) + SIDECAR_MARGIN_BYTES)
-    run = _Run(inputs, output, store, options, seed, started, on_progress)
+    run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
     run.tick("merge")  # from here on the caller may hold signals back until the next report
-    with Staging(out, force=force) as staging:
+    with Staging(out, force=settings.force) as staging:
         manifest = run.fill(staging.path)
         staging.publish()
+    link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
     return run.report(out, manifest)
 
 
@@ -123,37 +151,56 @@ class _Run:
     def __init__(
         self,
         inputs: Inputs,
+        plan: Plan | None,
         output: OutputPlan,
         store: LocalStore,
-        options: EngineOptions,
-        seed: int,
+        link: CatalogLink,
+        settings: MergeSettings,
         started: float,
         on_progress: ProgressCallback | None,
     ) -> None:
         self._inputs = inputs
+        self._plan = plan
         self._output = output
         self._store = store
-        self._options = options
-        self._seed = seed
+        self._link = link
+        self._settings = settings
         self._started = started
         self._on_progress = on_progress
-        resolution = inputs.resolution
-        self._total_bytes = resolution.base_bytes + resolution.expert_bytes + output.total_bytes
+        self._operator = operator_named(inputs.recipe.operator.name)
+        expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
+        self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
+        if plan is not None:
+            store.ledger.expert_limit_bytes = plan.planned_bytes
 
     def fill(self, directory: Path) -> Manifest:
         """Write everything but the name; return the manifest that was written."""
-        operator = operator_named(self._inputs.recipe.operator.name)
+        recorder = self._recorder()
         with self._open_files() as files:
-            ids: tuple[str, ...] = ()
-            if operator.is_random:
-                ids = tuple(content_id(expert, files) for expert in self._inputs.experts)
-            work = MergeWork(self._output.tasks, operator, self._seed, ids)
-            digests = execute_merge(
-                work, self._output, directory, files, self._options, self._store.ledger, lambda: self.tick("merge")
+            ids = self._content_ids(files)
+            work = MergeWork(
+                self._output.tasks,
+                self._operator,
+                self._settings.seed if self._plan is None else self._plan.seed,
+                ids,
+                access=self._access(),
+                renormalize=self._plan is not None and self._plan.on_omit == "renormalize",
+                on_statistics=recorder.take if recorder else None,
+                statistics_of=recorder.expected if recorder else frozenset(),
             )
+            digests = execute_merge(
+                work, self._output, directory, files, self._settings.engine, self._store.ledger,
+                lambda: self.tick("merge"),
+            )  # fmt: skip
         self.tick("publish")
         check_unchanged(self._inputs.checkpoints)
+        if recorder:
+            recorder.flush()
         manifest = self._manifest(digests, ids)
+        self._write_small_files(directory, manifest)
+        return manifest
+
+    def _write_small_files(self, directory: Path, manifest: Manifest) -> None:
         if len(self._output.shards) > 1:
             write_durably(directory / INDEX_NAME, index_json(self._output.shards), self._store.ledger)
         contents = sidecar_contents(self._inputs.recipe, self._inputs.base, self._store, manifest)
@@ -161,12 +208,46 @@ class _Run:
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, content, self._store.ledger)
-        return manifest
+
+    def _access(self) -> PlannedAccess | None:
+        if self._plan is None:
+            return None
+        return PlannedAccess({tensor.name: tensor for tensor in self._plan.tensors}, self._plan.block_elements)
+
+    def _content_ids(self, files: Mapping[Path, RangeFile]) -> tuple[str, ...]:
+        """What randomness is keyed by; an expert that a plan leaves out is not looked at."""
+        if not self._operator.is_random:
+            return ()
+        if self._plan is None:
+            return tuple(known_content_id(self._link, expert, files) for expert in self._inputs.experts)
+        planned = [model for model in self._plan.models if model.role == "expert"]
+        return tuple(
+            model.content_id or (known_content_id(self._link, expert, files) if model.planned_bytes else "")
+            for model, expert in zip(planned, self._inputs.experts, strict=True)
+        )
+
+    def _recorder(self) -> StatisticsRecorder | None:
+        """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
+        if self._plan is not None or not self._inputs.experts:
+            return None
+        return self._link.use(self._make_recorder)
+
+    def _make_recorder(self, catalog: Catalog) -> StatisticsRecorder | None:
+        base_row = catalog.register_model(self._inputs.base)
+        rows = [catalog.register_model(expert) for expert in self._inputs.experts]
+        tasks = {task.name: task for task in self._output.tasks if task.experts and task.base.n_elements}
+        missing: set[str] = set()
+        for row in rows:
+            missing.update(catalog.missing_statistics(row, base_row, tasks, DEFAULT_BLOCK_ELEMENTS, COMMON_DENSITIES))
+        recorder = StatisticsRecorder(self._link, base_row, Evidence.EXACT)
+        for name in missing:
+            recorder.expect(tasks[name], rows)
+        return recorder if missing else None
 
     def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
         tasks = self._output.tasks
         paths = {entry.file for task in tasks for entry in (task.base, *task.experts)}
-        if operator_named(self._inputs.recipe.operator.name).is_random:  # content ids sample dropped tensors too
+        if self._operator.is_random:  # content ids sample dropped tensors too
             paths |= {entry.file for expert in self._inputs.experts for entry in expert.tensors.values()}
         return open_files(self._store, paths)
 
@@ -181,16 +262,19 @@ class _Run:
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,
             recipe=self._inputs.recipe.source_text,
-            seed=self._seed,
+            seed=self._settings.seed if self._plan is None else self._plan.seed,
             inputs=self._input_records(ids, usage),
             files=_file_records(self._output, digests),
             tensors=_tensor_records(self._output, digests),
             dropped=tuple(DroppedRecord(d.model, d.tensor, d.reason) for d in self._inputs.resolution.dropped),
             realized=_realized(usage),
+            plan_digest=None if self._plan is None else self._plan.digest,
+            plan=None if self._plan is None else json.loads(self._plan.to_json()),
+            coverage=None if self._plan is None else coverage_of(self._plan),
             run={
                 "seconds": round(time.perf_counter() - self._started, 3),
-                "threads": self._options.threads,
-                "memory_bytes": self._options.memory_bytes,
+                "threads": self._settings.engine.threads,
+                "memory_bytes": self._settings.engine.memory_bytes,
             },
         )
 
@@ -231,6 +315,9 @@ class _Run:
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
             seconds=time.perf_counter() - self._started,
+            planned_bytes=None if self._plan is None else self._plan.planned_bytes,
+            budget_bytes=None if self._plan is None else self._plan.budget_bytes,
+            notices=tuple(self._link.notices),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 

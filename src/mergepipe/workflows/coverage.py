@@ -1,0 +1,28 @@
+"""What a plan covers, in numbers: blocks read, shared and free per expert, and blocks that any expert touches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe.blocks import BlockGrid
+from mergepipe.engine.access import FREE, source_of_blocks
+from mergepipe.manifest import Coverage
+from mergepipe.plan import Plan
+
+
+def coverage_of(plan: Plan) -> Coverage:
+    """Count over all planned tensors."""
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    blocks = touched = 0
+    read_E, shared_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(3))
+    own_E1 = np.arange(n_experts)[:, None]
+    for tensor in plan.tensors:
+        n_blocks = BlockGrid(tensor.n_elements, plan.block_elements).n_blocks
+        sources_EB = source_of_blocks(tensor, n_blocks)
+        blocks += n_blocks
+        touched += int((sources_EB >= 0).any(axis=0).sum())
+        read_E += (sources_EB == own_E1).sum(axis=1)
+        shared_E += ((sources_EB >= 0) & (sources_EB != own_E1)).sum(axis=1)
+        free_E += (sources_EB == FREE).sum(axis=1)
+    counts = (tuple(int(n) for n in each_E) for each_E in (read_E, shared_E, free_E))
+    return Coverage(blocks, touched, *counts)
