@@ -218,10 +218,10 @@ class Catalog:
         with self._database.reading() as connection:
             return snapshots.lineage(connection, snapshots.one_snapshot(connection, asked))
 
-    def forget(self, asked: str | Path) -> SnapshotRow:
-        """Take a snapshot out of the catalog, not off the disk. Raises as `snapshot` does."""
+    def forget(self, asked: str | Path | SnapshotRow) -> SnapshotRow:
+        """Take a snapshot out of the catalog, not off the disk. Raises as `snapshot` does, but not for a row."""
         with self._database.writing() as connection:
-            found = snapshots.one_snapshot(connection, asked)
+            found = asked if isinstance(asked, SnapshotRow) else snapshots.one_snapshot(connection, asked)
             snapshots.forget(connection, found)
             return found
 
@@ -233,12 +233,15 @@ class Catalog:
             return catalog_stats(connection, self.path)
 
     def check_integrity(self) -> None:
-        """Read every page of the file.
+        """Read every page of the file and every row but the statistics, which carry checksums of their own.
 
         Raises:
             CorruptError: `catalog.corrupt`.
         """
         self._database.check_integrity()
+        with self._database.reading() as connection:
+            models.check_rows(connection)
+            snapshots.check_rows(connection)
 
     def drop_corrupt_statistics(self) -> int:
         """Remove statistics that fail their checksum; return how many."""

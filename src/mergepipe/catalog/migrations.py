@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 
 APPLICATION_ID = 0x4D504331  # "MPC1"
@@ -91,6 +92,19 @@ TABLES = ("models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "te
 def schema_version(connection: sqlite3.Connection) -> int:
     """The `user_version` of the file: 0 where nothing was created yet."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def schema(connection: sqlite3.Connection) -> dict[str, str]:
+    """Tables and indexes by name, each as the statement that made it."""
+    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {str(name): str(sql) for name, sql in rows}
+
+
+def expected_schema(migrations: tuple[Migration, ...] = MIGRATIONS) -> dict[str, str]:
+    """What `schema` finds after all steps."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        migrate(connection, migrations)
+        return schema(connection)
 
 
 def migrate(connection: sqlite3.Connection, migrations: tuple[Migration, ...] = MIGRATIONS) -> None:

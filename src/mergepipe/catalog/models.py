@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mergepipe.canonical import canonical_json, digest_of
+from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.rows import ModelKind, ModelRow, StaleModel, Staleness
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, UnsupportedError
 from mergepipe.manifest import MANIFEST_NAME
@@ -146,6 +147,17 @@ def staleness(model: ModelRow) -> StaleModel | None:
     return None
 
 
+def check_rows(connection: sqlite3.Connection) -> None:
+    """Read every row.
+
+    Raises:
+        CorruptError: `catalog.corrupt`, a row makes no sense.
+    """
+    for model in all_models(connection):
+        if not has_its_id(model):
+            raise _damaged(model.path, "the id does not fit")
+
+
 def _values(model: ModelRow) -> tuple[str | int | None, ...]:
     files = [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in model.files]
     return (
@@ -169,6 +181,8 @@ def from_columns(row: tuple[object, ...]) -> ModelRow:
     """
     model_id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files = row
     try:
+        if "\0" in f"{path}{json.loads(str(files))}":
+            raise ValueError("a NUL in a path")
         return ModelRow(
             id=str(model_id),
             path=Path(str(path)),
@@ -184,6 +198,8 @@ def from_columns(row: tuple[object, ...]) -> ModelRow:
             ),
         )
     except (ValueError, TypeError) as error:
-        raise CorruptError.of(
-            "catalog.corrupt", path, f"the model's row is damaged: {error}", "run `mergepipe catalog rebuild`"
-        ) from error
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: object, what: str) -> MergePipeError:
+    return CorruptError.of("catalog.corrupt", path, f"the model's row is damaged: {what}", REBUILD_HINT)

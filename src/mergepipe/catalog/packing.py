@@ -92,7 +92,7 @@ def _arrays(
 
 
 def _encode_densities(densities_D: NDArray[np.float64]) -> NDArray[np.generic]:
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         units_D = np.clip(np.nan_to_num(np.rint(densities_D * _DENSITY_UNIT)), 0, 0xFFFF).astype("<u2")
     same = _decode_densities(units_D).tobytes() == densities_D.astype("<f8").tobytes()
     return units_D if same else densities_D.astype("<f8")

@@ -120,7 +120,7 @@ def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: 
     for snapshot in catalog.snapshots():
         is_elsewhere = snapshot.path in missing or os.path.realpath(snapshot.path) != str(snapshot.path)
         if is_elsewhere and snapshot.manifest_digest in digests:
-            catalog.forget(snapshot.path)
+            catalog.forget(snapshot)
             lost = [path for path in lost if path != snapshot.path]
     return tuple(lost)
 

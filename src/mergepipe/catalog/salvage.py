@@ -55,12 +55,13 @@ def _indexes(connection: sqlite3.Connection) -> Salvage:
         with contextlib.suppress(CorruptError):
             row = models.from_columns(tuple(values))
             if models.has_its_id(row):
-                found.models[int(str(pk))] = row
+                found.models[_key(pk)] = row
     for pk, expert, base in _readable(connection, "pairs", "expert, base"):
-        found.pairs[int(str(pk))] = (int(str(expert)), int(str(base)))
+        found.pairs[_key(pk)] = (_key(expert), _key(base))
     for pk, name in _readable(connection, "tensor_names", "name"):
-        found.names[int(str(pk))] = str(name)
-    found.snapshot_paths = [Path(str(path)) for _, path in _readable(connection, "snapshots", "path")]
+        found.names[_key(pk)] = str(name)
+    paths = (str(path) for _, path in _readable(connection, "snapshots", "path"))
+    found.snapshot_paths = [Path(path) for path in paths if path.startswith("/") and "\0" not in path]
     return found
 
 
@@ -68,12 +69,17 @@ def _readable(connection: sqlite3.Connection, table: str, columns: str) -> Itera
     """The rows before the first damage, then those after the last one."""
     seen: set[object] = set()
     for order in ("ASC", "DESC"):
-        with contextlib.suppress(sqlite3.DatabaseError):
+        with contextlib.suppress(sqlite3.DatabaseError, UnicodeDecodeError):
             for row in connection.execute(f"SELECT pk, {columns} FROM {table} ORDER BY pk {order}"):
                 if row[0] in seen:
                     break
                 seen.add(row[0])
                 yield row
+
+
+def _key(value: object) -> int:
+    """A primary key; in a damaged row something else can be in its place, which is no row's key."""
+    return value if isinstance(value, int) else 0
 
 
 def _batches(connection: sqlite3.Connection) -> Iterator[list[tuple[object, ...]]]:
@@ -89,11 +95,11 @@ def _batches(connection: sqlite3.Connection) -> Iterator[list[tuple[object, ...]
 def _store(catalog: Catalog, found: Salvage, batch: list[tuple[object, ...]]) -> int:
     sound: defaultdict[tuple[int, int, Evidence], dict[str, TensorStatistics]] = defaultdict(dict)
     for _, pair, tensor, is_probe, packed in batch:
-        expert, base = found.pairs.get(int(str(pair)), (0, 0))
+        expert, base = found.pairs.get(_key(pair), (0, 0))
         if expert not in found.models or base not in found.models or not isinstance(packed, bytes):
             continue
         evidence = Evidence.PROBE if is_probe else Evidence.EXACT
-        name = found.names.get(int(str(tensor)), "")
+        name = found.names.get(_key(tensor), "")
         row = PackedRow(0, found.models[expert].id, found.models[base].id, name, evidence, packed)
         with contextlib.suppress(CorruptError, UnsupportedError):
             sound[expert, base, evidence][name] = row.unpacked()

@@ -7,6 +7,7 @@ import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 
+from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_input
 from mergepipe.catalog.models import path_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
@@ -127,8 +128,23 @@ def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
 def coverage_of(connection: sqlite3.Connection, snapshot: SnapshotRow) -> JsonValue:
     """The manifest's coverage as it was given; None where there is none."""
     row = connection.execute("SELECT coverage FROM snapshots WHERE path = ?", (str(snapshot.path),)).fetchone()
-    coverage: JsonValue = None if row is None or row[0] is None else json.loads(row[0])
+    if row is None or row[0] is None:
+        return None
+    try:
+        coverage: JsonValue = json.loads(str(row[0]))
+    except ValueError as error:
+        raise _damaged(snapshot.path, error) from error
     return coverage
+
+
+def check_rows(connection: sqlite3.Connection) -> None:
+    """Read every row.
+
+    Raises:
+        CorruptError: `catalog.corrupt`, a row makes no sense.
+    """
+    for snapshot in all_snapshots(connection):
+        coverage_of(connection, snapshot)
 
 
 def forget(connection: sqlite3.Connection, snapshot: SnapshotRow) -> None:
@@ -185,11 +201,13 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
             manifest_digest=str(manifest_digest),
             realized=RealizedBytes(*(int(str(size)) for size in sizes)),
             inputs=tuple(
-                InputRow(role, model, Path(source), content_id, read_bytes, source_sid)
+                InputRow(str(role), str(model), Path(source), content_id, int(read_bytes), source_sid)
                 for role, model, source, content_id, read_bytes, source_sid in edges
             ),
         )
     except (ValueError, TypeError) as error:
-        raise CorruptError.of(
-            "catalog.corrupt", path, f"the snapshot's row is damaged: {error}", "run `mergepipe catalog rebuild`"
-        ) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: object, error: Exception) -> MergePipeError:
+    return CorruptError.of("catalog.corrupt", path, f"the snapshot's row is damaged: {error}", REBUILD_HINT)

@@ -103,7 +103,7 @@ def rows_of(
     )
     for pk, tensor, is_probe, packed in rows:
         if is_probe in kinds:
-            yield PackedRow(pk, expert.id, base.id, tensor, _evidence(is_probe), packed)
+            yield PackedRow(pk, expert.id, base.id, str(tensor), _evidence(is_probe), _packed(packed))
 
 
 def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> dict[str, Evidence]:
@@ -117,7 +117,7 @@ def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow
         """,
         (expert.id, base.id),
     )
-    return {tensor: _evidence(is_probe) for tensor, is_probe in rows}
+    return {str(tensor): _evidence(is_probe) for tensor, is_probe in rows}
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
@@ -130,7 +130,7 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
         """
     )
     for pk, expert_id, base_id, tensor, is_probe, packed in rows:
-        yield PackedRow(pk, expert_id, base_id, tensor, _evidence(is_probe), packed)
+        yield PackedRow(pk, str(expert_id), str(base_id), str(tensor), _evidence(is_probe), _packed(packed))
 
 
 def drop_corrupt(connection: sqlite3.Connection) -> int:
@@ -146,6 +146,11 @@ def is_enough(row: PackedRow, block_elements: int, densities: Iterable[float]) -
         return False
     found = row.unpacked()
     return found.grid.block_elements == block_elements and set(densities) <= set(found.densities_D.tolist())
+
+
+def _packed(value: object) -> bytes:
+    """The blob; in a damaged row something else can be in its place, which cannot be unpacked."""
+    return value if isinstance(value, bytes) else b""
 
 
 def _evidence(is_probe: int) -> Evidence:

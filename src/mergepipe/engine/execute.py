@@ -195,7 +195,7 @@ def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: i
             grid = BlockGrid(task.base.n_elements, work.block_elements)
             summary: TensorSummary | ProbeSummary
             if work.probe_fraction:
-                summary = ProbeSummary(grid)
+                summary = ProbeSummary(grid, task.experts[0])
             else:
                 summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.blocks import BlockGrid, Span
 from mergepipe.engine.segments import Run
 from mergepipe.engine.summaries import fill_record
 from mergepipe.operators.base import RawBlock, Reduced
+from mergepipe.readers.base import TensorEntry
 from mergepipe.recipe.resolve import MergeTask
-from mergepipe.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.statistics import BLOCK_RECORD, HASH_BYTES, N_OCTAVES, N_SKETCH, TensorStatistics
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
@@ -37,11 +39,13 @@ def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: flo
 class ProbeSummary:
     """Scales what is seen of each block up to the block; a `Reduction` for a task with one expert.
 
-    Norms and counts are estimates, hashes are zero, and no magnitude cut is claimed.
+    Norms and counts are estimates and no magnitude cut is claimed. The hash is one of the block's place, since its
+    bytes are not known: no block is taken for the same as another.
     """
 
-    def __init__(self, grid: BlockGrid) -> None:
+    def __init__(self, grid: BlockGrid, expert: TensorEntry) -> None:
         self._grid = grid
+        self._place = f"{expert.file}:{expert.offset}"
         self._records_B = np.zeros(grid.n_blocks, BLOCK_RECORD)
 
     def survey(self, block: RawBlock) -> None:
@@ -66,6 +70,7 @@ class ProbeSummary:
         energies_O = np.zeros(N_OCTAVES, np.float64)
         octave_energies(counts_B, largest_bits, energies_O)
         record = self._records_B[index : index + 1]
+        record["hash"] = np.frombuffer(blake3(f"{self._place}:{index}".encode()).digest(HASH_BYTES), np.uint8)
         energy = float(cells_C2[:, 0].sum()) * scale
         # A sample without a change proves nothing: the block counts as changed, so that it is never taken for free.
         fill_record(record, energy, largest_bits, max(1, round(changed * scale)), energies_O, sketch_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mergepipe.recipe.problems import Findings
 from mergepipe.recipe.reading import Reading, describe
 from mergepipe.recipe.references import read_reference
 from mergepipe.recipe.rules import check_base, check_count, check_recipe
-from mergepipe.recipe.yaml_source import Value, read_yaml, shortened
+from mergepipe.recipe.yaml_source import Value, YamlSource, parse_yaml, read_yaml, shortened
 
 RECIPE_KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype")
 MODEL_KEYS = ("model", "parameters")
@@ -40,11 +41,22 @@ def load_recipe(path: Path) -> Recipe:
         NotFoundError: there is no such recipe, or nothing is wrong but models that do not exist.
         StorageError: it cannot be read.
     """
-    source = read_yaml(path.absolute())
+    return _load(read_yaml(path.absolute()), {})
+
+
+def reload_recipe(text: str, located: Mapping[str, Path]) -> Recipe:
+    """Read a recipe that was stored as text, with the models it names where `located` says they are.
+
+    Raises as `load_recipe` does.
+    """
+    return _load(parse_yaml(Path.cwd() / "recipe", text), located)
+
+
+def _load(source: YamlSource, located: Mapping[str, Path]) -> Recipe:
     if not isinstance(source.root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
         raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
-    reading = Reading(source, Findings(RecipeError, NotFoundError))
+    reading = Reading(source, Findings(RecipeError, NotFoundError), located)
     recipe = _read(reading, source.root)
     try:
         reading.findings.raise_any()

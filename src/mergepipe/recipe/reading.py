@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
+from pathlib import Path
 
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.recipe.problems import Findings
@@ -18,6 +19,7 @@ class Reading:
 
     source: YamlSource
     findings: Findings
+    located: Mapping[str, Path] = field(default_factory=dict)  # where models lie, if not where the recipe says
 
     def refuse(self, code: str, key_path: KeyPath, message: str, hint: str | Callable[[], str] = "") -> None:
         """Note that the recipe is wrong at `key_path`."""

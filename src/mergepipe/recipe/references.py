@@ -22,7 +22,7 @@ def read_reference(reading: Reading, value: Value, key_path: KeyPath) -> tuple[s
     text = reading.text(value, key_path)
     if text is None:
         return None
-    path = _absolute(text, reading.source.path.parent)
+    path = reading.located.get(text) or _absolute(text, reading.source.path.parent)
     _note_if_missing(reading, text, path, key_path)
     return text, path
 

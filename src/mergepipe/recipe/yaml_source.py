@@ -72,7 +72,11 @@ def read_yaml(path: Path) -> YamlSource:
         RecipeError: it is too large, not UTF-8, not YAML, empty, several documents, or uses what is refused here:
             duplicate keys, merge keys, tags, too many nodes after aliases are expanded, too deep nesting.
     """
-    text = _read_text(path)
+    return parse_yaml(path, _read_text(path))
+
+
+def parse_yaml(path: Path, text: str) -> YamlSource:
+    """Read the one YAML document in `text`, which errors call `path`. Raises as `read_yaml` does."""
     loader, node = _compose(path.name, text)
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
         raise _refusal(

@@ -1,0 +1,125 @@
+"""How much of an expert's delta an operator lets through: what a planner may know of a rule without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import OperatorInput, Reduced
+from mergepipe.operators.linear import fixed_coefficients, nonzero_sum
+from mergepipe.operators.slerp import Slerp
+from mergepipe.operators.sparse import densities_E
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Average:
+    """Weights that are divided by their sum: the experts' and the anchor's."""
+
+    weights_E: NDArray[np.float64]
+    anchor_weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Influence:
+    """What one expert's delta becomes in the result of one tensor.
+
+    Attributes:
+        coefficients_E: signed factor on what is left of the delta (float64 values of the float32 in force).
+        energy_factor_E: expected share of ||delta||^2 that random dropping and rescaling leaves; 1 without them.
+        trims: only elements at or above the tensor's magnitude cut take part.
+        is_additive: the result is `anchor_scale M_0 + sum_i coefficients_i delta_i` exactly, so that the norm of what
+            is left out bounds the error.
+        anchor_scale: see `is_additive`.
+        average: set where the coefficients are normalised over the anchor too, and can be over what was read only.
+    """
+
+    coefficients_E: NDArray[np.float64]
+    energy_factor_E: NDArray[np.float64]
+    trims: bool = False
+    is_additive: bool = False
+    anchor_scale: float = 1.0
+    average: Average | None = None
+
+
+Products = NDArray[np.float64]
+
+
+def influence_of(operator: str, given: OperatorInput, products_E3: Products | None) -> Influence:
+    """The influence of the operator of that name; `products_E3` as in `Reduced`, or None where they are not known.
+
+    Raises:
+        KeyError: there is no such operator.
+    """
+    return _slerp(given, products_E3) if operator == "slerp" else _INFLUENCES[operator](given)
+
+
+def _linear(given: OperatorInput) -> Influence:
+    weights_E = given.weights_E()
+    anchor = float(given.anchor["weight"])
+    total = anchor + float(weights_E.sum())
+    ones_E = np.ones_like(weights_E)
+    if not given.globals["normalize"]:
+        return Influence(_in_force(weights_E), ones_E, is_additive=True, anchor_scale=total)
+    coefficients_E = _in_force(weights_E / (total or 1.0))
+    return Influence(coefficients_E, ones_E, is_additive=True, average=Average(weights_E, anchor))
+
+
+def _task_arithmetic(given: OperatorInput) -> Influence:
+    coefficients_E = fixed_coefficients(given).astype(np.float64)
+    return Influence(coefficients_E, np.ones_like(coefficients_E), is_additive=True)
+
+
+def _ties(given: OperatorInput) -> Influence:
+    """Trimming is exact; of the consensus only the weights are kept: which elements agree cannot be known."""
+    coefficients_E = _consensus_coefficients(given)
+    return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True)
+
+
+def _dare_linear(given: OperatorInput) -> Influence:
+    return Influence(fixed_coefficients(given).astype(np.float64), _dropped_energy(given))
+
+
+def _dare_ties(given: OperatorInput) -> Influence:
+    return Influence(_consensus_coefficients(given), _dropped_energy(given))
+
+
+def _slerp(given: OperatorInput, products_E3: Products | None) -> Influence:
+    """The other model's share on the great circle, or on the straight line where the angle is not known."""
+    share_E = np.array([float(given.globals["t"])])
+    if products_E3 is not None:
+        rule = Slerp().block_function(given, Reduced(products_E3=products_E3))
+        share_E = rule.coefficients_E.astype(np.float64)
+    return Influence(share_E, np.ones(1))
+
+
+def _passthrough(given: OperatorInput) -> Influence:
+    return Influence(np.empty(0), np.empty(0), is_additive=True, anchor_scale=float(given.anchor.get("scale", 1.0)))
+
+
+def _consensus_coefficients(given: OperatorInput) -> NDArray[np.float64]:
+    weights_E = given.weights_E()
+    divisor = nonzero_sum(np.abs(weights_E)) if given.globals["normalize"] else 1.0
+    return weights_E * (float(given.globals["lambda"]) / divisor)
+
+
+def _dropped_energy(given: OperatorInput) -> NDArray[np.float64]:
+    """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
+    density_E = densities_E(given)
+    return 1.0 / density_E if given.globals["rescale"] else density_E
+
+
+def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    return coefficients_E.astype(np.float32).astype(np.float64)
+
+
+_INFLUENCES: dict[str, Callable[[OperatorInput], Influence]] = {
+    "linear": _linear,
+    "task_arithmetic": _task_arithmetic,
+    "ties": _ties,
+    "dare_linear": _dare_linear,
+    "dare_ties": _dare_ties,
+    "passthrough": _passthrough,
+}

@@ -1,0 +1,151 @@
+"""Turns a selection into a plan: runs of blocks per tensor and expert, bindings of the inputs, fallbacks in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.plan import Access, Fallback, FileBinding, PlannedModel, PlannedTensor, Runs, SharedRuns
+from mergepipe.planner.columns import Columns
+from mergepipe.planner.items import Candidates, Items
+from mergepipe.planner.problem import PlanningModel, PlanningProblem
+from mergepipe.planner.rules import UNKNOWN, Rules
+from mergepipe.planner.selection import Selection
+
+BASE_ONLY = "no block of any expert is read: the result is the base"
+STOPPED = "the rest of the budget is not spent"
+
+
+def planned_tensors(candidates: Candidates, selection: Selection, rules: Rules) -> tuple[PlannedTensor, ...]:
+    """One per merged tensor, with one `Access` per expert."""
+    access = [_accesses(e, candidates, selection, rules) for e in range(candidates.n_experts)]
+    return tuple(
+        PlannedTensor(
+            name=task.name,
+            n_elements=task.base.n_elements,
+            globals=task.parameters.globals,
+            anchor=task.parameters.anchor,
+            experts=task.parameters.experts,
+            access=tuple(of_expert[t] for of_expert in access),
+        )
+        for t, task in enumerate(candidates.columns.tasks)
+    )
+
+
+def _accesses(e: int, candidates: Candidates, selection: Selection, rules: Rules) -> list[Access]:
+    columns = candidates.columns
+    read = _runs(selection.read_EB[e], columns)
+    free = _runs(candidates.free_EB[e], columns)
+    shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
+    cuts = rules.cut_bits_ET[e].tolist()
+    return [
+        Access(
+            blocks=read[t],
+            free=free[t],
+            shared=shared[t],
+            threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
+            products=rules.products.get((e, t)),
+        )
+        for t in range(len(columns.tasks))
+    ]
+
+
+def _runs(mask_B: NDArray[np.bool_], columns: Columns) -> list[Runs]:
+    """Per tensor the half-open runs of True, counted from the tensor's first block."""
+    start_R, stop_R, cut_T = _edges(mask_B, np.zeros(len(mask_B), np.int16), columns)
+    pairs = list(zip(start_R.tolist(), stop_R.tolist(), strict=True))
+    return [tuple(pairs[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _shared_runs(mask_B: NDArray[np.bool_], source_B: NDArray[np.int16], columns: Columns) -> list[SharedRuns]:
+    if not mask_B.any():
+        return [()] * len(columns.tasks)
+    start_R, stop_R, cut_T = _edges(mask_B, source_B, columns)
+    first_R = np.flatnonzero(mask_B & _begins(mask_B, source_B, columns))
+    triples = list(zip(start_R.tolist(), stop_R.tolist(), source_B[first_R].tolist(), strict=True))
+    return [tuple(triples[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns) -> NDArray[np.bool_]:
+    """Where a block does not go on what the block before it has."""
+    begins_B = np.ones(len(mask_B), np.bool_)
+    begins_B[1:] = (mask_B[1:] != mask_B[:-1]) | (value_B[1:] != value_B[:-1])
+    begins_B[1:] |= columns.tensor_B[1:] != columns.tensor_B[:-1]
+    return begins_B
+
+
+def _edges(
+    mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Starts and stops of runs inside their tensors, and the places in them where each tensor begins."""
+    begins_B = _begins(mask_B, value_B, columns)
+    start_R = np.flatnonzero(mask_B & begins_B)
+    stop_R = np.flatnonzero(mask_B & np.append(begins_B[1:], True)) + 1
+    cut_T = np.searchsorted(start_R, columns.first_T).tolist()
+    first_R = columns.first_T[columns.tensor_B[start_R]]
+    return start_R - first_R, stop_R - first_R, cut_T
+
+
+def planned_models(
+    problem: PlanningProblem, full_E: NDArray[np.int64], planned_E: NDArray[np.int64]
+) -> tuple[PlannedModel, ...]:
+    """The base (read in full), then the experts."""
+    base_bytes = problem.resolution.base_bytes
+    experts = zip(problem.experts, full_E.tolist(), planned_E.tolist(), strict=True)
+    return (
+        _planned_model("base", problem.base, base_bytes, base_bytes),
+        *(_planned_model("expert", model, full, planned) for model, full, planned in experts),
+    )
+
+
+def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:
+    return PlannedModel(
+        role=role,
+        model=model.text,
+        path=str(model.checkpoint.path),
+        identity=model.identity,
+        content_id=model.content_id,
+        files=tuple(FileBinding(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in model.checkpoint.files),
+        full_cost_bytes=full_cost_bytes,
+        planned_bytes=planned_bytes,
+    )
+
+
+def whole_tensor_fallbacks(
+    problem: PlanningProblem, columns: Columns, reasons: Mapping[tuple[int, int], str]
+) -> tuple[Fallback, ...]:
+    """One per expert and reason, naming the first tensor."""
+    tensors: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for (e, t), reason in sorted(reasons.items()):
+        tensors[e, reason].append(t)
+    return tuple(
+        Fallback(
+            f"expert '{problem.experts[e].text}'",
+            f"{len(found)} of {len(columns.tasks)} tensors are read whole or not at all, from "
+            f"'{columns.tasks[found[0]].name}' on",
+            reason,
+        )
+        for (e, reason), found in tensors.items()
+    )
+
+
+def budget_fallbacks(
+    problem: PlanningProblem, columns: Columns, items: Items, selection: Selection, budget_bytes: int
+) -> tuple[Fallback, ...]:
+    """A notice where a budget reads nothing, or where a whole tensor that does not fit ends the selection."""
+    item = selection.next_item
+    if item is None or budget_bytes == 0:
+        return ()
+    base_only, whole = not selection.read_EB.any(), item >= items.n_single
+    if not (base_only or whole):
+        return ()
+    tensor = columns.tasks[int(items.tensor_I[item])].name
+    expert = problem.experts[int(items.expert_I[item])].text
+    what = f"tensor '{tensor}'" if whole else f"one block of '{tensor}'"
+    left = budget_bytes - selection.planned_bytes
+    reason = f"{what} of expert '{expert}' comes next and costs {selection.next_cost_bytes} bytes, {left} are left"
+    return (Fallback("budget", BASE_ONLY if base_only else STOPPED, reason),)

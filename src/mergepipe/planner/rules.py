@@ -1,0 +1,136 @@
+"""What the operator does to each expert's tensors, and the tensor-wide quantities that statistics spare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import InnerProducts, MagnitudeCut, OperatorInput
+from mergepipe.operators.influence import Average, Influence, influence_of
+from mergepipe.operators.registry import operator_named
+from mergepipe.planner.columns import Columns
+from mergepipe.planner.problem import PlanningProblem
+from mergepipe.recipe.resolve import MergeTask
+from mergepipe.statistics import TensorStatistics
+
+REASON_NO_CUT = "the magnitude cut of its density is not in the statistics"
+REASON_NO_PRODUCTS = "its inner products are not finite"
+NOTHING_KEPT_BITS = 0xFFFFFFFF
+UNKNOWN = -1
+
+_Products = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """The operator at work on every tensor (T) of every expert (E).
+
+    Attributes:
+        coefficient_ET, energy_factor_ET, trims, is_additive, anchor_scale_T: see `Influence`.
+        average_T: see `Influence`; one per tensor.
+        cut_bits_ET: the magnitude cut as float32 bits, `UNKNOWN` where there is none or it is not known.
+        products: inner products by (expert, tensor), where the operator wants them.
+        lacking: why a tensor-wide quantity is not known, by (expert, tensor).
+    """
+
+    coefficient_ET: NDArray[np.float64]
+    energy_factor_ET: NDArray[np.float64]
+    trims: bool
+    is_additive: bool
+    anchor_scale_T: NDArray[np.float64]
+    average_T: tuple[Average | None, ...]
+    cut_bits_ET: NDArray[np.int64]
+    products: Mapping[tuple[int, int], _Products]
+    lacking: Mapping[tuple[int, int], str]
+
+
+def operator_input(task: MergeTask) -> OperatorInput:
+    """What the operator knows of a tensor, but for its random streams."""
+    given = task.parameters
+    return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, ())
+
+
+def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
+    """Ask the operator about every tensor, and the statistics (where `known_ET`) for what it wants reduced."""
+    n_experts, tasks = len(problem.experts), columns.tasks
+    cut_bits_ET = np.full((n_experts, len(tasks)), UNKNOWN, np.int64)
+    products: dict[tuple[int, int], _Products] = {}
+    lacking: dict[tuple[int, int], str] = {}
+    operator = operator_named(problem.operator)
+    influences = _Influences(problem.operator)
+    found: list[Influence] = []
+    for t, task in enumerate(tasks):
+        statistics = [problem.statistics[e].get(task.name) if known_ET[e, t] else None for e in range(n_experts)]
+        match operator.reduction(operator_input(task)) if n_experts and task.base.n_elements else None:
+            case MagnitudeCut(kept_E):
+                for e, kept in enumerate(kept_E):
+                    cut_bits_ET[e, t] = cut = known_cut(statistics[e], kept, task.base.n_elements)
+                    if cut == UNKNOWN:
+                        lacking[e, t] = REASON_NO_CUT
+            case InnerProducts():
+                for e, each in enumerate(statistics):
+                    if each is not None and np.isfinite(each.products_3).all():
+                        products[e, t] = (
+                            float(each.products_3[0]),
+                            float(each.products_3[1]),
+                            float(each.products_3[2]),
+                        )
+                    else:
+                        lacking[e, t] = REASON_NO_PRODUCTS
+            case None:
+                pass
+        found.append(influences.of(task, [products.get((e, t)) for e in range(n_experts)]))
+    return _rules(found, n_experts, cut_bits_ET, products, lacking)
+
+
+def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -> int:
+    """Bits of the magnitude of the `kept`-th largest |delta|, `UNKNOWN` if no density known has that rank."""
+    if kept == 0:
+        return NOTHING_KEPT_BITS
+    if kept >= n_elements:
+        return 0
+    if statistics is None:
+        return UNKNOWN
+    same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == kept)
+    return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
+
+
+class _Influences:
+    """Influences by parameters: most tensors share them."""
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+        self._known: dict[int, Influence] = {}
+
+    def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
+        known = [each for each in products if each is not None]
+        if known:
+            return influence_of(self._operator, operator_input(task), np.array(known, np.float64))
+        key = id(task.parameters)  # the tasks keep it alive
+        if key not in self._known:
+            self._known[key] = influence_of(self._operator, operator_input(task), None)
+        return self._known[key]
+
+
+def _rules(
+    found: list[Influence],
+    n_experts: int,
+    cut_bits_ET: NDArray[np.int64],
+    products: Mapping[tuple[int, int], _Products],
+    lacking: Mapping[tuple[int, int], str],
+) -> Rules:
+    shape = (len(found), n_experts)
+    return Rules(
+        coefficient_ET=np.array([each.coefficients_E for each in found], np.float64).reshape(shape).T,
+        energy_factor_ET=np.array([each.energy_factor_E for each in found], np.float64).reshape(shape).T,
+        trims=any(each.trims for each in found),
+        is_additive=all(each.is_additive for each in found),
+        anchor_scale_T=np.array([each.anchor_scale for each in found], np.float64),
+        average_T=tuple(each.average for each in found),
+        cut_bits_ET=cut_bits_ET,
+        products=products,
+        lacking=lacking,
+    )
