@@ -123,7 +123,7 @@ def open_database(
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _os_trouble(error, home) from error
+        raise os_trouble(error, home) from error
     with typed_errors(path):
         connection = sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False)
         try:
@@ -164,6 +164,10 @@ def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool
         application = int(connection.execute("PRAGMA application_id").fetchone()[0])
         version = schema_version(connection)
         tables = schema(connection)
+    except sqlite3.OperationalError as error:
+        if _primary_code(error) != sqlite3.SQLITE_ERROR:
+            raise
+        raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error  # a header that lies
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -175,6 +179,8 @@ def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool
         raise UnsupportedError.of(
             "catalog.newer", path, f"schema version {version}, {newest} is known", "update mergepipe, or use --home"
         )
+    if version < 1 and tables:
+        raise CorruptError.of("catalog.corrupt", path, f"tables of schema version {version}", REBUILD_HINT)
     return not tables
 
 
@@ -215,7 +221,8 @@ def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
     return None
 
 
-def _os_trouble(error: OSError, home: Path) -> MergePipeError:
+def os_trouble(error: OSError, home: Path) -> MergePipeError:
+    """Turn an `OSError` about the home or a file in it into the catalog's error of that meaning."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError.of("catalog.no-space", home, reason, "free some space and run again")

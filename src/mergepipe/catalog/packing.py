@@ -1,13 +1,14 @@
 """One tensor's statistics as one self-checking run of bytes: `unpack(pack(s, who), who) == s`.
 
-Layout, little-endian, no padding: header (40 bytes: version, density encoding, number of densities, bytes per block
-record, block elements, elements, BLAKE3-128 of the subject and of everything but the checksum itself), 3 products
-(f8), D thresholds (u4), B block records, D densities (u2 ten-thousandths where that is exact, else f8). Nothing is
+Layout, little-endian, no padding: header (24 bytes: version, density encoding, number of densities, bytes per block
+record, block elements, elements), 3 products (f8), D thresholds (u4), B block records, D densities (u2 ten-thousandths
+where that is exact, else f8), checksum (BLAKE3-128 of all before it, keyed by the BLAKE3 of the subject). Nothing is
 compressed: hashes, norms and sketches are close to random bytes, and inflating would cost more than the disk saves.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import numpy as np
@@ -21,7 +22,7 @@ from mergepipe.statistics import BLOCK_RECORD, TensorStatistics
 PACKING_VERSION = 1
 CHECKSUM_BYTES = 16
 _HEAD = struct.Struct("<BBHIQQ")
-HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
+HEADER_BYTES = _HEAD.size
 _N_PRODUCTS = 3
 _DENSITY_UNIT = 10_000
 _DENSITY_DTYPES = (np.dtype("<f8"), np.dtype("<u2"))  # by encoding
@@ -41,15 +42,16 @@ def pack(statistics: TensorStatistics, subject: str) -> bytes:
         statistics.grid.block_elements,
         statistics.grid.n_elements,
     )
-    body = b"".join(
+    content = b"".join(
         (
+            head,
             statistics.products_3.astype("<f8").tobytes(),
             statistics.threshold_bits_D.astype("<u4").tobytes(),
             statistics.blocks_B.tobytes(),
             densities.tobytes(),
         )
     )
-    return b"".join((head, _checksum(subject, head, body), body))
+    return content + _checksum(subject, content)
 
 
 def unpack(packed: bytes, subject: str) -> TensorStatistics:
@@ -59,12 +61,11 @@ def unpack(packed: bytes, subject: str) -> TensorStatistics:
         CorruptError: these bytes are not what `pack` made for this subject.
         UnsupportedError: a newer version made them.
     """
-    if len(packed) < HEADER_BYTES:
-        raise _corrupt(subject, f"{len(packed)} bytes are less than a header")
-    version, encoding, n_densities, record_bytes, block_elements, n_elements = _HEAD.unpack_from(packed)
-    view = memoryview(packed)
-    if view[_HEAD.size : HEADER_BYTES] != _checksum(subject, view[: _HEAD.size], view[HEADER_BYTES:]):
+    if len(packed) < HEADER_BYTES + CHECKSUM_BYTES:
+        raise _corrupt(subject, f"{len(packed)} bytes are less than a header and a checksum")
+    if packed[-CHECKSUM_BYTES:] != _checksum(subject, memoryview(packed)[:-CHECKSUM_BYTES]):
         raise _corrupt(subject, "the checksum does not fit")
+    version, encoding, n_densities, record_bytes, block_elements, n_elements = _HEAD.unpack_from(packed)
     if version != PACKING_VERSION:
         raise UnsupportedError.of(
             "catalog.newer", subject, f"statistics of format {version}, {PACKING_VERSION} is known", "update mergepipe"
@@ -80,12 +81,13 @@ def _arrays(
     thresholds = HEADER_BYTES + 8 * _N_PRODUCTS
     blocks = thresholds + 4 * n_densities
     densities = blocks + BLOCK_RECORD.itemsize * grid.n_blocks
-    if len(packed) != densities + density_dtype.itemsize * n_densities:
+    end = densities + density_dtype.itemsize * n_densities
+    if len(packed) != end + CHECKSUM_BYTES:
         raise _corrupt(subject, f"{len(packed)} bytes for {grid.n_blocks} blocks and {n_densities} densities")
     return TensorStatistics(
         grid=grid,
         blocks_B=np.frombuffer(packed, BLOCK_RECORD, grid.n_blocks, blocks),
-        densities_D=_decode_densities(np.frombuffer(packed, density_dtype, n_densities, densities)),
+        densities_D=_stored_densities(packed[densities:end], density_dtype),
         threshold_bits_D=np.frombuffer(packed, "<u4", n_densities, thresholds),
         products_3=np.frombuffer(packed, "<f8", _N_PRODUCTS, HEADER_BYTES),
     )
@@ -98,19 +100,23 @@ def _encode_densities(densities_D: NDArray[np.float64]) -> NDArray[np.generic]:
     return units_D if same else densities_D.astype("<f8")
 
 
+@functools.lru_cache(maxsize=256)
+def _stored_densities(stored: bytes, dtype: np.dtype[np.generic]) -> NDArray[np.float64]:
+    """The densities, which are the same for nearly all tensors: one read-only array for all of them."""
+    densities_D = _decode_densities(np.frombuffer(stored, dtype))
+    densities_D.flags.writeable = False
+    return densities_D
+
+
 def _decode_densities(stored_D: NDArray[np.generic]) -> NDArray[np.float64]:
     if stored_D.dtype.kind == "u":
         return stored_D.astype(np.float64) / _DENSITY_UNIT
     return stored_D.astype(np.float64)
 
 
-def _checksum(subject: str, head: bytes | memoryview, body: bytes | memoryview) -> bytes:
-    name = subject.encode()
-    hasher = blake3(len(name).to_bytes(8, "little"))
-    hasher.update(name)
-    hasher.update(head)
-    hasher.update(body)
-    return hasher.digest(CHECKSUM_BYTES)
+def _checksum(subject: str, content: bytes | memoryview) -> bytes:
+    """In one piece: BLAKE3 is twice as fast on these sizes as when it is fed in parts."""
+    return blake3(content, key=blake3(subject.encode()).digest()).digest(CHECKSUM_BYTES)
 
 
 def _corrupt(subject: str, message: str) -> MergePipeError:

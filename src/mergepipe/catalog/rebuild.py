@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, typed_errors
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, os_trouble, typed_errors
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
 from mergepipe.catalog.salvage import salvage
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.manifest import MANIFEST_NAME
 
 _SIDE_FILES = ("", "-wal", "-shm")
@@ -79,9 +79,7 @@ def _move_aside(path: Path) -> Path:
             if path.with_name(path.name + suffix).exists():
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     except OSError as error:
-        raise StorageError.of(
-            "catalog.permission", path, f"moving it aside failed: {error.strerror}", "check the permissions"
-        ) from error
+        raise os_trouble(error, path) from error
     return aside
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mergepipe.catalog import models
 from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.database import os_trouble
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.tensor_statistics import PackedRow
@@ -36,16 +37,28 @@ def salvage(damaged: Path, catalog: Catalog) -> tuple[int, tuple[Path, ...]]:
     """Copy what is sound in `damaged` into `catalog`; return the tensors saved and the snapshot paths read.
 
     Works on a copy: the damaged file stays as it is.
+
+    Raises:
+        StorageError: `catalog.no-space`, `catalog.permission`, `catalog.io`.
     """
-    with tempfile.TemporaryDirectory(prefix=".salvage-", dir=damaged.parent) as place:
-        copy = Path(place) / CATALOG_NAME
-        for suffix in ("", "-wal"):
-            if damaged.with_name(damaged.name + suffix).exists():
-                shutil.copyfile(damaged.with_name(damaged.name + suffix), copy.with_name(copy.name + suffix))
-        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            found = _indexes(connection)
-            saved = sum(_store(catalog, found, batch) for batch in _batches(connection))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".salvage-", dir=damaged.parent) as place:
+            copy = _copy_into(Path(place), damaged)
+            with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+                found = _indexes(connection)
+                saved = sum(_store(catalog, found, batch) for batch in _batches(connection))
+    except OSError as error:
+        raise os_trouble(error, damaged) from error
     return saved, tuple(found.snapshot_paths)
+
+
+def _copy_into(place: Path, damaged: Path) -> Path:
+    copy = place / CATALOG_NAME
+    for suffix in ("", "-wal"):
+        source = damaged.with_name(damaged.name + suffix)
+        if source.exists():
+            shutil.copyfile(source, copy.with_name(copy.name + suffix))
+    return copy
 
 
 def _indexes(connection: sqlite3.Connection) -> Salvage:

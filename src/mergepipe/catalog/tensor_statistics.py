@@ -142,10 +142,12 @@ def drop_corrupt(connection: sqlite3.Connection) -> int:
 
 def is_enough(row: PackedRow, block_elements: int, densities: Iterable[float]) -> bool:
     """Whether a row is exact, sound, on this grid and knows the cuts of these densities."""
-    if row.evidence is not Evidence.EXACT or not row.is_sound:
+    try:
+        found = row.unpacked()
+    except CorruptError:
         return False
-    found = row.unpacked()
-    return found.grid.block_elements == block_elements and set(densities) <= set(found.densities_D.tolist())
+    knows_cuts = set(densities) <= set(found.densities_D.tolist())
+    return row.evidence is Evidence.EXACT and found.grid.block_elements == block_elements and knows_cuts
 
 
 def _packed(value: object) -> bytes:

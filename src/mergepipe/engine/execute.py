@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from mergepipe.engine.segments import (
     Run,
     RunsOf,
     choose_buffer_sizes,
+    fits_memory,
     full_access,
     plan_jobs,
 )
@@ -116,9 +117,11 @@ def execute_merge(
         LimitError: the memory cap is too small for one step.
         StorageError, CorruptError: see `Pipeline.run`.
     """
-    pool_bytes = max(0, options.memory_bytes - CHUNK_BYTES)
+    pool_bytes = options.memory_bytes - CHUNK_BYTES
+    if work.statistics_of and not fits_memory(output.tasks, pool_bytes, DEFAULT_BLOCK_ELEMENTS):
+        work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
     cut, runs_of = _cutting(work)
-    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut, options.memory_bytes - pool_bytes)
+    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut, CHUNK_BYTES)
     pool = BufferPool(sizes.total_bytes, pool_bytes)
     shapes = plan_jobs(output.tasks, sizes, runs_of, cut)
     with ShardWriter(directory, output.shards, ledger) as writer:

@@ -98,12 +98,8 @@ def choose_buffer_sizes(
     Raises:
         LimitError: not even three buffers of the smallest useful size fit into the cap.
     """
-    grain_raw, grain_out = PAGE_BYTES, PAGE_BYTES
-    for task in tasks:
-        n = min(cut_elements, task.base.n_elements)
-        grain_raw = max(grain_raw, stored_bytes(task, n, range(len(task.experts))))
-        grain_out = max(grain_out, n * task.dtype.itemsize)
-    smallest = round_up(grain_raw, PAGE_BYTES) + round_up(grain_out, PAGE_BYTES)
+    raw_bytes, out_bytes = _smallest_buffer(tasks, cut_elements)
+    smallest = raw_bytes + out_bytes
     needed = FEWEST_BUFFERS * smallest
     if memory_bytes < needed:
         raise LimitError.of(
@@ -114,8 +110,24 @@ def choose_buffer_sizes(
         )
     wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
     scale = wanted / smallest
-    out_bytes = max(round_up(grain_out, PAGE_BYTES), int(grain_out * scale) // PAGE_BYTES * PAGE_BYTES)
-    return BufferSizes(round_up(int(grain_raw * scale), PAGE_BYTES), out_bytes)
+    return BufferSizes(
+        round_up(int(raw_bytes * scale), PAGE_BYTES), max(out_bytes, int(out_bytes * scale) // PAGE_BYTES * PAGE_BYTES)
+    )
+
+
+def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int) -> bool:
+    """Whether `choose_buffer_sizes` would find a size."""
+    return memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, cut_elements))
+
+
+def _smallest_buffer(tasks: Sequence[MergeTask], cut_elements: int) -> tuple[int, int]:
+    """Bytes for the stored and the resulting `cut_elements` of the widest task."""
+    raw = out = PAGE_BYTES
+    for task in tasks:
+        n = min(cut_elements, task.base.n_elements)
+        raw = max(raw, stored_bytes(task, n, range(len(task.experts))))
+        out = max(out, n * task.dtype.itemsize)
+    return round_up(raw, PAGE_BYTES), round_up(out, PAGE_BYTES)
 
 
 def plan_jobs(

@@ -29,19 +29,18 @@ class CatalogLink:
 
     def __init__(self, home: Path | None, *, required: bool = False) -> None:
         self.notices: list[str] = []
+        self._home = home
         self._required = required
         self._catalog: Catalog | None = None
-        if home is not None:
-            self._catalog = self._attempt(lambda: Catalog.open(home))
 
     def use(self, action: Callable[[Catalog], T]) -> T | None:
-        """Do something with the catalog; None where there is none (any more)."""
-        catalog = self._catalog
-        return None if catalog is None else self._attempt(lambda: action(catalog))
-
-    def _attempt(self, action: Callable[[], T]) -> T | None:
+        """Do something with the catalog, opened when it is first used; None where there is none (any more)."""
+        if self._home is None:
+            return None
         try:
-            return action()
+            if self._catalog is None:
+                self._catalog = Catalog.open(self._home)
+            return action(self._catalog)
         except MergePipeError as error:
             if self._required or not is_catalog_trouble(error):
                 raise
@@ -51,6 +50,7 @@ class CatalogLink:
 
     def close(self) -> None:
         """Close the catalog; nothing is recorded afterwards."""
+        self._home = None
         if self._catalog is not None:
             catalog, self._catalog = self._catalog, None
             catalog.close()

@@ -1,0 +1,128 @@
+"""Checkpoints, statistics and manifests for the catalog's tests: real small files, made-up contents."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe.blocks import BF16, BlockGrid
+from mergepipe.manifest import (
+    MANIFEST_NAME,
+    Coverage,
+    FileRecord,
+    InputRecord,
+    Manifest,
+    OutputFileRecord,
+    RealizedBytes,
+)
+from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+
+WEIGHTS_NAME = "model.safetensors"
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+
+def make_statistics(
+    seed: int, n_elements: int = 1000, block_elements: int = 256, densities: tuple[float, ...] = COMMON_DENSITIES
+) -> TensorStatistics:
+    """Statistics of random bits: no compressor and no accident makes them equal."""
+    rng = np.random.default_rng(seed)
+    grid = BlockGrid(n_elements, block_elements)
+    return TensorStatistics(
+        grid=grid,
+        blocks_B=np.frombuffer(rng.bytes(BLOCK_RECORD.itemsize * grid.n_blocks), BLOCK_RECORD),
+        densities_D=np.array(densities, np.float64),
+        threshold_bits_D=rng.integers(0, 2**32, len(densities), np.uint32),
+        products_3=rng.standard_normal(3),
+    )
+
+
+def same_bits(a: TensorStatistics, b: TensorStatistics) -> bool:
+    """Equality down to the bits of NaN."""
+    return a.grid == b.grid and all(
+        getattr(a, name).tobytes() == getattr(b, name).tobytes() and getattr(a, name).dtype == getattr(b, name).dtype
+        for name in ("blocks_B", "densities_D", "threshold_bits_D", "products_3")
+    )
+
+
+def fingerprint_of(path: Path) -> FileFingerprint:
+    status = path.stat()
+    return FileFingerprint(path.name, status.st_size, status.st_mtime_ns, f"{len(path.read_bytes()):032x}")
+
+
+def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool = False) -> Checkpoint:
+    """A checkpoint of two tensors over one real file; what is in the file does not matter to the catalog."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / WEIGHTS_NAME
+    file.write_bytes(content)
+    entries = (
+        TensorEntry("a.weight", BF16, (10, 100), file, 0, 2000),
+        TensorEntry("b.weight", BF16, (24,), file, 2000, 48),
+    )
+    return Checkpoint(
+        path=file if bare else directory,
+        root=directory,
+        tensors={entry.name: entry for entry in entries},
+        files=(fingerprint_of(file),),
+        sidecars=(),
+    )
+
+
+def reopened(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint as its files are now."""
+    return replace(checkpoint, files=tuple(fingerprint_of(checkpoint.root / file.name) for file in checkpoint.files))
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Change a file and make sure that its time moves."""
+    before = path.stat().st_mtime_ns
+    path.write_bytes(content)
+    os.utime(path, ns=(before + 10**9, before + 10**9))
+
+
+def make_manifest(
+    name: str, inputs: tuple[Path, ...] = (), *, plan_digest: str | None = None, coverage: Coverage | None = None
+) -> Manifest:
+    """A manifest of which the sid depends on `name`; the first of `inputs` is the base."""
+    records = tuple(
+        InputRecord(
+            role="expert" if position else "base",
+            model=f"./{path.name}",
+            path=str(path),
+            files=tuple(
+                FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
+                for file in (fingerprint_of(path / WEIGHTS_NAME),)
+            ),
+            content_id=None,
+            read_bytes=100 + position,
+        )
+        for position, path in enumerate(inputs)
+    )
+    return Manifest(
+        version="0.1.0",
+        operator="linear",
+        recipe=f"# {name}\n",
+        seed=0,
+        inputs=records,
+        files=(OutputFileRecord(WEIGHTS_NAME, 1, "0" * 32),),
+        tensors=(),
+        dropped=(),
+        realized=RealizedBytes(base=1, expert=2, analysis=3, metadata=4, output=5),
+        plan_digest=plan_digest,
+        plan=None,
+        coverage=coverage,
+        run={"seconds": 1.5},
+    )
+
+
+def publish(directory: Path, inputs: tuple[Path, ...] = ()) -> Manifest:
+    """Write a snapshot as a merge leaves it: weights and a manifest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / WEIGHTS_NAME).write_bytes(directory.name.encode())
+    manifest = make_manifest(directory.name, inputs)
+    (directory / MANIFEST_NAME).write_bytes(manifest.to_json())
+    return manifest

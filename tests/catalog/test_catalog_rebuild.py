@@ -1,0 +1,224 @@
+"""Making the catalog again from manifests and from what is sound in a damaged file."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from catalog_cases import NOON, make_checkpoint, make_manifest, make_statistics, publish, same_bits
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.database import PAGE_BYTES
+from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.rebuild import rebuild
+from mergepipe.catalog.rows import Evidence, ModelRow, SnapshotRow
+from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
+
+
+def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
+    """A home with statistics of one expert and with one snapshot of it, closed."""
+    checkpoints = [make_checkpoint(tmp_path / "models" / name) for name in ("base", "expert")]
+    with Catalog.open(tmp_path / "home") as catalog:
+        base, expert = (catalog.register_model(checkpoint) for checkpoint in checkpoints)
+        for seed in range(n_tensors):
+            catalog.put_statistics(expert, base, f"t{seed}", make_statistics(seed, 2000))
+        catalog.put_statistics(expert, base, "probed", make_statistics(99), evidence=Evidence.PROBE)
+        manifest = publish(tmp_path / "out" / "one", (base.path, expert.path))
+        catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
+    return expert, base
+
+
+def snapshots_of(home: Path) -> tuple[SnapshotRow, ...]:
+    with Catalog.open(home) as catalog:
+        return catalog.snapshots()
+
+
+def test_rebuild__of_a_sound_catalog_changes_nothing(tmp_path: Path) -> None:
+    expert, base = family(tmp_path)
+    before = snapshots_of(tmp_path / "home")
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
+    assert (report.snapshots, report.missing, report.unreadable, report.moved_aside) == (1, (), (), None)
+    assert snapshots_of(tmp_path / "home") == before
+    with Catalog.open(tmp_path / "home") as catalog:
+        assert same_bits(catalog.statistics(expert, base)["t0"], make_statistics(0, 2000))
+
+
+def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp_path: Path) -> None:
+    family(tmp_path)
+    publish(tmp_path / "out" / "deep" / "er" / "two", (tmp_path / "out" / "one",))
+    report = rebuild(tmp_path / "new-home", [tmp_path / "out"])
+    assert report.snapshots == 2
+    with Catalog.open(tmp_path / "new-home") as catalog:
+        nodes = catalog.lineage(tmp_path / "out" / "deep" / "er" / "two")
+        assert [node.path.name for node in nodes] == ["two", "one", "base", "expert"]
+
+
+def test_rebuild__looks_at_known_paths_without_being_told(tmp_path: Path) -> None:
+    family(tmp_path)
+    assert rebuild(tmp_path / "home", []).snapshots == 1
+
+
+def test_rebuild__does_not_see_staging_or_follow_links(tmp_path: Path) -> None:
+    publish(tmp_path / "roots" / ".out.mergepipe-123456")
+    publish(tmp_path / "elsewhere")
+    (tmp_path / "roots" / "link").symlink_to(tmp_path / "elsewhere")
+    assert rebuild(tmp_path / "home", [tmp_path / "roots"]).snapshots == 0
+
+
+def test_rebuild__tells_which_manifests_cannot_be_read_and_takes_the_others(tmp_path: Path) -> None:
+    family(tmp_path)
+    publish(tmp_path / "out" / "bad")
+    (tmp_path / "out" / "bad" / "mergepipe.json").write_bytes(b"{")
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
+    assert report.snapshots == 1
+    assert [problem.code for problem in report.unreadable] == ["manifest.not_json"]
+
+
+def test_rebuild__a_snapshot_that_is_gone_keeps_its_row_and_is_told(tmp_path: Path) -> None:
+    family(tmp_path)
+    before = snapshots_of(tmp_path / "home")
+    shutil.rmtree(tmp_path / "out" / "one")
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
+    assert report.missing == (tmp_path / "out" / "one",)
+    assert snapshots_of(tmp_path / "home") == before
+
+
+@pytest.mark.parametrize("leave_link", [False, True])
+def test_rebuild__a_moved_snapshot_moves_with_all_that_was_known(tmp_path: Path, leave_link: bool) -> None:
+    family(tmp_path)
+    with Catalog.open(tmp_path / "home") as catalog:
+        manifest = publish(tmp_path / "out" / "two", (tmp_path / "out" / "one",))
+        known = catalog.record_snapshot(manifest, tmp_path / "out" / "two", created=NOON)
+    shutil.rmtree(tmp_path / "out" / "one")  # so that its sid can only come from the old row
+    (tmp_path / "out" / "two").rename(tmp_path / "out" / "moved")
+    if leave_link:
+        (tmp_path / "out" / "two").symlink_to(tmp_path / "out" / "moved")
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
+    assert report.missing == (tmp_path / "out" / "one",)
+    assert {row.path.name for row in snapshots_of(tmp_path / "home")} == {"one", "moved"}
+    with Catalog.open(tmp_path / "home") as catalog:
+        moved = catalog.snapshot(tmp_path / "out" / "moved")
+        assert moved.inputs == known.inputs
+        assert moved.inputs[0].sid is not None
+        assert moved.created == NOON
+
+
+def test_rebuild__a_root_that_is_not_there_is_an_error_before_anything_happens(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        rebuild(tmp_path / "home", [tmp_path / "nowhere"])
+    assert caught.value.code == "catalog.root-missing"
+    assert not (tmp_path / "home").exists()
+
+
+def test_rebuild__drops_statistics_that_fail_their_checksum_only(tmp_path: Path) -> None:
+    expert, base = family(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME)) as connection, connection:
+        connection.execute("UPDATE tensor_statistics SET packed = zeroblob(9) WHERE pk = 2")
+    report = rebuild(tmp_path / "home", [])
+    assert (report.dropped_statistics, report.moved_aside) == (1, None)
+    with Catalog.open(tmp_path / "home") as catalog:
+        assert catalog.evidence(expert, base).keys() == {"t0", "t2", "probed"}
+
+
+def page_of(path: Path, marker: bytes) -> int:
+    """The number of the page, from 0, that holds `marker`."""
+    return path.read_bytes().index(marker) // PAGE_BYTES
+
+
+def overwrite_page(path: Path, page: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = b"\xa5" * PAGE_BYTES
+    path.write_bytes(content)
+
+
+def test_rebuild__saves_sound_statistics_from_a_file_with_a_damaged_page(tmp_path: Path) -> None:
+    expert, base = family(tmp_path, n_tensors=40)
+    path = tmp_path / "home" / CATALOG_NAME
+    lost = make_statistics(20, 2000).blocks_B.tobytes()[:64]
+    overwrite_page(path, page_of(path, lost))
+    damaged = path.read_bytes()
+    report = rebuild(tmp_path / "home", [])
+    assert report.moved_aside == tmp_path / "home" / f"{CATALOG_NAME}.corrupt-1"
+    assert report.moved_aside.read_bytes() == damaged
+    assert report.snapshots == 1
+    with Catalog.open(tmp_path / "home") as catalog:
+        found = catalog.statistics(expert, base, accept=list(Evidence))
+        assert catalog.evidence(expert, base)["probed"] is Evidence.PROBE
+        assert catalog.models() == (expert, base)
+    assert report.salvaged_statistics == len(found) >= 30
+    assert "t20" not in found
+    assert all(same_bits(found[f"t{n}"], make_statistics(n, 2000)) for n in range(40) if f"t{n}" in found)
+
+
+@pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + b"\xff" * 9000])
+def test_rebuild__of_garbage_keeps_it_aside_and_starts_anew(tmp_path: Path, content: bytes) -> None:
+    publish(tmp_path / "out")
+    path = tmp_path / "home" / CATALOG_NAME
+    path.parent.mkdir()
+    for number in (1, 2):
+        path.write_bytes(content)
+        report = rebuild(tmp_path / "home", [tmp_path / "out"])
+        assert (report.snapshots, report.salvaged_statistics) == (1, 0)
+        assert report.moved_aside == path.with_name(f"{CATALOG_NAME}.corrupt-{number}")
+        assert report.moved_aside.read_bytes() == content
+
+
+def test_rebuild__saves_what_only_the_wal_holds(tmp_path: Path) -> None:
+    expert, base = family(tmp_path)
+    crashed = tmp_path / "crashed"
+    crashed.mkdir()
+    with Catalog.open(tmp_path / "home") as catalog:
+        catalog.put_statistics(expert, base, "late", make_statistics(7))
+        for suffix in ("", "-wal"):  # what a killed process leaves
+            shutil.copyfile(f"{catalog.path}{suffix}", crashed / (CATALOG_NAME + suffix))
+    marker = make_statistics(1, 2000).blocks_B.tobytes()[:64]
+    overwrite_page(crashed / CATALOG_NAME, page_of(crashed / CATALOG_NAME, marker))
+    report = rebuild(crashed, [])
+    assert report.moved_aside is not None
+    with Catalog.open(crashed) as catalog:
+        assert catalog.evidence(expert, base).keys() >= {"late"}
+
+
+def test_rebuild__leaves_alone_what_is_not_ours_to_mend(tmp_path: Path) -> None:
+    path = tmp_path / "home" / CATALOG_NAME
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    content = path.read_bytes()
+    with pytest.raises(MismatchError):
+        rebuild(tmp_path / "home", [])
+    assert [entry.name for entry in path.parent.iterdir()] == [CATALOG_NAME]
+    assert path.read_bytes() == content
+
+
+def test_rebuild__does_not_touch_a_newer_catalog(tmp_path: Path) -> None:
+    family(tmp_path)
+    path = tmp_path / "home" / CATALOG_NAME
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA user_version = 99")
+    content = path.read_bytes()
+    with pytest.raises(UnsupportedError):
+        rebuild(tmp_path / "home", [])
+    assert path.read_bytes() == content
+
+
+def test_rebuild__waits_for_a_writer_and_then_says_so(tmp_path: Path) -> None:
+    family(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "home" / CATALOG_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(ConflictError) as caught:
+            rebuild(tmp_path / "home", [], timeout_seconds=0.05)
+        assert caught.value.code == "catalog.locked"
+    assert rebuild(tmp_path / "home", []).snapshots == 1
+
+
+def test_adopt_snapshot__without_a_manifest_is_not_found(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        with pytest.raises(NotFoundError) as caught:
+            catalog.adopt_snapshot(tmp_path, created=NOON)
+        assert caught.value.code == "manifest.missing"
+        catalog.record_snapshot(make_manifest("a"), tmp_path / "a", created=NOON)
+        assert len(catalog.snapshots()) == 1

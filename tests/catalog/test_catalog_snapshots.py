@@ -1,0 +1,265 @@
+"""Snapshots and lineage in the catalog."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, publish, rewrite
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.manifests import parse_manifest
+from mergepipe.catalog.rows import LineageNode
+from mergepipe.errors import CorruptError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.manifest import Coverage, Manifest
+
+
+def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:
+    """A lineage as an indented list of directory names."""
+    return [f"{' ' * node.depth}{node.path.name}{'*' if node.is_repeated else ''}" for node in nodes]
+
+
+def test_record_snapshot__gives_back_what_the_manifest_says(tmp_path: Path) -> None:
+    for name in ("base", "expert"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / WEIGHTS_NAME).write_bytes(b"x")
+    manifest = publish(tmp_path / "out", (tmp_path / "base", tmp_path / "expert"))
+    with Catalog.open(tmp_path / "home") as catalog:
+        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+        assert (row.sid, row.path, row.operator, row.created) == (manifest.sid, tmp_path / "out", "linear", NOON)
+        assert row.realized == manifest.realized
+        assert row.plan_digest is None
+        assert [(each.role, each.path, each.read_bytes, each.sid) for each in row.inputs] == [
+            ("base", tmp_path / "base", 100, None),
+            ("expert", tmp_path / "expert", 101, None),
+        ]
+        assert catalog.snapshots() == (row,)
+        assert catalog.coverage(row.sid) is None
+
+
+def test_record_snapshot__replaces_what_was_at_the_path(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        catalog.record_snapshot(make_manifest("old"), tmp_path / "out", created=NOON)
+        row = catalog.record_snapshot(make_manifest("new"), tmp_path / "out", created=NOON)
+        assert catalog.snapshots() == (row,)
+        assert row.sid == make_manifest("new").sid
+
+
+def test_record_snapshot__a_time_needs_a_zone(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        with pytest.raises(ValueError, match="time zone"):
+            catalog.record_snapshot(make_manifest("a"), tmp_path, created=datetime(2026, 1, 1))
+        assert catalog.snapshots() == ()
+
+
+def test_snapshots__are_listed_newest_first(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        for hours, name in ((1, "b"), (3, "c"), (2, "a")):
+            catalog.record_snapshot(make_manifest(name), tmp_path / name, created=NOON + timedelta(hours=hours))
+        assert [row.path.name for row in catalog.snapshots()] == ["c", "a", "b"]
+
+
+def test_snapshot__is_found_by_path_sid_or_prefix(tmp_path: Path) -> None:
+    manifest = make_manifest("a")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with Catalog.open(tmp_path / "home") as catalog:
+        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+        for asked in (tmp_path / "out", tmp_path / "link", str(tmp_path / "out"), row.sid, row.sid.upper()):
+            assert catalog.snapshot(asked) == row
+        assert catalog.snapshot(row.sid[:4]) == row
+        for wrong in (row.sid[:3], "", row.sid + "0", "%", "____", tmp_path / "elsewhere"):
+            with pytest.raises(NotFoundError) as caught:
+                catalog.snapshot(wrong)
+            assert caught.value.code == "snapshot.unknown"
+
+
+def manifests_with_a_common_prefix() -> tuple[Manifest, Manifest]:
+    seen: dict[str, Manifest] = {}
+    for number in range(10_000):
+        manifest = make_manifest(str(number))
+        if manifest.sid[:4] in seen:
+            return seen[manifest.sid[:4]], manifest
+        seen[manifest.sid[:4]] = manifest
+    raise AssertionError("no two sids begin alike")
+
+
+def test_snapshot__an_ambiguous_prefix_is_refused_with_the_candidates(tmp_path: Path) -> None:
+    one, two = manifests_with_a_common_prefix()
+    with Catalog.open(tmp_path / "home") as catalog:
+        for name, manifest in (("one", one), ("two", two)):
+            catalog.record_snapshot(manifest, tmp_path / name, created=NOON)
+        with pytest.raises(RecipeError) as caught:
+            catalog.snapshot(one.sid[:4])
+        assert caught.value.code == "snapshot.ambiguous"
+        assert one.sid in str(caught.value)
+        assert two.sid in str(caught.value)
+
+
+def test_snapshot__the_same_sid_at_two_places_is_two_rows_and_the_newest_answers(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        for hours, name in ((2, "new"), (1, "old")):
+            catalog.record_snapshot(make_manifest("a"), tmp_path / name, created=NOON + timedelta(hours=hours))
+        assert len(catalog.snapshots()) == 2
+        assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "new"
+        catalog.forget(tmp_path / "new")
+        assert catalog.snapshot(make_manifest("a").sid).path == tmp_path / "old"
+
+
+def test_forget__takes_the_row_and_leaves_the_files(tmp_path: Path) -> None:
+    manifest = publish(tmp_path / "out")
+    with Catalog.open(tmp_path / "home") as catalog:
+        row = catalog.record_snapshot(manifest, tmp_path / "out", created=NOON)
+        assert catalog.forget(manifest.sid) == row
+        assert catalog.snapshots() == ()
+        assert (tmp_path / "out" / WEIGHTS_NAME).exists()
+        with pytest.raises(NotFoundError):
+            catalog.forget(manifest.sid)
+
+
+def generations(catalog: Catalog, root: Path, edges: Mapping[str, tuple[str, ...]]) -> None:
+    """Publish and record snapshots in the order of `edges`; an input that is no key is a plain model."""
+    for name, inputs in edges.items():
+        for source in inputs:
+            if source not in edges:
+                (root / source).mkdir(exist_ok=True)
+                (root / source / WEIGHTS_NAME).write_bytes(b"x")
+        manifest = publish(root / name, tuple(root / source for source in inputs))
+        catalog.record_snapshot(manifest, root / name, created=NOON)
+
+
+def test_lineage__goes_through_snapshots_to_the_models(tmp_path: Path) -> None:
+    edges = {"one": ("base", "x"), "two": ("base", "one", "y"), "three": ("two", "one")}
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, edges)
+        nodes = catalog.lineage(tmp_path / "three")
+        assert shape_of(nodes) == ["three", " two", "  base", "  one", "   base", "   x", "  y", " one*"]
+        assert [node.operator for node in nodes] == ["linear", "linear", None, "linear", None, None, None, "linear"]
+        assert [node.role for node in nodes[:4]] == ["snapshot", "base", "base", "expert"]
+        assert nodes[1].sid == catalog.snapshot(tmp_path / "two").sid
+
+
+def test_lineage__a_forgotten_generation_still_shows_its_sid(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
+        sid = catalog.forget(tmp_path / "one").sid
+        nodes = catalog.lineage(tmp_path / "two")
+        assert [(node.path.name, node.sid, node.operator) for node in nodes[1:]] == [("one", sid, None)]
+
+
+def test_lineage__an_input_replaced_since_keeps_the_sid_it_had(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
+        before = catalog.snapshot(tmp_path / "one").sid
+        rewrite(tmp_path / "one" / WEIGHTS_NAME, b"other")
+        catalog.record_snapshot(make_manifest("other"), tmp_path / "one", created=NOON)
+        assert catalog.lineage(tmp_path / "two")[1].sid == before
+
+
+def test_lineage__an_input_changed_by_hand_is_not_taken_for_the_snapshot(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, {"one": ("base",)})
+        manifest = publish(tmp_path / "two", (tmp_path / "one",))
+        rewrite(tmp_path / "one" / WEIGHTS_NAME, b"by hand")
+        catalog.record_snapshot(manifest, tmp_path / "two", created=NOON)
+        assert catalog.lineage(tmp_path / "two")[1].sid is None
+
+
+def test_lineage__a_cycle_ends_where_it_closes(tmp_path: Path) -> None:
+    with Catalog.open(tmp_path / "home") as catalog:
+        for name in ("a", "b"):
+            publish(tmp_path / name)
+        for name, source in (("a", "b"), ("b", "a")):  # each from the other, as replacing in place can make it seem
+            catalog.record_snapshot(make_manifest(name, (tmp_path / source,)), tmp_path / name, created=NOON)
+        assert shape_of(catalog.lineage(tmp_path / "a")) == ["a", " b", "  a*"]
+
+
+def test_lineage__many_generations_with_two_ways_each_stay_small(tmp_path: Path) -> None:
+    edges: dict[str, tuple[str, ...]] = {"g0": ("base",), "g1": ("g0",)}
+    edges |= {f"g{n}": (f"g{n - 1}", f"g{n - 2}") for n in range(2, 60)}
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, edges)
+        nodes = catalog.lineage(tmp_path / "g59")
+        assert len(nodes) == 1 + sum(len(inputs) for inputs in edges.values())
+        assert max(node.depth for node in nodes) == 60
+
+
+def test_lineage__is_not_bound_by_recursion(tmp_path: Path) -> None:
+    edges = {f"g{n}": (f"g{n - 1}",) if n else ("base",) for n in range(400)}
+    limit = sys.getrecursionlimit()
+    with Catalog.open(tmp_path / "home") as catalog:
+        generations(catalog, tmp_path, edges)
+        try:
+            sys.setrecursionlimit(300)
+            nodes = catalog.lineage(tmp_path / "g399")
+        finally:
+            sys.setrecursionlimit(limit)
+        assert max(node.depth for node in nodes) == 400
+
+
+def with_fields(**fields: object) -> bytes:
+    return json.dumps({**json.loads(make_manifest("a").to_json()), **fields}).encode()
+
+
+def test_record_snapshot__keeps_plan_digest_and_coverage(tmp_path: Path) -> None:
+    coverage = Coverage(blocks=9, touched=4, read=(3, 1), shared=(0, 1), free=(2, 0))
+    with Catalog.open(tmp_path / "home") as catalog:
+        manifest = make_manifest("a", plan_digest="p" * 32, coverage=coverage)
+        row = catalog.record_snapshot(manifest, tmp_path / "a", created=NOON)
+        assert row.plan_digest == "p" * 32
+        assert catalog.coverage(row.sid) == {
+            "blocks": 9, "touched": 4, "read": [3, 1], "shared": [0, 1], "free": [2, 0]
+        }  # fmt: skip
+
+
+def test_coverage__is_given_back_whatever_the_manifest_has(tmp_path: Path) -> None:
+    (tmp_path / "mergepipe.json").write_bytes(with_fields(coverage={"b": [1, 2.5, None], "a": "ü"}))
+    with Catalog.open(tmp_path / "home") as catalog:
+        row = catalog.adopt_snapshot(tmp_path, created=NOON)
+        assert catalog.coverage(row.sid) == {"b": [1, 2.5, None], "a": "ü"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"", "manifest.not_json"),
+        (b"[]", "manifest.not_object"),
+        (b'{"format": 1}', "manifest.field"),
+        (with_fields(sid="../../x"), "manifest.field"),
+        (with_fields(sid="A" * 32), "manifest.field"),
+        (with_fields(operator=None), "manifest.field"),
+        (with_fields(operator="a\0b"), "manifest.field"),
+        (with_fields(plan_digest=7), "manifest.field"),
+        (with_fields(realized=[]), "manifest.field"),
+        (with_fields(realized={"base": -1}), "manifest.field"),
+        (with_fields(realized={"base": True}), "manifest.field"),
+        (with_fields(realized={"base": 2**63}), "manifest.field"),
+        (with_fields(realized={"base": 1.5}), "manifest.field"),
+        (with_fields(inputs={}), "manifest.field"),
+        (with_fields(inputs=[[]]), "manifest.field"),
+        (with_fields(inputs=[{"role": "base"}]), "manifest.field"),
+    ],
+)
+def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        parse_manifest(raw, Path("mergepipe.json"))
+    assert caught.value.code == code
+
+
+def test_parse_manifest__names_a_newer_format() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        parse_manifest(with_fields(format="mergepipe-manifest/2"), Path("mergepipe.json"))
+    assert caught.value.code == "manifest.newer"
+
+
+def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a'b\"; DROP TABLE models; --\nü"
+    manifest = replace(make_manifest("a"), operator="x'; --")
+    with Catalog.open(tmp_path / "home") as catalog:
+        row = catalog.record_snapshot(manifest, path, created=NOON)
+        assert (row.path, row.operator) == (path, "x'; --")
+        assert catalog.snapshot(path) == row

@@ -1,0 +1,26 @@
+"""Hypothesis profiles: `dev` by default, `ci` and `nightly` by HYPOTHESIS_PROFILE."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_RELAXED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_RELAXED, database=None)
+settings.register_profile(
+    "ci", max_examples=150, deadline=None, suppress_health_check=_RELAXED, database=None, derandomize=True
+)
+settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=_RELAXED, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or leaves anything in the user's catalog."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("MERGEPIPE_HOME", str(home))
+    return home

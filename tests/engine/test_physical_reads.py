@@ -1,0 +1,81 @@
+"""The bytes that a merge reports against those that the operating system counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mergepipe.testing.disk_families import make_models, write_family, write_recipe
+from mergepipe.testing.faults import drop_from_page_cache
+from mergepipe.testing.oracle import MergeCase
+
+WEIGHTS, DENSITIES = (0.7, 0.5), (0.2, 0.37)
+CASES = [
+    MergeCase("linear", WEIGHTS, DENSITIES),
+    MergeCase("ties", WEIGHTS, DENSITIES, normalize=True),
+    MergeCase("dare_ties", WEIGHTS, DENSITIES, normalize=True),
+]
+# A metadata read touches up to two pages more than it asks for, one at either end; each file has four or fewer.
+PAGES_PER_FILE = 8
+PAGE_BYTES = 4096
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import mergepipe
+
+def counted():
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+warm, recipe, out, memory = sys.argv[1:]
+mergepipe.merge(warm, out + "-warm", memory_bytes=int(memory))
+sys.stdin.readline()
+before = counted()
+report = mergepipe.merge(recipe, out, memory_bytes=int(memory))
+physical = counted() - before
+print(json.dumps({"physical": physical, "reported": report.read_bytes, "analysis": report.analysis_bytes,
+                  "tensors": report.base_bytes + report.expert_bytes}))
+"""
+
+
+def _run(folder: Path, warm: Path, recipe: Path, memory_bytes: int, cold: list[Path]) -> dict[str, int]:
+    """Merge `warm`, then `recipe` once its inputs are cold, in a process of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(warm), str(recipe), str(folder / "out"), str(memory_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not (folder / "out-warm").exists() and process.poll() is None:
+            time.sleep(0.01)
+        drop_from_page_cache(*cold)
+        answer, _ = process.communicate("go\n")
+    counts: dict[str, int] = json.loads(answer)
+    return counts
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.operator for case in CASES])
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000_000], ids=["ample", "tight"])
+def test_merge__reads_no_more_than_it_reports(tmp_path: Path, case: MergeCase, memory_bytes: int) -> None:
+    if not Path("/proc/self/io").exists():
+        pytest.skip("the operating system does not count reads per process")
+    rng = np.random.default_rng(0)
+    models = make_models(2)
+    large = tuple(dict(model, large=rng.standard_normal(700_001).astype(np.float32)) for model in models)
+    warm = write_recipe(tmp_path / "warm.yml", case, write_family(tmp_path / "warm", models))
+    family = write_family(tmp_path / "cold", large)
+    recipe = write_recipe(tmp_path / "recipe.yml", case, family)
+    counts = _run(tmp_path, warm, recipe, memory_bytes, [*family.places, recipe])
+    n_files = sum(1 for place in family.places for path in [place, *place.rglob("*")] if path.is_file())
+    assert counts["physical"] <= counts["reported"] + n_files * PAGES_PER_FILE * PAGE_BYTES
+    assert counts["analysis"] > 0 or case.operator == "linear" or memory_bytes == 1 << 30
+    if counts["physical"] == 0:
+        pytest.skip("this file system's reads are not counted")
+    assert counts["physical"] >= 0.9 * counts["tensors"]

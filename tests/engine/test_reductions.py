@@ -1,0 +1,166 @@
+"""Magnitude cuts against a sort, and inner products however the tensor is cut."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergepipe.blocks import F32, BlockGrid, Span
+from mergepipe.engine.reductions import InnerProductSums, MagnitudeCuts
+from mergepipe.engine.segments import GRAIN_ELEMENTS
+from mergepipe.engine.selection import NOTHING_KEPT_BITS
+from mergepipe.engine.summaries import TensorSummary
+from mergepipe.operators.base import InnerProducts, MagnitudeCut
+from mergepipe.testing.in_memory import StoredTensor, run_reduction
+from mergepipe.testing.strategies import FLOATS, Family, families, make_family
+
+
+def magnitudes_EN(family: Family) -> NDArray[np.uint32]:
+    """The bit patterns of |delta|, by numpy."""
+    base_N, experts_EN = family.base_N, family.experts_EN
+    with np.errstate(all="ignore"):
+        deltas_EN = np.where(experts_EN == base_N, np.float32(0), experts_EN - base_N).astype(np.float32)
+    return deltas_EN.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def assert_cuts(family: Family, kept_E: tuple[int, ...], threshold_bits_E: NDArray[np.uint32]) -> None:
+    """The cuts are those of a full sort, or keep all that a full sort keeps; NaN sorts above everything."""
+    n = len(family.base)
+    for bits_N, kept, threshold in zip(magnitudes_EN(family), kept_E, threshold_bits_E, strict=True):
+        selected = int((bits_N >= threshold).sum())
+        if kept == 0:
+            assert threshold == NOTHING_KEPT_BITS
+        elif kept == n:
+            assert selected == n
+        elif not np.isnan(bits_N.view(np.float32)).any():
+            assert threshold == np.sort(bits_N)[n - kept]
+            assert selected >= kept
+        else:
+            n_nan = int(np.isnan(bits_N.view(np.float32)).sum())
+            wanted = np.sort(bits_N)[n - kept] if kept > n_nan else threshold
+            assert threshold == wanted
+            assert threshold > np.float32(np.inf).view(np.uint32) or kept > n_nan
+
+
+@given(st.data(), st.sampled_from([0.0, 0.001, 0.5, 0.999, 1.0]))
+def test_magnitude_cuts__equals_a_sort(data: st.DataObject, share: float) -> None:
+    n_experts = data.draw(st.integers(1, 4))
+    family = data.draw(families(n_experts))
+    n = len(family.base)
+    kept_E = tuple(data.draw(st.one_of(st.integers(0, n), st.just(math.floor(share * n)))) for _ in range(n_experts))
+    tensor = StoredTensor(family, F32, data.draw(st.integers(0, 5)))
+    blocks = [tensor.block(span) for span in tensor.spans(data.draw(st.lists(st.integers(1, n), max_size=4)))]
+    sample = blocks[: data.draw(st.integers(0, len(blocks)))]
+    reduced = run_reduction(MagnitudeCuts(kept_E, n), blocks, sample)
+    assert reduced.threshold_bits_E is not None
+    assert_cuts(family, kept_E, reduced.threshold_bits_E)
+
+
+def _one_expert(deltas: NDArray[np.float32]) -> Family:
+    return Family(F32, (F32,), np.zeros(len(deltas), np.float32), (deltas,))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 0.25, 3e38, np.inf])
+@pytest.mark.parametrize("kept", [1, 7, 99, 100])
+def test_magnitude_cuts__keeps_all_of_equal_deltas(value: float, kept: int) -> None:
+    family = _one_expert(np.where(np.arange(100) % 2, value, -value).astype(np.float32))
+    tensor = StoredTensor(family, F32)
+    reduced = run_reduction(MagnitudeCuts((kept,), 100), [tensor.block(Span(0, 100))])
+    assert reduced.threshold_bits_E is not None
+    assert (magnitudes_EN(family)[0] >= reduced.threshold_bits_E[0]).all()
+
+
+def _drive_counting_refinements(
+    family: Family, kept: int, sample: list[Span], pieces: list[Span]
+) -> tuple[int, np.uint32]:
+    tensor = StoredTensor(family, F32)
+    selection = MagnitudeCuts((kept,), len(family.base))
+    for span in sample:
+        selection.survey(tensor.block(span))
+    selection.narrow()
+    for span in pieces:
+        selection.accumulate(tensor.block(span))
+    refinements = 0
+    if not selection.finish():
+        refinements = 1
+        for span in pieces:
+            selection.refine(tensor.block(span))
+        assert selection.finish()
+    threshold_bits_E = selection.result().threshold_bits_E
+    assert threshold_bits_E is not None
+    return refinements, threshold_bits_E[0]
+
+
+def test_magnitude_cuts__needs_one_pass_after_an_honest_sample() -> None:
+    deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
+    pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
+    refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 20_000, pieces[::5], pieces)
+    assert refinements == 0
+    assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-20_000]
+
+
+@pytest.mark.parametrize("wrong_by", [1e-6, 1e6, 0.0])
+def test_magnitude_cuts__is_exact_after_a_sample_that_misleads(wrong_by: float) -> None:
+    deltas = (np.random.default_rng(0).standard_normal(100_000) * 1e-3).astype(np.float32)
+    deltas[:10_000] *= np.float32(wrong_by)
+    pieces = [Span(i, i + 10_000) for i in range(0, 100_000, 10_000)]
+    refinements, threshold = _drive_counting_refinements(_one_expert(deltas), 30_000, pieces[:1], pieces)
+    assert refinements == 1
+    assert threshold == np.sort(np.abs(deltas).view(np.uint32))[-30_000]
+
+
+def test_magnitude_cuts__decides_each_expert_for_itself() -> None:
+    rng = np.random.default_rng(3)
+    family = make_family(rng, 30_000, F32, (F32, F32, F32, F32), 0.0)
+    tensor = StoredTensor(family, F32)
+    kept_E = (0, 30_000, 3_000, 1)
+    blocks = [tensor.block(Span(0, 16384)), tensor.block(Span(16384, 30_000))]
+    for sample in ([], blocks[:1]):
+        reduced = run_reduction(MagnitudeCuts(kept_E, 30_000), blocks, sample)
+        assert reduced.threshold_bits_E is not None
+        assert_cuts(family, kept_E, reduced.threshold_bits_E)
+
+
+@given(st.data())
+def test_inner_product_sums__do_not_depend_on_segmentation(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 4 * GRAIN_ELEMENTS + 5))
+    dtypes = tuple(data.draw(st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3)))
+    family = make_family(np.random.default_rng(data.draw(st.integers(0, 999))), n, F32, dtypes, 0.0)
+    tensor = StoredTensor(family, F32)
+    cuts = [GRAIN_ELEMENTS * i for i in data.draw(st.lists(st.integers(1, 4), max_size=4))]
+    whole = run_reduction(InnerProductSums(n, len(dtypes)), [tensor.block(Span(0, n))]).products_E3
+    parts = [tensor.block(span) for span in reversed(tensor.spans(cuts))]
+    in_parts = run_reduction(InnerProductSums(n, len(dtypes)), parts).products_E3
+    assert whole is not None
+    assert in_parts is not None
+    np.testing.assert_array_equal(whole, in_parts)
+    base_N = family.base_N.astype(np.float64)
+    deltas_EN = (family.experts_EN - family.base_N).astype(np.float64)
+    wanted = np.stack([[base_N @ base_N, d @ d, base_N @ d] for d in deltas_EN])
+    np.testing.assert_allclose(whole, wanted, rtol=1e-9, atol=1e-12)
+
+
+@given(st.data())
+def test_tensor_summary__answers_as_the_reduction_it_stands_in_for(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 5 * GRAIN_ELEMENTS))
+    dtypes = tuple(data.draw(st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3)))
+    family = make_family(np.random.default_rng(data.draw(st.integers(0, 999))), n, F32, dtypes, 0.0)
+    tensor = StoredTensor(family, F32)
+    grid = BlockGrid(n, 2 * GRAIN_ELEMENTS)
+    blocks = [tensor.block(span) for span in reversed(list(grid.spans()))]
+    kept_E = tuple(data.draw(st.integers(0, n)) for _ in dtypes)
+    summary = run_reduction(TensorSummary(grid, len(dtypes), MagnitudeCut(kept_E), (0.2, 0.5)), blocks)
+    cuts = run_reduction(MagnitudeCuts(kept_E, n), blocks)
+    assert summary.threshold_bits_E is not None
+    assert cuts.threshold_bits_E is not None
+    np.testing.assert_array_equal(summary.threshold_bits_E, cuts.threshold_bits_E)
+    products = run_reduction(TensorSummary(grid, len(dtypes), InnerProducts(), ()), blocks).products_E3
+    sums = run_reduction(InnerProductSums(n, len(dtypes)), blocks).products_E3
+    assert products is not None
+    assert sums is not None
+    np.testing.assert_array_equal(products, sums)

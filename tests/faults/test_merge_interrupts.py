@@ -1,0 +1,150 @@
+"""Ctrl-C at any moment: it comes through, and leaves no trace."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import mergepipe
+from mergepipe import publish
+from mergepipe.engine import pipeline
+from mergepipe.reports import Progress
+from mergepipe.storage.output import OutputFile
+from mergepipe.testing.disk_families import (
+    make_models,
+    tree_digest,
+    weights_digest,
+    write_family,
+    write_recipe,
+)
+from mergepipe.testing.faults import Fault, open_descriptors, replaced, worker_threads
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.workflows import merging
+
+CASE = MergeCase("ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    recipe = write_recipe(tmp_path / "recipe.yml", CASE, write_family(tmp_path / "in", make_models(2)))
+    mergepipe.merge(recipe, tmp_path / "wanted")
+    return recipe
+
+
+def run(recipe: Path) -> None:
+    mergepipe.merge(recipe, recipe.parent / "new" / "out", threads=2, shard_bytes=100_000)
+
+
+def check_no_trace(recipe: Path, inputs_digest: str) -> None:
+    """No output at all, or the whole of it where the interrupt came after the last step."""
+    folder = recipe.parent / "new"
+    assert worker_threads(patience_seconds=5) == []
+    assert tree_digest(recipe.parent / "in") == inputs_digest
+    if (folder / "out").exists():
+        assert [p.name for p in folder.iterdir()] == ["out"]
+        assert weights_digest(folder / "out") == weights_digest(recipe.parent / "wanted")
+        shutil.rmtree(folder)
+    assert not folder.exists()
+
+
+PLACES = [
+    (pipeline.Pipeline, "_start"),
+    (pipeline.Pipeline, "_admit"),
+    (pipeline.Pipeline, "_begin_pass"),
+    (pipeline.Pipeline, "_handle"),
+    (pipeline.Pipeline, "_after_compute"),
+    (OutputFile, "_open"),
+    (merging, "execute_merge"),
+    (merging, "write_durably"),
+    (publish, "sync_directory"),
+    (publish, "_renameat2"),
+    (fcntl, "flock"),
+    (os, "mkdir"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[name for _, name in PLACES])
+@pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
+def test_merge__interrupted_at_a_call_leaves_no_trace(recipe: Path, owner: object, name: str, afterwards: bool) -> None:
+    digest = tree_digest(recipe.parent / "in")
+    counter = Fault()
+    with replaced(owner, name, counter.wrap):
+        run(recipe)
+    shutil.rmtree(recipe.parent / "new")
+    assert counter.calls > 0
+    for at in sorted({0, 1, 2, 7, counter.calls // 2, counter.calls - 1} & set(range(counter.calls))):
+        descriptors = open_descriptors()
+        fault = Fault(at, KeyboardInterrupt(), afterwards=afterwards)
+        with replaced(owner, name, fault.wrap), pytest.raises(KeyboardInterrupt):
+            run(recipe)
+        check_no_trace(recipe, digest)
+        if (afterwards, name) != (True, "_open"):  # there the interrupt takes the descriptor on its way to its owner
+            assert open_descriptors() == descriptors
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 10])
+def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(recipe: Path, at: int) -> None:
+    digest = tree_digest(recipe.parent / "in")
+    seen: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) > at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mergepipe.merge(recipe, recipe.parent / "new" / "out", shard_bytes=2000, on_progress=interrupt)
+    check_no_trace(recipe, digest)
+
+
+@contextmanager
+def alarm_after(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt in this thread after `seconds`, as Ctrl-C would, unless the block is over by then."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def _no_garbage_callbacks() -> Iterator[None]:
+    """Take out hooks of the test tools in the garbage collector: an exception raised inside one is lost."""
+    hooks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = hooks
+
+
+# The interpreter drops an interrupt that arrives inside a callback of a weak reference: that run then finishes.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("_no_garbage_callbacks")
+def test_merge__interrupted_by_a_signal_leaves_no_trace(recipe: Path) -> None:
+    digest = tree_digest(recipe.parent / "in")
+    interrupted = finished = 0
+    seconds = 0.0002
+    while finished < 3 and interrupted < 100:
+        try:
+            with alarm_after(seconds):
+                run(recipe)
+                finished += 1
+        except KeyboardInterrupt:
+            interrupted += 1
+        check_no_trace(recipe, digest)
+        seconds += 0.0003
+    assert interrupted > 3

@@ -1,0 +1,108 @@
+"""Decoding and encoding of tiles against numpy and ml_dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BF16, F16, F32, F64, DType
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile
+from mergepipe.testing.rounding import canonical_bits, decode, encode
+
+FLOATS = (F64, F32, F16, BF16)
+DTYPE_IDS = [dtype.name for dtype in FLOATS]
+GUARD = 0xA5
+
+
+def decoded_by_kernel(raw: bytes, dtype: DType, offset: int = 0) -> NDArray[np.float32]:
+    """Decode tile by tile from a buffer in which the elements start at `offset`."""
+    buffer = np.frombuffer(bytes(offset) + raw, np.uint8).copy()
+    n = len(raw) // dtype.itemsize
+    result = np.empty(n, np.float32)
+    for start in range(0, n, TILE_ELEMENTS):
+        m = min(TILE_ELEMENTS, n - start)
+        tile = np.full(TILE_ELEMENTS, 7.0, np.float32)
+        decode_tile(buffer, offset + start * dtype.itemsize, dtype.kernel_code, m, tile)
+        assert np.all(tile[m:] == 7.0)
+        result[start : start + m] = tile[:m]
+    return result
+
+
+def encoded_by_kernel(values: NDArray[np.float32], dtype: DType, offset: int = 0) -> NDArray[Any]:
+    """Encode tile by tile at `offset` of a guarded buffer; the stored elements."""
+    nbytes = len(values) * dtype.itemsize
+    buffer = np.full(offset + nbytes + 8, GUARD, np.uint8)
+    for start in range(0, len(values), TILE_ELEMENTS):
+        tile = np.zeros(TILE_ELEMENTS, np.float32)
+        m = min(TILE_ELEMENTS, len(values) - start)
+        tile[:m] = values[start : start + m]
+        encode_tile(tile, m, buffer, offset + start * dtype.itemsize, dtype.kernel_code)
+    assert np.all(buffer[:offset] == GUARD)
+    assert np.all(buffer[offset + nbytes :] == GUARD)
+    return np.frombuffer(buffer[offset : offset + nbytes].tobytes(), encode(values[:0], dtype).dtype)
+
+
+def assert_same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
+    """Equal bit by bit, all NaN being one."""
+    np.testing.assert_array_equal(canonical_bits(found), canonical_bits(wanted))
+
+
+def hard_values() -> NDArray[np.float32]:
+    """Every bfloat16 and float16 value, the middles between neighbours, and one float32 step to either side."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    exact = np.concatenate([decode(patterns.tobytes(), BF16), decode(patterns.tobytes(), F16)])
+    with np.errstate(all="ignore"):
+        middles_bf16 = (patterns.astype(np.uint32) << 16 | np.uint32(0x8000)).view(np.float32)
+        halves = decode(patterns.tobytes(), F16).astype(np.float64)
+        middles_f16 = ((halves[:-1] + halves[1:]) / 2).astype(np.float32)
+        centers = np.concatenate([exact, middles_bf16, middles_f16, np.array([65519.996, 65520.0], np.float32)])
+        up, down = np.nextafter(centers, np.float32(np.inf)), np.nextafter(centers, np.float32(-np.inf))
+    return np.concatenate([centers, up, down])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["F16", "BF16"])
+def test_decode_tile__is_right_for_every_16_bit_pattern(dtype: DType) -> None:
+    raw = np.arange(1 << 16, dtype=np.uint16).tobytes()
+    assert_same(decoded_by_kernel(raw, dtype), decode(raw, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPE_IDS)
+def test_encode_tile__rounds_hard_values_as_the_libraries_do(dtype: DType) -> None:
+    values = hard_values()
+    assert_same(encoded_by_kernel(values, dtype), encode(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPE_IDS)
+def test_encode_tile__writes_one_nan(dtype: DType) -> None:
+    nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0x7FC01234], np.uint32).view(np.float32)
+    stored = encoded_by_kernel(nans, dtype)
+    assert np.array_equal(stored.view(f"u{dtype.itemsize}"), canonical_bits(stored))
+    assert np.all(np.isnan(stored.astype(np.float64)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=DTYPE_IDS)
+@pytest.mark.parametrize("offset", range(9))
+def test_codec__works_at_any_byte_offset(dtype: DType, offset: int) -> None:
+    values = np.random.default_rng(offset).standard_normal(TILE_ELEMENTS + 77).astype(np.float32)
+    raw = encode(values, dtype).tobytes()
+    assert_same(decoded_by_kernel(raw, dtype, offset), decode(raw, dtype))
+    assert_same(encoded_by_kernel(values, dtype, offset), encode(values, dtype))
+
+
+@given(st.sampled_from(FLOATS), st.binary(min_size=8, max_size=4096), st.integers(0, 7))
+def test_codec__decodes_and_encodes_any_bytes_as_the_libraries_do(dtype: DType, content: bytes, offset: int) -> None:
+    raw = content[: len(content) // dtype.itemsize * dtype.itemsize]
+    values = decode(raw, dtype)
+    assert_same(decoded_by_kernel(raw, dtype, offset), values)
+    assert_same(encoded_by_kernel(values, dtype, offset), encode(values, dtype))
+
+
+@given(st.sampled_from(FLOATS), st.binary(min_size=4, max_size=4096))
+def test_encode_tile__rounds_any_float32_as_the_libraries_do(dtype: DType, content: bytes) -> None:
+    values = np.frombuffer(content[: len(content) // 4 * 4], np.float32)
+    assert_same(encoded_by_kernel(values, dtype), encode(values, dtype))

@@ -1,0 +1,98 @@
+"""Sequential output files: exact to the byte, and never left open."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.budget import Ledger, Purpose
+from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.storage.output import CHUNK_BYTES, OutputFile, sync_directory, write_durably
+from mergepipe.testing.faults import Fault, open_descriptors, replaced, short_writes, system_error
+
+SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5000]
+
+
+def write(path: Path, content: bytes, cuts: list[int], ledger: Ledger) -> None:
+    edges = [0, *sorted(cuts), len(content)]
+    with OutputFile(path, len(content), ledger) as output:
+        for start, stop in pairwise(edges):
+            part = content[start:stop]
+            output.append(part if start % 2 else np.frombuffer(part, np.uint8))
+        output.close()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("is_short", [False, True], ids=["whole", "short"])
+def test_output_file__holds_exactly_what_was_appended(tmp_path: Path, nbytes: int, is_short: bool) -> None:
+    content = np.random.default_rng(nbytes).bytes(nbytes)
+    ledger = Ledger()
+    before = open_descriptors()
+    with replaced(os, "pwrite", short_writes if is_short else lambda pwrite: pwrite):
+        write(tmp_path / "out", content, [nbytes // 3, nbytes // 2], ledger)
+    assert (tmp_path / "out").read_bytes() == content
+    assert ledger.usage()[Purpose.OUTPUT] == nbytes
+    assert open_descriptors() == before
+
+
+@given(st.data())
+def test_output_file__does_not_depend_on_how_it_is_cut(tmp_path: Path, data: st.DataObject) -> None:
+    content = np.random.default_rng(0).bytes(data.draw(st.integers(0, 20_000)))
+    cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=5))
+    path = tmp_path / "out"
+    path.unlink(missing_ok=True)
+    write(path, content, cuts, Ledger())
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("written", [b"", b"xx", b"xxxx"])
+def test_output_file__refuses_to_close_with_another_size(tmp_path: Path, written: bytes) -> None:
+    before = open_descriptors()
+    with OutputFile(tmp_path / "out", 3, Ledger()) as output:
+        output.append(written)
+        with pytest.raises(ValueError, match="3 declared"):
+            output.close()
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "ftruncate", "fsync"])
+def test_output_file__tells_what_failed_and_leaves_no_descriptor(tmp_path: Path, name: str) -> None:
+    before = open_descriptors()
+    with (
+        replaced(os, name, Fault(0, system_error(errno.ENOSPC)).wrap),
+        pytest.raises(StorageError) as caught,
+    ):
+        write(tmp_path / "out", b"x" * 5000, [], Ledger())
+    assert caught.value.code == "storage.no-space"
+    assert str(tmp_path / "out") in str(caught.value)
+    assert open_descriptors() == before
+
+
+def test_output_file__reserves_its_space_before_anything_is_written(tmp_path: Path) -> None:
+    with OutputFile(tmp_path / "out", 1 << 20, Ledger()):
+        assert (tmp_path / "out").stat().st_blocks * 512 >= 1 << 20
+
+
+def test_output_file__where_it_cannot_be_made_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        OutputFile(tmp_path / "nowhere" / "out", 1, Ledger())
+
+
+def test_write_durably__writes_a_new_file_only(tmp_path: Path) -> None:
+    ledger = Ledger()
+    write_durably(tmp_path / "file", b"abc", ledger)
+    sync_directory(tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"abc"
+    assert ledger.usage()[Purpose.OUTPUT] == 3
+    with pytest.raises(StorageError):
+        write_durably(tmp_path / "file", b"other", ledger)
+    assert (tmp_path / "file").read_bytes() == b"abc"
+    with pytest.raises(NotFoundError):
+        sync_directory(tmp_path / "nowhere")
