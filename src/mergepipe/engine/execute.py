@@ -14,6 +14,7 @@ from mergepipe.budget import Ledger
 from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
 from mergepipe.engine.jobs import Job, TensorWork
+from mergepipe.engine.knowledge import StatisticsByTensor, answer
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.probing import ProbeSummary, sample_runs
 from mergepipe.engine.reductions import Reduction, make_reduction
@@ -54,7 +55,8 @@ class MergeWork:
 
     With `access` only what it plans is read, cut on its grid so that reads cost what was planned.
     `on_statistics` takes the statistics of the experts' tensors named in `statistics_of`, which are read in full; it
-    is called on the calling thread with the task, the expert and the statistics.
+    is called on the calling thread with the task, the expert and the statistics. `statistics_E` holds what is known of
+    each expert already, exactly: what it answers is not gathered again.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -65,6 +67,7 @@ class MergeWork:
     renormalize: bool = False
     on_statistics: OnStatistics | None = None
     statistics_of: frozenset[str] = frozenset()
+    statistics_E: tuple[StatisticsByTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ def _merge_jobs(
     work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int
 ) -> Iterator[Job]:
     for shape in shapes:
-        yield Job(shape, [_merge_work(work, tasks[i]) for i in shape.task_indices], held_limit)
+        works = [_merge_work(work, tasks[i]) for i in shape.task_indices]
+        yield Job(shape, works, held_limit, reads_once=work.access is not None)
 
 
 def _cutting(work: MergeWork) -> tuple[int, RunsOf]:
@@ -183,6 +187,10 @@ def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
     request = work.operator.reduction(given)
     if access is not None:
         request = access.request(task.name, request)
+    elif request is not None and work.statistics_E and task.name not in work.statistics_of:
+        known = answer(task.name, request, work.statistics_E)
+        if known is not None:
+            return TensorWork(task, None, lambda _: work.operator.block_function(given, known))
     if work.on_statistics is None or access is not None or task.name not in work.statistics_of:
         reduction: Reduction | None = make_reduction(request, given.n_elements, len(task.experts)) if request else None
         return TensorWork(task, reduction, make_function)

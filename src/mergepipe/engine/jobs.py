@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mergepipe.engine.reductions import Reduction
 from mergepipe.engine.segments import JobShape, Piece, SegmentLayout, SegmentShape
+from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipe.resolve import MergeTask
 
@@ -80,14 +81,24 @@ class TensorWork:
 class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
-    `writes` is False for an analysis: then the work ends with the reductions.
+    `writes` is False for an analysis: then the work ends with the reductions. `reads_once` refuses what a budget has
+    not been charged for: reading a tensor again that does not fit into memory.
     """
 
-    def __init__(self, shape: JobShape, works: Sequence[TensorWork], held_limit: int, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        shape: JobShape,
+        works: Sequence[TensorWork],
+        held_limit: int,
+        *,
+        writes: bool = True,
+        reads_once: bool = False,
+    ) -> None:
         self.shape = shape
         self._works = dict(zip(shape.task_indices, works, strict=True))
         self._held_limit = held_limit
         self._writes = writes
+        self._reads_once = reads_once
 
     def passes(self) -> Iterator[Pass]:
         """The passes in order; each may be computed only when the one before is complete."""
@@ -97,6 +108,14 @@ class Job:
                 yield Pass(Stage.MERGE, self.shape.segments, True, Afterwards.WRITE, last_reads=True)
         elif len(self.shape.segments) <= self._held_limit:
             yield from self._passes_in_memory()
+        elif self._reads_once:
+            name = next(work.task.name for work in self._works.values() if work.reduction)
+            raise LimitError.of(
+                "memory.plan",
+                name,
+                f"{len(self.shape.segments)} buffers are needed to hold this tensor, --memory allows {self._held_limit}",
+                "raise --memory, or run `mergepipe analyze` first so that it need not be held",
+            )
         else:
             yield from self._passes_streaming()
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -60,13 +61,27 @@ class _RunningJob:
     finished: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """What a worker reports: a buffer was filled, computed or written, or the worker failed."""
+class _Step(Enum):
+    """What a worker did to a buffer."""
 
-    kind: str
-    filled: _Filled | None = None
-    error: BaseException | None = None
+    READ = auto()  # one of its requests
+    COMPUTED = auto()
+    WRITTEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A worker's report of success."""
+
+    step: _Step
+    filled: _Filled
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A worker's last words."""
+
+    error: BaseException
 
 
 class Pipeline:
@@ -89,7 +104,7 @@ class Pipeline:
         self._sink = sink
         self._threads = threads
         self._on_tick = on_tick
-        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, int] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
         self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
@@ -186,20 +201,20 @@ class Pipeline:
         for index in range(len(layout.reads)):
             self._read_queue.put((filled, index))
 
-    def _handle(self, event: _Event) -> None:
-        if event.error is not None:
+    def _handle(self, event: _Done | _Failed) -> None:
+        if isinstance(event, _Failed):
             raise event.error
         filled = event.filled
-        assert filled is not None
-        if event.kind == "read":
-            filled.reads_left -= 1
-            if filled.reads_left == 0:
-                self._compute_queue.put((filled, filled.job.current.stage))
-        elif event.kind == "computed":
-            self._after_compute(filled)
-        else:
-            self._release(filled)
-            self._retire()
+        match event.step:
+            case _Step.READ:
+                filled.reads_left -= 1
+                if filled.reads_left == 0:
+                    self._compute_queue.put((filled, filled.job.current.stage))
+            case _Step.COMPUTED:
+                self._after_compute(filled)
+            case _Step.WRITTEN:
+                self._release(filled)
+                self._retire()
 
     def _after_compute(self, filled: _Filled) -> None:
         running = filled.job
@@ -244,7 +259,7 @@ class Pipeline:
         try:
             loop()
         except BaseException as error:  # every failure is raised again by the coordinating thread
-            self._events.put(_Event("failed", error=error))
+            self._events.put(_Failed(error))
 
     def _read_loop(self) -> None:
         while (order := self._read_queue.get()) is not None and not self._stopping.is_set():
@@ -260,18 +275,18 @@ class Pipeline:
                     f"ended at byte {read.offset + got}, {file.size_bytes} bytes were there when it was opened",
                     "do not change inputs during a merge; run again",
                 )
-            self._events.put(_Event("read", filled))
+            self._events.put(_Done(_Step.READ, filled))
 
     def _compute_loop(self) -> None:
         while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
             filled, stage = order
             filled.job.job.compute(stage, filled.layout, filled.buffer)
-            self._events.put(_Event("computed", filled))
+            self._events.put(_Done(_Step.COMPUTED, filled))
 
     def _write_loop(self) -> None:
         while (filled := self._write_queue.get()) is not None and not self._stopping.is_set():
             self._sink.write_segment(filled.layout.pieces, filled.buffer)
-            self._events.put(_Event("written", filled))
+            self._events.put(_Done(_Step.WRITTEN, filled))
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:
         self._stopping.set()
