@@ -13,11 +13,12 @@ from mergepipe.blocks import BlockGrid, Span
 from mergepipe.engine.segments import Run, full_access
 from mergepipe.engine.selection import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
-from mergepipe.plan import PlannedTensor
+from mergepipe.plan import Access, PlannedTensor
 from mergepipe.recipe.resolve import MergeTask
 
 OMITTED = -1
 FREE = -2  # equal to the base: known without reading
+UNREAD_PRODUCTS = (1.0, 0.0, 0.0)  # of an expert of which nothing is read: as if it were the base itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class PlannedAccess:
         if planned is None:
             return None
         bits = [self._bits(planned, e) for e in range(len(planned.access))]
-        products = [access.products for access in planned.access]
+        products = [self._products(access) for access in planned.access]
         all_bits = None if None in bits else np.array(bits, np.uint32)
         all_products = None if None in products else np.array(products, np.float64)
         if all_bits is None and all_products is None:
@@ -69,6 +70,10 @@ class PlannedAccess:
             return NOTHING_KEPT_BITS  # nothing of it is read: any cut will do
         return access.threshold_bits
 
+    def _products(self, access: Access) -> tuple[float, float, float] | None:
+        is_read = bool(access.blocks or access.shared)
+        return access.products if is_read else UNREAD_PRODUCTS
+
     def request(self, name: str, wanted: ReductionRequest | None) -> ReductionRequest | None:
         """What is left to be reduced: nothing that the plan knows, nothing of experts that are not read."""
         planned = self.tensors.get(name)
@@ -80,7 +85,7 @@ class PlannedAccess:
                 left_E = tuple(kept if is_open else 0 for kept, is_open in zip(kept_E, open_E, strict=True))
                 return MagnitudeCut(left_E) if any(open_E) else None
             case InnerProducts():
-                return None if all(access.products for access in planned.access) else wanted
+                return None if all(self._products(access) for access in planned.access) else wanted
 
     def completed(self, name: str, reduced: Reduced) -> Reduced:
         """What was reduced, joined with what the plan knows."""

@@ -113,7 +113,7 @@ class Job:
             raise LimitError.of(
                 "memory.plan",
                 name,
-                f"{len(self.shape.segments)} buffers are needed to hold this tensor, --memory allows {self._held_limit}",
+                f"{len(self.shape.segments)} buffers would hold this tensor, --memory allows {self._held_limit}",
                 "raise --memory, or run `mergepipe analyze` first so that it need not be held",
             )
         else:
