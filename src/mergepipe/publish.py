@@ -133,7 +133,15 @@ class Staging:
         except OSError as error:
             raise os_error(error, self._out, "publishing it") from error
         self._made_parents = ()
-        sync_directory(self._out.parent)
+        try:
+            sync_directory(self._out.parent)
+        except StorageError as error:
+            raise StorageError.of(
+                "output.not-durable",
+                self._out,
+                "is complete and in its place, but making its name durable failed",
+                "check the disk before you rely on it",
+            ) from error
         if replaced:
             shutil.rmtree(self._path, ignore_errors=True)
 

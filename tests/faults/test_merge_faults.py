@@ -54,7 +54,7 @@ class Job:
         return self.folder / "results" / "out"
 
     def run(self) -> None:
-        mergepipe.merge(self.recipe, self.out, threads=2, shard_bytes=100_000)
+        mergepipe.merge(self.recipe, self.out, threads=2, shard_bytes=100_000, catalog=False)
 
     def check_nothing_left(self, descriptors: set[tuple[str, str]]) -> None:
         """No output, no staging, no thread, no open file, and untouched inputs."""

@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def run(recipe: Path) -> None:
-    mergepipe.merge(recipe, recipe.parent / "new" / "out", threads=2, shard_bytes=100_000)
+    mergepipe.merge(recipe, recipe.parent / "new" / "out", threads=2, shard_bytes=100_000, catalog=False)
 
 
 def check_no_trace(recipe: Path, inputs_digest: str) -> None:
@@ -92,7 +92,10 @@ def test_merge__interrupted_at_a_call_leaves_no_trace(recipe: Path, owner: objec
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 10])
-def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(recipe: Path, at: int) -> None:
+def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(
+    recipe: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergepipe.engine.pipeline.TICK_SECONDS", 0.0)  # a report at every event
     digest = tree_digest(recipe.parent / "in")
     seen: list[Progress] = []
 
@@ -102,7 +105,7 @@ def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(recipe: P
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mergepipe.merge(recipe, recipe.parent / "new" / "out", shard_bytes=2000, on_progress=interrupt)
+        mergepipe.merge(recipe, recipe.parent / "new" / "out", shard_bytes=2000, catalog=False, on_progress=interrupt)
     check_no_trace(recipe, digest)
 
 

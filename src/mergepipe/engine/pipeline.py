@@ -6,7 +6,9 @@ nothing but queues is shared. Memory: the buffer pool, and what reductions state
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,6 +114,7 @@ class Pipeline:
         self._active: deque[_RunningJob] = deque()
         self._ready: dict[int, _Filled] = {}
         self._next_to_write = 0
+        self._next_tick = 0.0
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Run all jobs to their end, or raise the first worker's error after every thread has stopped.
@@ -141,13 +144,15 @@ class Pipeline:
                 reading = self._admit(jobs)
             if reading is None and not self._active:
                 return
-            try:
-                event = self._events.get(timeout=TICK_SECONDS)
-            except Empty:
-                self._on_tick()
-                continue
+            self._tick()
+            with contextlib.suppress(Empty):
+                self._handle(self._events.get(timeout=TICK_SECONDS))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
             self._on_tick()
-            self._handle(event)
 
     def _admit(self, jobs: Iterator[Job]) -> _RunningJob | None:
         """Start the next job, or None at the end."""

@@ -45,8 +45,10 @@ def _keep_random(
 
 @kernel
 def _add_scaled(delta: Floats, n: int, coefficient: np.float32, total: Floats) -> None:
+    # An element without a delta is left alone, so that reading it or not is the same, down to the sign of a zero.
     for i in range(n):
-        total[i] += coefficient * delta[i]
+        added = total[i] + coefficient * delta[i]
+        total[i] = total[i] if delta[i] == np.float32(0.0) else added
 
 
 @kernel
@@ -136,6 +138,7 @@ def merge_block(
                 _add_agreeing(deltas_EN[e], m, coefficients_E[e], total, numerator, divisor)
             _settle(total, numerator, divisor, m, normalize, delta_scale)
             for i in range(m):
-                total[i] = anchor_scale * base[i] + numerator[i]
+                anchor = anchor_scale * base[i]
+                total[i] = anchor if numerator[i] == np.float32(0.0) else anchor + numerator[i]
         encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
         start += m

@@ -38,7 +38,7 @@ from mergepipe.recipe.load import load_recipe
 from mergepipe.recipe.model import Recipe
 from mergepipe.recipe.resolve import Action, Resolution, resolve
 from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
-from mergepipe.statistics import COMMON_DENSITIES
+from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
@@ -98,7 +98,8 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
 
 
 def _sidecar_bytes(base: Checkpoint) -> int:
-    return sum((base.root / name).stat().st_size for name in base.sidecars)
+    store = LocalStore()
+    return sum(store.size_bytes(base.root / name) for name in base.sidecars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class _Run:
                 renormalize=self._plan is not None and self._plan.on_omit == "renormalize",
                 on_statistics=recorder.take if recorder else None,
                 statistics_of=recorder.expected if recorder else frozenset(),
+                statistics_E=self._known_statistics(),
             )
             digests = execute_merge(
                 work, self._output, directory, files, self._settings.engine, self._store.ledger,
@@ -225,6 +227,17 @@ class _Run:
             model.content_id or (known_content_id(self._link, expert, files) if model.planned_bytes else "")
             for model, expert in zip(planned, self._inputs.experts, strict=True)
         )
+
+    def _known_statistics(self) -> tuple[Mapping[str, TensorStatistics], ...]:
+        """Exact statistics of each expert, for a merge in full; a plan holds what it needs."""
+        if self._plan is not None:
+            return ()
+        return self._link.use(self._statistics) or ()
+
+    def _statistics(self, catalog: Catalog) -> tuple[Mapping[str, TensorStatistics], ...]:
+        base_row = catalog.model_for(self._inputs.base)
+        rows = [catalog.model_for(expert) for expert in self._inputs.experts]
+        return tuple(catalog.statistics(row, base_row) if row and base_row else {} for row in rows)
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
