@@ -156,7 +156,7 @@ class Plan:
         return digest_of(content)
 
     def to_json(self) -> bytes:
-        """Readable JSON (`docs/format.md`, section Plan; `schemas/plan.schema.json`)."""
+        """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
         return (json.dumps({"digest": self.digest, **_content(self)}, indent=1, ensure_ascii=False) + "\n").encode()
 
 

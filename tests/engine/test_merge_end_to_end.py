@@ -60,7 +60,7 @@ def family_for(case: MergeCase, folder: Path, layout: int = 0) -> DiskFamily:
 
 
 def smallest_memory(recipe: Path) -> int:
-    """The least `memory_bytes` with which this merge runs."""
+    """The least `memory_bytes` with which this merge runs when it gathers no statistics."""
     tasks = plan_output(open_inputs(recipe, LocalStore()).resolution.tasks, 1 << 40).tasks
     low, high = 0, 1 << 30
     while high - low > 1:
@@ -74,13 +74,13 @@ def smallest_memory(recipe: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("out_dtype", [None, "bfloat16"])
-def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str | None) -> None:
+@pytest.mark.parametrize(("out_dtype", "catalog"), [(None, False), (None, True), ("bfloat16", True)])
+def test_merge__agrees_with_the_oracle(tmp_path: Path, name: str, out_dtype: str | None, catalog: bool) -> None:
     case = CASES[name]
     family = family_for(case, tmp_path)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family, out_dtype)
     before = tree_digest(*family.places)
-    report = mergepipe.merge(recipe, tmp_path / "out", seed=5)
+    report = mergepipe.merge(recipe, tmp_path / "out", seed=5, catalog=catalog)
     assert wrong_elements(case, family, tmp_path / "out", 5, out_dtype) == {}
     assert tree_digest(*family.places) == before
     assert (report.merged_tensors, report.copied_tensors) == (11, 3)
@@ -94,11 +94,11 @@ def test_merge__in_the_smallest_memory_is_right_too(tmp_path: Path, name: str, t
     family = family_for(case, tmp_path, layout=1)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
     memory = smallest_memory(recipe)
-    report = mergepipe.merge(recipe, tmp_path / "out", threads=threads, memory_bytes=memory)
+    report = mergepipe.merge(recipe, tmp_path / "out", threads=threads, memory_bytes=memory, catalog=False)
     assert wrong_elements(case, family, tmp_path / "out", 0, None) == {}
     assert (report.analysis_bytes > 0) == (name != "linear")
     with pytest.raises(LimitError) as caught:
-        mergepipe.merge(recipe, tmp_path / "out2", threads=threads, memory_bytes=memory - 1)
+        mergepipe.merge(recipe, tmp_path / "out2", threads=threads, memory_bytes=memory - 1, catalog=False)
     assert caught.value.code == "memory.too-small"
     assert not (tmp_path / "out2").exists()
 
@@ -112,11 +112,16 @@ def test_merge__makes_the_same_bytes_however_it_is_run(tmp_path: Path, name: str
         family = family_for(case, folder, layout)
         recipe = write_recipe(folder / "recipe.yml", case, family)
         smallest = smallest_memory(recipe)
-        runs = [(1, None, 1 << 40), (2, smallest, 1 << 40), (5, smallest + 300_000, 20_000), (2, smallest * 3, 70_000)]
-        for number, (threads, memory, shard_bytes) in enumerate(runs):
+        runs = [
+            (1, None, 1 << 40, True),
+            (2, smallest, 1 << 40, False),
+            (5, smallest + 300_000, 20_000, False),
+            (2, smallest * 3, 70_000, layout == 1),
+        ]
+        for number, (threads, memory, shard_bytes, catalog) in enumerate(runs):
             out = folder / f"out{number}"
             report = mergepipe.merge(
-                recipe, out, threads=threads, memory_bytes=memory, shard_bytes=shard_bytes, seed=11
+                recipe, out, threads=threads, memory_bytes=memory, shard_bytes=shard_bytes, seed=11, catalog=catalog
             )
             digests.add(weights_digest(out))
             streamed += report.analysis_bytes > 0 and name in WITH_REDUCTION
@@ -191,7 +196,7 @@ def test_merge__of_small_tensors_alone_runs_in_the_smallest_memory(tmp_path: Pat
     models = tuple({f"t{i}": rng.standard_normal(1250).astype(np.float32) for i in range(40)} for _ in range(2))
     family = write_family(tmp_path, models)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    mergepipe.merge(recipe, tmp_path / "out", memory_bytes=smallest_memory(recipe))
+    mergepipe.merge(recipe, tmp_path / "out", memory_bytes=smallest_memory(recipe), catalog=False)
     assert wrong_elements(case, family, tmp_path / "out", 0, None) == {}
 
 

@@ -35,10 +35,10 @@ def counted():
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 warm, recipe, out, memory = sys.argv[1:]
-mergepipe.merge(warm, out + "-warm", memory_bytes=int(memory))
+mergepipe.merge(warm, out + "-warm", memory_bytes=int(memory), catalog=False)
 sys.stdin.readline()
 before = counted()
-report = mergepipe.merge(recipe, out, memory_bytes=int(memory))
+report = mergepipe.merge(recipe, out, memory_bytes=int(memory), catalog=False)
 physical = counted() - before
 print(json.dumps({"physical": physical, "reported": report.read_bytes, "analysis": report.analysis_bytes,
                   "tensors": report.base_bytes + report.expert_bytes}))

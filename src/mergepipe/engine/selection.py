@@ -94,6 +94,7 @@ class RankSearch:
 
         `all_coarse` says that no element has low magnitude bits, which makes the coarse counts exact.
         """
+        self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
         for rank, answer in self._answers.items():
             if answer is None:

@@ -47,8 +47,9 @@ def score_blocks(columns: Columns, knowledge: Knowledge, rules: Rules) -> NDArra
 def _surviving_share(e: int, columns: Columns, knowledge: Knowledge, rules: Rules) -> NDArray[np.float64]:
     """Share of each block's energy at or above its tensor's cut, from energies by octave of magnitude.
 
-    Inside the octave that holds the cut, magnitudes are taken to be spread evenly: of the energy between `lo` and `hi`
-    the share `(hi^3 - cut^3) / (hi^3 - lo^3)` is above the cut.
+    Inside the octave that holds the cut, energy is taken to be spread evenly over the logarithm of magnitude: the
+    share above the cut at `x` of the octave's upper end is `-log2 x`, here `(1 - x) (1 + 1 / 2x)`, which is within 0.01
+    of it and the same on every machine.
     """
     bits_T = rules.cut_bits_ET[e]
     cut_T = np.where(bits_T == UNKNOWN, 0, bits_T).astype(np.uint32).view(np.float32)
@@ -72,8 +73,8 @@ def octave_position(largest_B: NDArray[np.float32], cut_B: NDArray[np.float32]) 
     cut_in_octave_B = np.ldexp(np.float32(0.5) / mantissa_B, np.minimum(octave_B - (exponent_B - 1), 0)).astype(
         np.float32
     )
-    above_B = np.float32(1) - cut_in_octave_B * cut_in_octave_B * cut_in_octave_B
-    above_B = np.where(in_last_B, above_B, above_B * np.float32(8 / 7))
+    above_B = np.float32(1) - cut_in_octave_B
+    above_B = np.where(in_last_B, above_B, above_B * (np.float32(1) + np.float32(0.5) / cut_in_octave_B))
     position_B = np.where(ratio_B < 1, np.float32(0), octave_B.astype(np.float32) + above_B)
     return np.where(np.isposinf(ratio_B), np.float32(N_OCTAVES), position_B).astype(np.float32)
 

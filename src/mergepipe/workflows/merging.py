@@ -223,9 +223,12 @@ class _Run:
         if self._plan is None:
             return tuple(known_content_id(self._link, expert, files) for expert in self._inputs.experts)
         planned = [model for model in self._plan.models if model.role == "expert"]
+        taking_part = {
+            e for tensor in self._plan.tensors for e, each in enumerate(tensor.access) if each.blocks or each.shared
+        }
         return tuple(
-            model.content_id or (known_content_id(self._link, expert, files) if model.planned_bytes else "")
-            for model, expert in zip(planned, self._inputs.experts, strict=True)
+            model.content_id or (known_content_id(self._link, expert, files) if e in taking_part else "")
+            for e, (model, expert) in enumerate(zip(planned, self._inputs.experts, strict=True))
         )
 
     def _known_statistics(self) -> tuple[Mapping[str, TensorStatistics], ...]:
