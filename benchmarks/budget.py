@@ -74,12 +74,12 @@ class Bench:
             raise SystemExit(f"{' '.join(command)} failed:\n{text}")
         return json.loads(text[text.index("{") :]), cost
 
-    def merge(self, recipe: Path, experts: int, *options: object, home: Path | None = None) -> Merged:
+    def merge(self, recipe: Path, experts: int, *options: object, repeat: int | None = None) -> Merged:
         """The median of repeated merges."""
         out = self.work / "out"
         runs = []
-        for _ in range(self.repeat):
-            report, cost = self.run("merge", recipe, out, *options, experts=experts, home=home)
+        for _ in range(repeat or self.repeat):
+            report, cost = self.run("merge", recipe, out, *options, experts=experts)
             shutil.rmtree(out)
             runs.append((cost.wall_seconds, report, cost))
         runs.sort(key=lambda run: run[0])
@@ -114,7 +114,7 @@ def growth(bench: Bench) -> Table:
     for experts in (k for k in GROWTH if k <= len(bench.family.experts)):
         recipe = bench.recipe("ties", experts, 0.2)
         ours = bench.merge(recipe, experts, "--budget", budget)
-        full = bench.merge(recipe, experts)
+        full = bench.merge(recipe, experts, repeat=1)
         rows.append(
             (
                 str(experts), ours.gb("expert_bytes"), ours.gb("base_bytes"), ours.gb("output_bytes"),
@@ -139,19 +139,13 @@ def sweep(bench: Bench) -> Table:
 def repeats(bench: Bench) -> Table:
     """Five repeats of one budgeted merge."""
     recipe = bench.recipe("ties", 6, 0.2)
-    five = Bench.merge(_with_repeat(bench, 5), recipe, 6, "--budget", "30%")
+    five = bench.merge(recipe, 6, "--budget", "30%", repeat=5)
     times = five.all_seconds
     spread = statistics.stdev(times) / statistics.mean(times)
     row = (five.gb("expert_bytes"), ", ".join(f"{t:.2f}" for t in times), f"{spread:.1%}")
     return Table(
         "Five repeats at 30 % (ties, K = 6)", ("expert GB (each time)", "s", "coefficient of variation"), (row,)
     )
-
-
-def _with_repeat(bench: Bench, repeat: int) -> Bench:
-    copy = object.__new__(Bench)
-    copy.__dict__.update({**bench.__dict__, "repeat": repeat})
-    return copy
 
 
 def overheads(bench: Bench) -> Table:

@@ -41,11 +41,14 @@ def read_heldout(root: Path) -> Heldout:
     return Heldout.from_json((root / FILE_NAME).read_text())
 
 
-def heldout_losses(model: Path, heldout: Heldout) -> dict[str, float]:
-    """Load `model` in float32; return nats per token for each domain."""
+def heldout_losses(model: Path, heldout: Heldout, *, as_bf16: bool = False) -> dict[str, float]:
+    """Load `model` in float32, rounded to bfloat16 first if `as_bf16`; return nats per token for each domain."""
     from benchmarks import tiny_lm
 
-    return tiny_lm.losses(tiny_lm.load_model(model), heldout.windows)
+    loaded = tiny_lm.load_model(model)
+    if as_bf16:
+        tiny_lm.round_to_bf16(loaded)
+    return tiny_lm.losses(loaded, heldout.windows)
 
 
 def mean(losses: Mapping[str, float]) -> float:

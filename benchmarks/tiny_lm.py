@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 LmModel: TypeAlias = Qwen3ForCausalLM
@@ -42,7 +43,10 @@ class LmShape:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One training: AdamW, linear warm-up, cosine decay to a tenth of the peak."""
+    """One training: linear warm-up, cosine decay to a tenth of the peak, AdamW; `muon` for the layers' matrices.
+
+    Muon needs about half the steps from scratch; fine-tuning is done with AdamW nearly everywhere, so here too.
+    """
 
     steps: int
     peak_rate: float
@@ -51,6 +55,7 @@ class Schedule:
     warmup_fraction: float = 0.1
     weight_decay: float = 0.1
     seed: int = 0
+    muon: bool = False
     bf16: bool = False  # matrix products in bfloat16; parameters and optimizer stay in float32
 
     def rate(self, step: int) -> float:
@@ -77,7 +82,8 @@ def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
         vocab_size=vocab, special_tokens=[_END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+    wrap: Callable[..., LmTokenizer] = PreTrainedTokenizerFast  # untyped in transformers
+    return wrap(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
 
 
 def tokens_of(tokenizer: LmTokenizer, text: str) -> list[int]:
@@ -116,16 +122,21 @@ def new_model(shape: LmShape, seed: int) -> LmModel:
 def load_model(directory: Path) -> LmModel:
     """Load any causal language model of this family in float32."""
     with _quiet():
-        model: LmModel = Qwen3ForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True
-        )
+        model: LmModel = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model
+
+
+def round_to_bf16(model: LmModel) -> None:
+    """Round the parameters in place, which stay float32; buffers, which no checkpoint holds, keep their precision."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
 def save_model(model: LmModel, tokenizer: LmTokenizer, directory: Path) -> None:
     """Write an ordinary Hugging Face directory in bfloat16. The model is rounded in place."""
     with _quiet():
-        model.to(torch.bfloat16).save_pretrained(directory)
+        model.bfloat16().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
@@ -134,20 +145,20 @@ def _quiet() -> Iterator[None]:
     """Keep the progress bars of transformers off the terminal."""
     from transformers.utils import logging as hf_logging
 
+    hide: Callable[[], None] = hf_logging.disable_progress_bar  # untyped in transformers
+    show: Callable[[], None] = hf_logging.enable_progress_bar
     was_enabled, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
+    hide()
     hf_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
         hf_logging.set_verbosity(level)
         if was_enabled:
-            hf_logging.enable_progress_bar()
+            show()
 
 
-def train(
-    model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Callable[[int, float], None]
-) -> None:
+def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Callable[[int, float], None]) -> None:
     """Train `model` in place on random windows of `tokens`; the same arguments give the same weights.
 
     Raises:
@@ -158,36 +169,48 @@ def train(
     if last_start < 0:
         raise ValueError(f"{len(stream)} tokens, a window is {schedule.window_tokens}")
     generator = torch.Generator().manual_seed(schedule.seed)
-    optimizer = torch.optim.AdamW(_parameter_groups(model, schedule.weight_decay), betas=_BETAS, fused=True)
+    optimizers = _optimizers(model, schedule)
     model.train()
     for step in range(schedule.steps):
         starts = torch.randint(0, last_start + 1, (schedule.batch,), generator=generator).tolist()
         batch = torch.stack([stream[start : start + schedule.window_tokens] for start in starts])
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = schedule.rate(step)
-        on_step(step, _train_step(model, batch, optimizer, bf16=schedule.bf16))
-    model.eval()
+        on_step(step, _train_step(model, batch, optimizers, bf16=schedule.bf16))
+    model.train(mode=False)
 
 
-def _train_step(model: LmModel, batch: torch.Tensor, optimizer: torch.optim.Optimizer, *, bf16: bool) -> float:
+def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Decay the matrices, not the norms' scales; Muon never takes the embedding."""
+    named = list(model.named_parameters())
+    scales = [parameter for _, parameter in named if parameter.ndim < 2]
+    inner = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." in name]
+    outer = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." not in name]
+    decay = schedule.weight_decay
+    if schedule.muon:
+        groups = [{"params": outer, "weight_decay": decay}, {"params": scales, "weight_decay": 0.0}]
+        muon = torch.optim.Muon(inner, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(groups, betas=_BETAS, fused=True)]
+    groups = [{"params": outer + inner, "weight_decay": decay}, {"params": scales, "weight_decay": 0.0}]
+    return [torch.optim.AdamW(groups, betas=_BETAS, fused=True)]
+
+
+def _train_step(
+    model: LmModel, batch: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], *, bf16: bool
+) -> float:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
-
-
-def _parameter_groups(model: LmModel, weight_decay: float) -> list[dict[str, object]]:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str, float]:
     """Mean cross-entropy in nats per predicted token, domain by domain."""
-    model.eval()
+    model.train(mode=False)
     return {name: _loss(model, windows) for name, windows in windows_by_domain.items()}
 
 
@@ -195,7 +218,7 @@ def _loss(model: LmModel, windows: Windows) -> float:
     ids = torch.tensor(windows, dtype=torch.long)
     total = 0.0
     with torch.inference_mode():
-        for batch in ids.split(_SCORE_BATCH):
+        for batch in torch.split(ids, _SCORE_BATCH):
             logits = model(input_ids=batch).logits[:, :-1].float()
             targets = batch[:, 1:].reshape(-1)
             flat = logits.reshape(len(targets), -1)

@@ -53,16 +53,19 @@ class FamilyError(Exception):
     """Another family is in the way."""
 
 
-def train_family(root: Path, request: TrainedRequest) -> list[Member]:
+def train_family(root: Path, request: TrainedRequest, domains: Sequence[Domain]) -> list[Member]:
     """Write `base`, `expert-1`.. and `heldout.json` into `root`, going on from whole models that are there already.
+
+    `domains` are the base's text, then one for each expert.
 
     Raises:
         FamilyError: `root` holds a family made by another request.
-        TextError: the machine has not enough kinds of text.
+        TextError: a domain is too short.
     """
+    if len(domains) != request.experts + 1:
+        raise ValueError(f"{len(domains)} domains for a base and {request.experts} experts")
     _claim(root, request)
     tiny_lm.use_threads(request.threads)
-    domains = gather(request.experts)
     tokenizer = tiny_lm.make_tokenizer((domain.training for domain in domains), request.shape.vocab)
     heldout = _heldout(domains, tokenizer, request.base.window_tokens)
     (root / heldout_module.FILE_NAME).write_text(heldout.to_json())
@@ -170,8 +173,8 @@ def table(members: Sequence[Member]) -> str:
 
 
 def _request(options: argparse.Namespace) -> TrainedRequest:
-    base = Schedule(options.steps, options.rate, options.batch, bf16=options.bf16)
-    expert = replace(base, steps=options.expert_steps, peak_rate=options.expert_rate, weight_decay=0.0)
+    base = Schedule(options.steps, options.rate, options.batch, muon=True, bf16=options.bf16)
+    expert = replace(base, steps=options.expert_steps, peak_rate=options.expert_rate, weight_decay=0.0, muon=False)
     return TrainedRequest(options.experts, options.seed, LmShape(), base, expert, options.threads)
 
 
@@ -180,13 +183,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=500, help="steps of the base")
+    parser.add_argument("--steps", type=int, default=700, help="steps of the base")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of the base")
     parser.add_argument("--expert-steps", type=int, default=40)
     parser.add_argument("--expert-rate", type=float, default=2e-4, help="peak learning rate of the experts")
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--threads", type=int, default=1, help="part of what decides the result")
-    parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16: faster where the CPU has them")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 products: faster on CPUs that have them")
     return parser.parse_args()
 
 
@@ -194,7 +197,7 @@ def main() -> int:
     options = _options()
     start = time.perf_counter()
     try:
-        members = train_family(options.root, _request(options))
+        members = train_family(options.root, _request(options), gather(options.experts))
     except (FamilyError, TextError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -157,7 +157,11 @@ class Plan:
 
     def to_json(self) -> bytes:
         """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
-        return (json.dumps({"digest": self.digest, **_content(self)}, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(self.content(), indent=1, ensure_ascii=False) + "\n").encode()
+
+    def content(self) -> dict[str, object]:
+        """What `to_json` writes, as plain values."""
+        return {"digest": self.digest, **_content(self)}
 
 
 def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Mapping
@@ -142,7 +141,7 @@ def publish_merge(
     with Staging(out, force=settings.force) as staging:
         manifest = run.fill(staging.path)
         staging.publish()
-    link.use(lambda catalog: catalog.record_snapshot(manifest, out.absolute(), created=datetime.now(UTC)))
+    link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
     return run.report(out, manifest)
 
 
@@ -285,7 +284,7 @@ class _Run:
             dropped=tuple(DroppedRecord(d.model, d.tensor, d.reason) for d in self._inputs.resolution.dropped),
             realized=_realized(usage),
             plan_digest=None if self._plan is None else self._plan.digest,
-            plan=None if self._plan is None else json.loads(self._plan.to_json()),
+            plan=None if self._plan is None else self._plan.content(),
             coverage=None if self._plan is None else coverage_of(self._plan),
             run={
                 "seconds": round(time.perf_counter() - self._started, 3),

@@ -1,0 +1,235 @@
+"""Command that measures partial saving: bytes and seconds of each save, against the Trainer's full checkpoints.
+
+Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python benchmarks/partial_saving.py WORK`.
+Every strategy trains the same model in a process of its own (two gloo ranks for `--kind zero2`); the machine's floor
+is a plain write and fsync of as many bytes as a full checkpoint has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+_FULL = "full"
+_STRATEGIES = (_FULL, "parity", "filter", "latest-changed")
+_RESULT = "result.json"
+_N_RANKS = {"plain": 1, "zero2": 2}
+_BUDGET_FRACTION = 0.25  # of a full save, for latest-changed
+_WINDOW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is measured: a Llama of this size, saved `saves` times, `every` steps apart, after one full save."""
+
+    kind: str
+    hidden: int
+    layers: int
+    vocab: int
+    saves: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The saves of one strategy after the first. `durable_seconds` adds making the Trainer's files durable, which
+    the Trainer does not do and partial saves always do."""
+
+    strategy: str
+    saved_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    durable_seconds: tuple[float, ...]
+    training_seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every strategy and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--kind", choices=tuple(_N_RANKS), default="plain")
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--strategy", choices=_STRATEGIES, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    request = Request(given.kind, given.hidden, given.layers, given.vocab, given.saves, given.every)
+    if given.strategy:
+        _train(request, given.strategy, given.work)
+        return
+    measured = [_measure(request, strategy, given.work / strategy) for strategy in _STRATEGIES]
+    floor = _floor_seconds(given.work, round(mean(measured[0].saved_bytes)))
+    _print_table(request, measured, floor)
+    (given.work / _RESULT).write_text(json.dumps([asdict(m) for m in measured] + [{"floor_seconds": floor}], indent=2))
+
+
+def _measure(request: Request, strategy: str, work: Path) -> Measured:
+    """Train in processes of their own; the checkpoints are removed afterwards."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    n_ranks = _N_RANKS[request.kind]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"] if n_ranks > 1 else []
+    options = [f"--{key}={value}" for key, value in asdict(request).items()]
+    environment = dict(
+        os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"
+    )
+    command = [sys.executable, *torchrun, __file__, str(work), *options, f"--strategy={strategy}"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"{strategy}: training failed\n{finished.stderr[-3000:]}")
+    found = json.loads((work / _RESULT).read_text())
+    shutil.rmtree(work)
+    return Measured(
+        strategy, tuple(found["bytes"]), tuple(found["seconds"]), tuple(found["durable"]), found["training"]
+    )
+
+
+def _train(request: Request, strategy: str, work: Path) -> None:
+    """One process of one training; rank 0 leaves the result."""
+    last = (request.saves + 1) * request.every
+    trainer = _trainer(request, work / "run", last, saves_itself=strategy == _FULL)
+    full_saves = _watch_full_saves(trainer)
+    if strategy != _FULL:
+        train: Any = import_module("mergepipe.train")
+        trainer.add_callback(train.PartialCheckpointCallback(request.every, _strategy(strategy, trainer.model)))
+    started = time.perf_counter()
+    trainer.train()
+    training = time.perf_counter() - started
+    if trainer.args.process_index == 0:
+        rows = full_saves[1:] if strategy == _FULL else _partial_saves(work / "run")
+        assert len(rows) == request.saves, f"{len(rows)} saves, not {request.saves}"
+        sizes, seconds, durable = zip(*rows, strict=True)
+        document = {"bytes": sizes, "seconds": seconds, "durable": durable, "training": training}
+        (work / _RESULT).write_text(json.dumps(document))
+    _leave(request)
+
+
+def _leave(request: Request) -> None:
+    """End the process when all ranks are done, past gloo's destructors, which sometimes abort."""
+    if _N_RANKS[request.kind] > 1:
+        import_module("torch.distributed").barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _trainer(request: Request, out: Path, last: int, *, saves_itself: bool) -> Any:
+    torch: Any = import_module("torch")
+    transformers: Any = import_module("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=request.vocab, hidden_size=request.hidden, intermediate_size=8 * request.hidden // 3,
+        num_hidden_layers=request.layers, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=_WINDOW_TOKENS, tie_word_embeddings=False, pad_token_id=0,
+    )  # fmt: skip
+    rows = torch.randint(1, request.vocab, (64, _WINDOW_TOKENS), generator=torch.Generator().manual_seed(2))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), max_steps=last, save_strategy="steps" if saves_itself else "no", save_steps=request.every,
+        per_device_train_batch_size=1, learning_rate=1e-3, report_to=[], disable_tqdm=True,
+        **(_deepspeed() if request.kind == "zero2" else {"use_cpu": True}),
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.Trainer(model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=data)
+
+
+def _deepspeed() -> dict[str, Any]:
+    """Options that make the Trainer run DeepSpeed on CPU and gloo; accelerate would else fall back silently."""
+    state: Any = import_module("accelerate.state")
+    state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_CPU)
+    import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+    }
+    return {"deepspeed": config, "max_grad_norm": 1.0}
+
+
+def _strategy(name: str, model: Any) -> Any:
+    train: Any = import_module("mergepipe.train")
+    if name == "parity":
+        return train.Parity()
+    if name == "filter":
+        return train.Filter(edge_layers=2, every=5)
+    n_elements = sum(parameter.numel() for parameter in model.parameters())
+    return train.LatestChanged(budget_bytes=int(_BUDGET_FRACTION * 16 * n_elements))
+
+
+def _watch_full_saves(trainer: Any) -> list[tuple[int, float, float]]:
+    """Collect bytes and seconds of every checkpoint the Trainer writes itself."""
+    found: list[tuple[int, float, float]] = []
+    save = trainer._save_checkpoint
+
+    def timed(*arguments: Any, **options: Any) -> None:
+        started = time.perf_counter()
+        save(*arguments, **options)
+        written = time.perf_counter()
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for path in files if trainer.args.process_index == 0 else []:
+            _sync(path)
+        seconds = written - started, time.perf_counter() - started
+        found.append((sum(path.stat().st_size for path in files), *seconds))
+
+    trainer._save_checkpoint = timed
+    return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _partial_saves(run: Path) -> list[tuple[int, float, float]]:
+    journal: Any = import_module("mergepipe.train.journal")
+    records = [record for record in journal.read_journal(run).records if not record.is_full]
+    return [(record.saved_bytes, record.seconds, record.seconds) for record in records]
+
+
+def _floor_seconds(work: Path, nbytes: int) -> float:
+    """Writing and making durable `nbytes`, the best of three."""
+    chunk = os.urandom(8 << 20)
+    times = []
+    for _ in range(3):
+        path = work / "floor"
+        started = time.perf_counter()
+        with path.open("wb") as stream:
+            for start in range(0, nbytes, len(chunk)):
+                stream.write(chunk[: nbytes - start])
+            stream.flush()
+            os.fsync(stream.fileno())
+        times.append(time.perf_counter() - started)
+        path.unlink()
+    return min(times)
+
+
+def _print_table(request: Request, measured: Sequence[Measured], floor: float) -> None:
+    full = measured[0]
+    full_bytes, full_seconds = mean(full.saved_bytes), median(full.durable_seconds)
+    print(f"{request}; floor of a full save (write and fsync of {full_bytes / 1e6:.1f} MB): {floor:.3f} s")
+    print("| strategy | MB a save | of full | s a save | s durable | of full | share of training time |")
+    print("|---|---|---|---|---|---|---|")
+    for each in measured:
+        nbytes, durable = mean(each.saved_bytes), median(each.durable_seconds)
+        print(
+            f"| {each.strategy} | {nbytes / 1e6:.1f} | {nbytes / full_bytes:.1%} | {median(each.seconds):.3f} | "
+            f"{durable:.3f} | {durable / full_seconds:.1%} | {sum(each.durable_seconds) / each.training_seconds:.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
