@@ -22,6 +22,25 @@ def take_delta(model: Floats, base: Floats, n: int, delta: Floats) -> None:
 
 
 @kernel
+def decode_delta(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offset: int,
+    code: int,
+    start: int,
+    n: int,
+    base: Floats,
+    model: Floats,
+    delta: Floats,
+) -> None:
+    """Decode elements `start ... start + n` of a base and a model, and take their delta."""
+    decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
+    decode_tile(raw, offset + start * itemsize_of(code), code, n, model)
+    take_delta(model, base, n, delta)
+
+
+@kernel
 def _keep_large(delta: Floats, n: int, threshold_bits: np.uint32) -> None:
     bits = delta.view(np.uint32)
     for i in range(n):

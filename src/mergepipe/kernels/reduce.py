@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compiled import Bytes, Counts, kernel
-from mergepipe.kernels.merge import take_delta
+from mergepipe.kernels.merge import decode_delta
 
 COARSE_SHIFT = 16
 COARSE_BINS = 1 << 15
@@ -31,9 +31,7 @@ def count_magnitudes(
     start = 0
     while start < n:
         m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
-        take_delta(model, base, m, delta)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
         for i in range(m):
             counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
         start += m
@@ -65,9 +63,7 @@ def count_fine(
     start = 0
     while start < n:
         m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
-        take_delta(model, base, m, delta)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
         for i in range(m):
             hits[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
         for w in range((m + 7) // 8):

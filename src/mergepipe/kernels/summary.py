@@ -6,7 +6,7 @@ import numpy as np
 
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.merge import take_delta
+from mergepipe.kernels.merge import decode_delta
 from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
 
 LANES = 16
@@ -70,9 +70,7 @@ def sum_products(
     start = 0
     while start < n:
         m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
-        take_delta(model, base, m, delta)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
         cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
@@ -114,9 +112,7 @@ def summarize_block(
     start = 0
     while start < n:
         m = min(_TILE, n - start)
-        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        decode_tile(raw, offset + start * itemsize_of(code), code, m, model)
-        take_delta(model, base, m, delta)
+        decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
         base[m:] = np.float32(0.0)
         delta[m:] = np.float32(0.0)
         cells_C2[start // CELL_ELEMENTS, 0] += _fold_product(delta, delta, products)
