@@ -76,7 +76,9 @@ class Merger:
         recipe, out = self.directory / "recipe.yml", self.directory / "out"
         recipe.write_text(OPERATORS[operator].recipe(self.family.base, self.family.experts, out_dtype))
         shutil.rmtree(out, ignore_errors=True)
-        command = ["merge", str(recipe), str(out), *arguments, "--home", str(self.home), "--json", *self.extra]
+        # A merge in full leaves the catalog as `analyze` made it, on the grid that `extra` may ask for.
+        more = ["--home", str(self.home), *self.extra] if "--budget" in arguments else ["--no-catalog"]
+        command = ["merge", str(recipe), str(out), *arguments, "--json", *more]
         report = json.loads(self._call(command))
         if not out.is_dir():
             raise FidelityError(f"mergepipe {' '.join(command)}: exit code 0, and no output")

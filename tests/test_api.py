@@ -12,14 +12,29 @@ from mergepipe import cli, errors, reports, session
 
 EXPORTED = [
     "AnalyzeReport",
+    "Catalog",
     "CheckReport",
+    "Explanation",
     "MergePipeError",
     "MergeReport",
+    "Plan",
     "Progress",
+    "SnapshotReport",
+    "SweepReport",
     "__version__",
     "analyze",
+    "catalog_stats",
     "check",
+    "explain",
+    "lineage",
     "merge",
+    "plan",
+    "rebuild_catalog",
+    "run",
+    "show",
+    "snapshots",
+    "store_plan",
+    "sweep",
 ]
 EXIT_CODES = {
     "MergePipeError": 1,
@@ -47,6 +62,17 @@ def test_package__names_are_those_of_their_modules() -> None:
     assert mergepipe.MergePipeError is errors.MergePipeError
     assert (mergepipe.CheckReport, mergepipe.MergeReport) == (reports.CheckReport, reports.MergeReport)
     assert mergepipe.Progress is reports.Progress
+    assert (mergepipe.plan, mergepipe.run, mergepipe.explain) == (session.plan, session.run, session.explain)
+    assert mergepipe.sweep is session.sweep
+    assert mergepipe.Catalog.__module__ == "mergepipe.catalog.catalog"
+
+
+def test_package__a_function_keeps_its_name_when_a_module_of_that_name_is_imported() -> None:
+    code = (
+        "import sys, mergepipe, mergepipe.plan as p; from mergepipe.plan import Plan; print(mergepipe.plan.__module__)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "mergepipe.session"
 
 
 def test_package__importing_it_loads_no_dependency() -> None:
@@ -58,10 +84,28 @@ def test_package__importing_it_loads_no_dependency() -> None:
 def test_merge__takes_these_parameters() -> None:
     parameters = inspect.signature(mergepipe.merge).parameters
     assert list(parameters) == [
-        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "on_progress",
+        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "select", "on_omit",
+        "adjust_min_density", "block_elements", "home", "catalog", "on_progress",
     ]  # fmt: skip
     keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[2:]
+
+
+def test_budget_functions__take_these_parameters() -> None:
+    assert list(inspect.signature(mergepipe.plan).parameters) == [
+        "recipe", "budget", "select", "on_omit", "adjust_min_density", "seed", "block_elements", "home",
+    ]  # fmt: skip
+    assert list(inspect.signature(mergepipe.run).parameters) == [
+        "plan", "out", "threads", "memory_bytes", "force", "shard_bytes", "home", "catalog", "on_progress",
+    ]  # fmt: skip
+    assert list(inspect.signature(mergepipe.analyze).parameters) == [
+        "base", "experts", "home", "probe_fraction", "densities", "block_elements", "threads", "memory_bytes",
+        "on_progress",
+    ]  # fmt: skip
+    assert list(inspect.signature(mergepipe.explain).parameters) == ["subject", "tensor", "home"]
+    assert list(inspect.signature(mergepipe.sweep).parameters) == [
+        "recipe", "budgets", "select", "on_omit", "seed", "threads", "memory_bytes", "home", "work", "on_progress",
+    ]  # fmt: skip
 
 
 def test_check__takes_these_parameters() -> None:
@@ -78,6 +122,7 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
+        "planned_bytes", "budget_bytes", "notices",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from mergepipe.recipe.resolve import DroppedTensor
@@ -102,3 +103,176 @@ class AnalyzeReport:
     analysis_bytes: int
     seconds: float
     is_probe: bool
+
+
+# --- explanations ---
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """What of one expert is in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
+
+    `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
+    bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them.
+    """
+
+    model: str
+    path: str
+    read: int
+    shared: int
+    free: int
+    omitted: int
+    full_bytes: int | None
+    planned_bytes: int | None
+    realized_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """Blocks of one layer, those that some expert touched, and per expert those it takes part in.
+
+    `layer` is the first number in the tensors' names, empty for tensors outside of layers.
+    """
+
+    layer: str
+    blocks: int
+    touched: int
+    taking_part: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """Runs of blocks (`0-3,7`) of one tensor that one expert is used in alike, and why."""
+
+    model: str
+    use: str
+    blocks: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUse:
+    """One merged tensor: its blocks, the runs that some expert touched, and what every expert does in it."""
+
+    name: str
+    blocks: int
+    touched: str
+    uses: tuple[BlockUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A fallback or an adjustment of a plan: what it is about, what was decided, and why."""
+
+    where: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which experts contributed where, and why; from a plan, or from the manifest of a snapshot.
+
+    What only a plan or only a snapshot has is None in the other. A full merge has no plan: every expert is everywhere.
+    Blocks that no expert touched hold the base's values, scaled where the operator scales the base.
+    """
+
+    kind: str
+    path: Path
+    sid: str | None
+    plan_digest: str | None
+    operator: str
+    policy: str | None
+    on_omit: str | None
+    seed: int
+    budget_bytes: int | None
+    planned_bytes: int | None
+    full_bytes: int | None
+    realized_bytes: int | None
+    bound: float | None
+    relative_bound: float | None
+    block_elements: int
+    blocks: int
+    touched: int
+    experts: tuple[ExpertShare, ...]
+    layers: tuple[LayerShare, ...]
+    tensors: tuple[TensorUse, ...]
+    fallbacks: tuple[Decision, ...]
+    adjustments: tuple[Decision, ...]
+
+
+# --- sweeps ---
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One merge under a budget beside the full merge M.
+
+    `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`, `bound` is the plan's bound
+    over `||M - M_0||`; None where the divisor is 0 or the plan has no bound. `expert_bytes` is everything requested
+    of expert files but headers; `seconds` includes planning.
+    """
+
+    budget: str
+    policy: str
+    budget_bytes: int
+    planned_bytes: int
+    expert_bytes: int
+    seconds: float
+    error: float | None
+    flattering_error: float | None
+    bound: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """A recipe merged in full and under several budgets. Errors are taken from outputs, after their rounding.
+
+    `changed_norm` is `||M - M_0||`, `full_norm` is `||M||`, over all tensors of floats.
+    """
+
+    recipe: Path
+    operator: str
+    policy: str
+    seed: int
+    dtypes: tuple[str, ...]
+    full_cost_bytes: int
+    full_expert_bytes: int
+    full_seconds: float
+    changed_norm: float
+    full_norm: float
+    points: tuple[SweepPoint, ...]
+
+
+# --- snapshots ---
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInput:
+    """One input of a snapshot; `sid` is set where it was a snapshot itself."""
+
+    role: str
+    model: str
+    path: Path
+    content_id: str | None
+    read_bytes: int
+    sid: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
+    catalog knows it."""
+
+    sid: str
+    path: Path
+    operator: str
+    created: datetime
+    plan_digest: str | None
+    base_bytes: int
+    expert_bytes: int
+    analysis_bytes: int
+    output_bytes: int
+    inputs: tuple[SnapshotInput, ...]
+    is_present: bool
+    is_recorded: bool

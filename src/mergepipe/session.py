@@ -12,14 +12,25 @@ from typing import TYPE_CHECKING, TypeVar
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
 
 if TYPE_CHECKING:
+    from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.engine.execute import EngineOptions
     from mergepipe.plan import Plan
-    from mergepipe.reports import AnalyzeReport, CheckReport, MergeReport, ProgressCallback
+    from mergepipe.reports import (
+        AnalyzeReport,
+        CheckReport,
+        Explanation,
+        MergeReport,
+        ProgressCallback,
+        SnapshotReport,
+        SweepReport,
+    )
     from mergepipe.workflows.merging import MergeSettings
     from mergepipe.workflows.planning import PlanRequest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 DEFAULT_POLICY = "norm"
+DEFAULT_ON_OMIT = "keep"
+SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
 C = TypeVar("C", bound=StrEnum)
 
 
@@ -60,8 +71,9 @@ def merge(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     budget: str | None = None,
     select: str = DEFAULT_POLICY,
-    on_omit: str = "keep",
+    on_omit: str = DEFAULT_ON_OMIT,
     adjust_min_density: float | None = None,
+    block_elements: int | None = None,
     home: str | Path | None = None,
     catalog: bool = True,
     on_progress: ProgressCallback | None = None,
@@ -73,10 +85,10 @@ def merge(
     Args:
         threads: compute threads; default, one per processor.
         memory_bytes: cap on buffers; default `default_memory_bytes()`.
-        seed: seed of the random operators.
+        seed: seed of the random operators and of the policy `random`.
         force: replace a snapshot that is already at `out`.
         shard_bytes: largest output file, in bytes of tensor data.
-        budget, select, on_omit, adjust_min_density: see `plan`.
+        budget, select, on_omit, adjust_min_density, block_elements: see `plan`.
         home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
         catalog: use the catalog, and record statistics and the snapshot in it.
         on_progress: called about ten times a second, from the calling thread.
@@ -92,7 +104,7 @@ def merge(
         return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.workflows.planning import run_budgeted
 
-    request = _plan_request(budget, select, on_omit, adjust_min_density, None)
+    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed)
     return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
@@ -101,7 +113,7 @@ def plan(
     budget: str,
     *,
     select: str = DEFAULT_POLICY,
-    on_omit: str = "keep",
+    on_omit: str = DEFAULT_ON_OMIT,
     adjust_min_density: float | None = None,
     seed: int = 0,
     block_elements: int | None = None,
@@ -181,7 +193,6 @@ def analyze(
         MergePipeError: see `mergepipe.errors`.
     """
     started = time.perf_counter()
-    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
     from mergepipe.statistics import COMMON_DENSITIES
     from mergepipe.workflows.analyzing import AnalysisOptions, run_analysis
 
@@ -190,7 +201,7 @@ def analyze(
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     options = AnalysisOptions(
-        block_elements or DEFAULT_BLOCK_ELEMENTS,
+        _block_elements(block_elements),
         tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction,
     )
@@ -203,6 +214,122 @@ def analyze(
         started=started,
         on_progress=on_progress,
     )
+
+
+def store_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a file, complete or not at all; only another plan is replaced.
+
+    Raises:
+        OutputError: `plan.not-a-plan`, something else stands there.
+        StorageError, NotFoundError: it cannot be written there.
+    """
+    from mergepipe.workflows.plan_files import write_plan
+
+    write_plan(plan, Path(path))
+
+
+def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:
+    """Tell which experts are where in a plan or a snapshot, and why; reads no tensor data.
+
+    Args:
+        subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.
+        tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are told of block by block.
+        home: the catalog's home, where sids are looked up.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`.
+    """
+    from mergepipe.plan import Plan as PlanValue
+    from mergepipe.workflows.explaining import explain_subject, explanation_of
+
+    if isinstance(subject, PlanValue):
+        return explanation_of(Path(), subject, None, tensor)
+    return explain_subject(str(subject), tensor, _home(home))
+
+
+def sweep(
+    recipe: str | Path,
+    budgets: Sequence[str] = SWEEP_BUDGETS,
+    *,
+    select: str = DEFAULT_POLICY,
+    on_omit: str = DEFAULT_ON_OMIT,
+    seed: int = 0,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    home: str | Path | None = None,
+    work: str | Path | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> SweepReport:
+    """Merge a recipe in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
+
+    Args:
+        budgets, select, on_omit, seed: see `plan`.
+        home: the catalog's home; the full merge fills it on its way.
+        work: where outputs lie while they are measured, two at a time; default, where temporary files go.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; no output is left behind.
+    """
+    from mergepipe.budget_request import parse_budget
+    from mergepipe.workflows.sweeping import SweepBudget, run_sweep
+
+    if not budgets:
+        raise RecipeError.of("budget.malformed", "--budgets", "none is given", "give some, such as 10%,50%")
+    wanted = [SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
+    request = _plan_request(budgets[0], select, on_omit, None, None, seed)
+    settings = _merge_settings(
+        threads, memory_bytes, seed, home, catalog=True, force=False, shard_bytes=DEFAULT_SHARD_BYTES
+    )
+    place = None if work is None else Path(work)
+    return run_sweep(Path(recipe), wanted, request, settings, _home(home), place, on_progress)
+
+
+def snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
+    """Every snapshot the catalog knows, newest first."""
+    from mergepipe.workflows.snapshots import list_snapshots
+
+    return list_snapshots(_home(home))
+
+
+def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
+    """Look a snapshot up by its directory, its sid, or at least four first digits of it.
+
+    Raises:
+        NotFoundError, RecipeError: no snapshot is known by that name, or several are.
+    """
+    from mergepipe.workflows.snapshots import show_snapshot
+
+    return show_snapshot(str(snapshot), _home(home))
+
+
+def lineage(snapshot: str | Path, *, home: str | Path | None = None) -> tuple[LineageNode, ...]:
+    """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does."""
+    from mergepipe.workflows.snapshots import trace_lineage
+
+    return trace_lineage(str(snapshot), _home(home))
+
+
+def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
+    """Count what the catalog holds.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    from mergepipe.workflows.snapshots import catalog_statistics
+
+    return catalog_statistics(_home(home))
+
+
+def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
+    """Make the catalog again from the manifests under `roots` and at known paths; sound statistics stay.
+
+    Raises:
+        NotFoundError: a root does not exist.
+        MergePipeError: the catalog cannot be used or replaced.
+    """
+    from mergepipe.catalog.rebuild import rebuild
+
+    return rebuild(_home(home), [Path(root) for root in roots])
 
 
 def _merge_settings(
@@ -234,7 +361,6 @@ def _plan_request(
     block_elements: int | None,
     seed: int = 0,
 ) -> PlanRequest:
-    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
     from mergepipe.budget_request import parse_budget
     from mergepipe.planner.problem import AdjustPolicy, OnOmit, PlanOptions, Policy
     from mergepipe.workflows.planning import PlanRequest
@@ -246,7 +372,7 @@ def _plan_request(
         parse_budget(budget),
         _choice("--select", select, Policy),
         PlanOptions(_choice("--on-omit", on_omit, OnOmit), adjust, seed),
-        block_elements or DEFAULT_BLOCK_ELEMENTS,
+        _block_elements(block_elements),
     )
 
 
@@ -271,6 +397,17 @@ def _engine_options(threads: int | None, memory_bytes: int | None) -> EngineOpti
         _positive("--threads", threads if threads is not None else default_threads()),
         _positive("--memory", memory_bytes if memory_bytes is not None else default_memory_bytes()),
     )
+
+
+def _block_elements(asked: int | None) -> int:
+    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
+    from mergepipe.engine.segments import GRAIN_ELEMENTS
+
+    value = DEFAULT_BLOCK_ELEMENTS if asked is None else asked
+    if value < 1 or value % GRAIN_ELEMENTS:
+        hint = f"give a multiple of {GRAIN_ELEMENTS}"
+        raise LimitError.of("option.block-elements", "block_elements", f"{value} was given", hint)
+    return value
 
 
 def _positive(option: str, value: int) -> int:

@@ -59,6 +59,11 @@ class TensorStatistics:
         if len(self.densities_D) != len(self.threshold_bits_D):
             raise ValueError("a threshold for each density")
 
+    @property
+    def is_estimate(self) -> bool:
+        """Whether a probe made them: it knows no cut, and its norms bound nothing."""
+        return not len(self.densities_D) and not np.isfinite(self.products_3).any()
+
     def threshold_bits(self, density: float) -> int | None:
         """The exact cut for `density`, or None if it was not worked out."""
         found = np.flatnonzero(self.densities_D == density)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import fields
@@ -107,23 +108,34 @@ def given_to_session(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: o
 
 
 def test_merge__defaults_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
+    real = session.merge
     given = given_to_session(monkeypatch, run, "r.yml", "o")
     assert given == Given(
         "r.yml",
         "o",
-        {"threads": None, "memory_bytes": None, "seed": 0, "force": False, "shard_bytes": session.DEFAULT_SHARD_BYTES},
+        {name: each.default for name, each in inspect.signature(real).parameters.items() if name in given.options},
     )
+    assert given.options.keys() == inspect.signature(real).parameters.keys() - {"recipe", "out", "on_progress"}
 
 
 def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
-    given = given_to_session(monkeypatch, run, "r.yml", "o", *options)
+    budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
+    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog", "--block-elements", 65536]
+    given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest)
     assert given.options == {
         "threads": 3,
         "memory_bytes": 3 << 29,
         "seed": 7,
         "force": True,
+        "block_elements": 65536,
         "shard_bytes": 2_000_000_000,
+        "budget": "25%",
+        "select": "random",
+        "on_omit": "renormalize",
+        "adjust_min_density": 0.1,
+        "home": "h",
+        "catalog": False,
     }
 
 

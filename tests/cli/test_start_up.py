@@ -13,7 +13,11 @@ from command_line import Runner, finish, make_workplace, start_command, start_py
 
 import mergepipe
 
-HEAVY = ("numpy", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers")
+COMMANDS = (
+    *([name] for name in ("merge", "check", "analyze", "plan", "run", "explain", "sweep", "ls", "show", "lineage")),
+    *(["catalog", name] for name in ("rebuild", "stats")),
+)
+HEAVY = ("numpy", "sqlite3", "numba", "pydantic", "rich", "yaml", "jinja2", "torch", "transformers")
 LOADED = f"""
 import sys
 from mergepipe.cli import main
@@ -40,7 +44,7 @@ def test_help__imports_nothing_heavy() -> None:
     assert loaded_by("--help") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["merge", "--help"], ["check", "-h"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["check", "-h"], *([*each, "--help"] for each in COMMANDS)])
 def test_help__of_commands_imports_nothing_heavy_but_what_typer_reads_options_with(arguments: list[str]) -> None:
     assert loaded_by(*arguments) <= {"pydantic"}
 
@@ -51,11 +55,20 @@ def test_check__compiles_nothing(tmp_path: Path) -> None:
     assert loaded.isdisjoint({"numba", "rich", "torch", "transformers"})
 
 
+def test_plan_and_ls__compile_nothing(tmp_path: Path) -> None:
+    recipe = make_workplace(tmp_path).recipe
+    for command in (["plan", recipe, "--budget", "50%"], ["ls"]):
+        assert loaded_by(*command).isdisjoint({"numba", "rich", "torch", "transformers"})
+
+
 def test_root__lists_the_commands(run: Runner) -> None:
     text = run("--help").out
     assert text.startswith("Usage: mergepipe ")
-    assert "merge  Merge the models of RECIPE into the directory OUT." in text
-    assert "check  Say what a merge of RECIPE would do." in text
+    assert "..." not in text.split("Commands:")[1]
+    listed = dict(line.split(maxsplit=1) for line in text.split("Commands:\n")[1].splitlines())
+    assert listed["merge"] == "Merge the models of RECIPE into the directory OUT."
+    assert listed["check"] == "Say what a merge of RECIPE would do."
+    assert {command[0] for command in COMMANDS} <= listed.keys()
 
 
 def test_root__without_a_command_it_helps(run: Runner) -> None:

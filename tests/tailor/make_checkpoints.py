@@ -19,6 +19,7 @@ KINDS = (
     "zero1",
     "zero2",
     "zero3",
+    "zero3-whole",
     "zero1-bf16",
     "zero2-bf16",
     "zero3-bf16",
@@ -84,7 +85,7 @@ def deepspeed_config(kind: str) -> dict[str, Any]:
     stage = int(kind[4])
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2000, "round_robin_gradients": "robin" in kind}
     if stage == 3:
-        zero |= {"sub_group_size": 1200, "stage3_param_persistence_threshold": 10}
+        zero |= {"sub_group_size": 10**9 if "whole" in kind else 1200, "stage3_param_persistence_threshold": 10}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,

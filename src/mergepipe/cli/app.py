@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli import check, merge
+from mergepipe.cli import analyze, catalog, check, explain, merge, plan, snapshots, sweep, tailor
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-_GROUPS = (merge, check)
+_GROUPS = (merge, check, analyze, plan, explain, sweep, snapshots, catalog, tailor)
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 
 

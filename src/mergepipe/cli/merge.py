@@ -1,35 +1,40 @@
-"""`mergepipe merge`: merge as a recipe says, with progress, and report."""
+"""`mergepipe merge`: merge as a recipe says, in full or under a budget, with progress, and report."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, RecipePath, ShardSize
-from mergepipe.cli.sizes import parse_size
+from mergepipe.cli.options import (
+    BUDGET_HELP,
+    AdjustOperator,
+    AsJson,
+    BlockElements,
+    Debug,
+    Force,
+    Home,
+    Memory,
+    MinDensity,
+    NoCatalog,
+    OnOmit,
+    OutPath,
+    Quiet,
+    RecipePath,
+    Seed,
+    Select,
+    ShardSize,
+    Threads,
+    adjust_min_density,
+)
+from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
 
-if TYPE_CHECKING:
-    from mergepipe.reports import MergeReport, Progress
-
-OutPath = Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="N", help="Compute threads.  [default: one per processor]"),
+Budget = Annotated[
+    str | None, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [default: everything is read]")
 ]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help="Cap on buffers, e.g. 4GiB.  [default: 4GiB, or half of the RAM if less]"
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random operators.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report; errors only.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +47,14 @@ def merge(
     recipe: RecipePath,
     out: OutPath,
     *,
+    budget: Budget = None,
+    select: Select = None,
+    on_omit: OnOmit = None,
+    adjust_operator: AdjustOperator = False,
+    min_density: MinDensity = None,
+    block_elements: BlockElements = None,
+    home: Home = None,
+    no_catalog: NoCatalog = False,
     threads: Threads = None,
     memory: Memory = None,
     seed: Seed = 0,
@@ -56,16 +69,21 @@ def merge(
     OUT appears when it is complete, or not at all.
     """
     session: Session = context.obj
-    memory_bytes = None if memory is None else parse_size(memory, "--memory")
-    shard_bytes = None if shard_size is None else parse_size(shard_size, "--shard-size")
+    memory_bytes = optional_size(memory, "--memory")
+    shard_bytes = optional_size(shard_size, "--shard-size")
+    lowest_density = adjust_min_density(adjust_operator=adjust_operator, min_density=min_density)
+    if budget is None:
+        _refuse_without_budget(
+            {
+                "--select": select,
+                "--on-omit": on_omit,
+                "--adjust-operator": adjust_operator or None,
+                "--block-elements": block_elements,
+            }
+        )
     from mergepipe import session as api
-    from mergepipe.cli.progress import choose_display
 
-    def on_progress(progress: Progress) -> None:
-        session.interrupts.report()
-        display.update(progress)
-
-    with _truthful_about(Path(out)), choose_display(silent=quiet or as_json) as display:
+    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.merge(
             recipe,
             out,
@@ -74,40 +92,22 @@ def merge(
             seed=seed,
             force=force,
             shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+            budget=budget,
+            select=select or api.DEFAULT_POLICY,
+            on_omit=on_omit or api.DEFAULT_ON_OMIT,
+            adjust_min_density=lowest_density,
+            block_elements=block_elements,
+            home=home,
+            catalog=not no_catalog,
             on_progress=on_progress,
         )
-    _print_report(report, as_json=as_json, quiet=quiet)
+    print_merge_report(report, as_json=as_json, quiet=quiet)
 
 
-def _print_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        from mergepipe.report.as_json import merge_json
+def _refuse_without_budget(given: Mapping[str, object]) -> None:
+    """Refuse options that only a budget gives a meaning, rather than ignore them."""
+    without_meaning = [option for option, value in given.items() if value is not None]
+    if without_meaning:
+        from mergepipe.errors import RecipeError
 
-        print(merge_json(report))
-    elif not quiet:
-        from mergepipe.report.tables import merge_table
-
-        print(merge_table(report))
-
-
-@contextlib.contextmanager
-def _truthful_about(out: Path) -> Iterator[None]:
-    """Let an interruption say so if the output had just been published, by looking at what stands there."""
-    before = _identity(out)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        now = _identity(out)
-        if now is None or now == before:
-            raise
-        from mergepipe.errors import InterruptedRunError
-
-        raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        raise RecipeError.of("option.pair", without_meaning[0], "it has no meaning by itself", "add --budget")

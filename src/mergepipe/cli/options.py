@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,78 @@ import typer
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
 ]
+OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")]
 ShardSize: TypeAlias = Annotated[
     str | None,
     typer.Option("--shard-size", metavar="SIZE", help="Largest output file, e.g. 5GB.  [default: 5GB]"),
 ]
+Threads: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", help="Compute threads.  [default: one per processor]"),
+]
+Memory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", metavar="SIZE", help="Cap on buffers, e.g. 4GiB.  [default: 4GiB, or half of the RAM if less]"
+    ),
+]
+Seed: TypeAlias = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Seed of the random operators, and of --select random.")
+]
+Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report; errors only.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="On failure, print the traceback too.")]
+
+Home: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--home", metavar="DIR", help="Where the catalog is.  [default: $MERGEPIPE_HOME, else the user data folder]"
+    ),
+]
+NoCatalog: TypeAlias = Annotated[bool, typer.Option("--no-catalog", help="Use no catalog, and record nothing in it.")]
+
+BUDGET_HELP = "Read at most this from the experts: bytes (4GiB) or a share of what reading all would cost (25%)."
+Select: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--select",
+        metavar="POLICY",
+        help="What to read first: norm, conflict, stratified or random.  [default: norm]",
+    ),
+]
+OnOmit: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--on-omit",
+        metavar="RULE",
+        help="Where an expert is omitted: keep the coefficients, or renormalize (linear).  [default: keep]",
+    ),
+]
+BlockElements: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--block-elements", metavar="N", help="Elements of a block, a multiple of 16384.  [default: 262144]"),
+]
+AdjustOperator: TypeAlias = Annotated[
+    bool, typer.Option("--adjust-operator", help="Let densities of TIES and DARE fall under a tight budget.")
+]
+MinDensity: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--min-density", metavar="SHARE", help="How far --adjust-operator may go.  [default: 0.05]"),
+]
+DEFAULT_MIN_DENSITY = 0.05
+
+
+def adjust_min_density(*, adjust_operator: bool, min_density: float | None) -> float | None:
+    """The lowest density allowed, None where densities stay as they are.
+
+    Raises:
+        RecipeError: `option.pair`, one option without the other that gives it a meaning.
+    """
+    if adjust_operator:
+        return DEFAULT_MIN_DENSITY if min_density is None else min_density
+    if min_density is None:
+        return None
+    from mergepipe.errors import RecipeError
+
+    raise RecipeError.of("option.pair", "--min-density", "it has no meaning by itself", "add --adjust-operator")

@@ -19,9 +19,10 @@ from mergepipe.storage.buffers import PAGE_BYTES
 
 
 def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: float) -> Iterable[Run]:
-    """One run per block: whole pages of the expert's file in the middle of the block, `fraction` of it or one page.
+    """One run per block: the elements of whole pages in the middle of the block, `fraction` of them or one page.
 
-    A block without a whole page inside is read in full. The task has one expert.
+    Elements that lie across the ends of those pages are left out. A block without a whole page inside is read in full.
+    The task has one expert.
     """
     expert = task.experts[0]
     size = expert.dtype.itemsize
@@ -29,18 +30,18 @@ def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: flo
         start, stop = expert.offset + span.start * size, expert.offset + span.stop * size
         first, last = -(-start // PAGE_BYTES), stop // PAGE_BYTES
         pages = min(max(1, int((last - first) * fraction)), last - first)
-        if pages < 1 or (first * PAGE_BYTES - expert.offset) % size:
+        if pages < 1:
             yield Run(task_index, span, (0,), (0,))
             continue
         begin = (first + (last - first - pages) // 2) * PAGE_BYTES - expert.offset
-        yield Run(task_index, Span(begin // size, (begin + pages * PAGE_BYTES) // size), (0,), (0,))
+        yield Run(task_index, Span(-(-begin // size), (begin + pages * PAGE_BYTES) // size), (0,), (0,))
 
 
 class ProbeSummary:
     """Scales what is seen of each block up to the block; a `Reduction` for a task with one expert.
 
-    Norms and counts are estimates and no magnitude cut is claimed. The hash is one of the block's place, since its
-    bytes are not known: no block is taken for the same as another.
+    Norms and counts are estimates; no magnitude cut and no inner product is claimed. The hash is one of the block's
+    place, since its bytes are not known: no block is taken for the same as another.
     """
 
     def __init__(self, grid: BlockGrid, expert: TensorEntry) -> None:
@@ -87,5 +88,5 @@ class ProbeSummary:
     def statistics(self, _: int) -> TensorStatistics:
         """The estimates; the argument is the expert's index, of which there is one."""
         return TensorStatistics(
-            self._grid, self._records_B, np.empty(0, np.float64), np.empty(0, np.uint32), np.zeros(3, np.float64)
+            self._grid, self._records_B, np.empty(0, np.float64), np.empty(0, np.uint32), np.full(3, np.nan)
         )

@@ -137,18 +137,23 @@ def summarize_block(
 
 @kernel
 def octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
-    """Energy by octave of magnitude below the largest, from counts of upper magnitude bits (bin midpoints)."""
+    """Energy by octave of magnitude below the largest, from counts of upper magnitude bits.
+
+    A bin counts for the octave of its lower edge, where deltas of 16-bit formats lie, with the energy of its middle.
+    """
     energies_O[:] = 0.0
     octaves = energies_O.shape[0]
     top_bin = int(largest_bits) >> COARSE_SHIFT
-    holder = np.empty(2, np.uint32)
+    holder = np.empty(3, np.uint32)
     floats = holder.view(np.float32)
     holder[0] = np.uint32(largest_bits)
     largest = float(floats[0])
     for b in range(max(1, top_bin - 128 * (octaves + 8)), min(top_bin + 1, COARSE_BINS)):
         if counts_B[b]:
-            holder[1] = (np.uint32(b) << np.uint32(COARSE_SHIFT)) | np.uint32(0x8000)
-            middle = float(floats[1])
-            octave = int(np.floor(np.log2(largest / middle)))
+            holder[1] = np.uint32(b) << np.uint32(COARSE_SHIFT)
+            holder[2] = holder[1] | np.uint32(0x8000)
+            edge = float(floats[1])
+            middle = float(floats[2])
+            octave = int(np.floor(np.log2(largest / edge)))
             octave = min(max(octave, 0), octaves - 1)
             energies_O[octave] += float(counts_B[b]) * middle * middle

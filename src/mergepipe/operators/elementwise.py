@@ -53,6 +53,7 @@ class ElementwiseRule:
     normalize: bool = False
     delta_scale: float = 1.0
     share_of: Shares | None = None
+    unread_scale: float | None = None  # instead of `anchor_scale` where nothing is known of any expert
 
     @property
     def copies_base(self) -> bool:
@@ -64,6 +65,9 @@ class ElementwiseRule:
         from mergepipe.kernels.merge import merge_block
 
         chosen = block.present_E
+        scale = self.anchor_scale
+        if self.unread_scale is not None and not len(block.counted_E):
+            scale = self.unread_scale
         merge_block(
             block.raw,
             block.base_offset,
@@ -79,7 +83,7 @@ class ElementwiseRule:
             block.first_element,
             self.consensus,
             self.normalize,
-            np.float32(self.anchor_scale),
+            np.float32(scale),
             np.float32(self.delta_scale),
             block.out,
             block.out_offset,

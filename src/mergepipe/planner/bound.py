@@ -45,10 +45,10 @@ def omission_bound(
     divisor_B = _present_weight(columns, rules, present_EB) if on_omit is OnOmit.RENORMALIZE else None
     for e in range(len(present_EB)):
         drift_B = _drift(e, columns, rules, present_EB[e], divisor_B)
-        unknown += int(np.count_nonzero((drift_B != 0) & ~knowledge.known_ET[e][columns.tensor_B]))
+        unknown += int(np.count_nonzero((drift_B != 0) & ~knowledge.exact_ET[e][columns.tensor_B]))
         total_B += np.multiply(drift_B, knowledge.norm_EB[e], out=np.zeros_like(total_B), where=drift_B != 0)
     if unknown:
-        return NoBound(f"the norms of {unknown} omitted blocks are not known")
+        return NoBound(f"the norms of {unknown} omitted blocks are not known, or only estimated")
     absolute = math.sqrt(math.fsum(np.square(total_B).tolist())) * (1 + SAFETY)
     if not math.isfinite(absolute):
         return NoBound("an omitted delta is not finite")
@@ -84,7 +84,7 @@ def _relative(
 
     `||M_full - M_0||^2 ~ sum_b sum_ij alpha_i alpha_j ||delta_i,b|| ||delta_j,b|| c_ij`, with `c_ii = 1`.
     """
-    if not knowledge.known_ET.all() or bool((rules.anchor_scale_T != 1).any()):
+    if not knowledge.exact_ET[:, columns.tensor_B].all() or bool((rules.anchor_scale_T != 1).any()):
         return None
     square = 0.0
     for t in range(len(columns.tasks)):

@@ -30,9 +30,11 @@ class Knowledge:
         free_EB: the block equals the base's.
         same_as_EB: the first expert whose block holds the same bytes of the same dtype; itself if there is none.
         largest_EB, octaves_EOB: see `BLOCK_RECORD`; empty without octaves.
+        exact_ET: known, and not from a probe: `norm_EB` is a bound.
     """
 
     known_ET: NDArray[np.bool_]
+    exact_ET: NDArray[np.bool_]
     norm_EB: NDArray[np.float64]
     free_EB: NDArray[np.bool_]
     same_as_EB: NDArray[np.int16]
@@ -53,7 +55,8 @@ def find_usable(problem: PlanningProblem, columns: Columns) -> tuple[NDArray[np.
         for t, task in enumerate(columns.tasks):
             statistics = of_expert.get(task.name)
             if statistics is None:
-                reasons[e, t] = REASON_MISSING
+                if task.base.n_elements:  # else there is nothing to know
+                    reasons[e, t] = REASON_MISSING
             elif statistics.grid != BlockGrid(task.base.n_elements, problem.block_elements):
                 reasons[e, t] = REASON_OTHER_GRID
             else:
@@ -71,6 +74,7 @@ def gather_knowledge(
     n_experts, n_columns = len(problem.experts), columns.n_columns
     found = Knowledge(
         known_ET=known_ET,
+        exact_ET=np.zeros_like(known_ET),
         norm_EB=np.zeros((n_experts, n_columns), np.float64),
         free_EB=np.zeros((n_experts, n_columns), np.bool_),
         same_as_EB=np.repeat(np.arange(n_experts, dtype=np.int16)[:, None], n_columns, axis=1),
@@ -82,6 +86,7 @@ def gather_knowledge(
     for e, t in np.argwhere(known_ET).tolist():
         statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
         _copy(found, e, inside, statistics)
+        found.exact_ET[e, t] = not statistics.is_estimate
         words_B = statistics.blocks_B.view(_HASH_WORDS)
         low_EB[e, inside] = words_B["low"]
         high_EB[e, inside] = words_B["high"]

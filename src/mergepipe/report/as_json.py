@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
+from datetime import datetime
+from pathlib import Path
 
 from mergepipe.reports import CheckReport, MergeReport
 
@@ -26,3 +28,22 @@ def check_json(report: CheckReport, free_bytes: int) -> str:
         "free_bytes": free_bytes,
     }
     return json.dumps(fields)
+
+
+def to_json(value: object) -> str:
+    """One line: a report's fields, or a list of such; paths as strings, times in ISO 8601."""
+    return json.dumps(_plain(value), default=_plain)
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    raise TypeError(f"not for JSON: {type(value).__name__}")

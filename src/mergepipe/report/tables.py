@@ -4,38 +4,72 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from mergepipe.report.text import printable
+from mergepipe.report.layout import Fact, facts_text
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import CheckReport, MergeReport
+from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
 
 MAX_PATTERNS = 4
 MAX_NAME_CHARACTERS = 60
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
-Fact = tuple[str, str]
 
 
 def merge_table(report: MergeReport) -> str:
     """What a merge read, wrote and took."""
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
-    return _facts(
+    return facts_text(
         [
             ("operator", report.operator),
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *analysis,
+            *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),
             ("time", format_seconds(report.seconds)),
             ("speed", format_rate(report.bytes_per_second)),
             ("peak memory", format_bytes(report.peak_rss_bytes)),
             ("tensors", counts),
             ("snapshot", report.sid),
+            *(("notice", notice) for notice in report.notices),
             ("output", str(report.out)),
         ]
     )
+
+
+def _budget_facts(report: MergeReport) -> list[Fact]:
+    """Planned against realized: everything requested of expert files but headers."""
+    if report.planned_bytes is None or report.budget_bytes is None:
+        return []
+    realized = report.expert_bytes + report.analysis_bytes
+    text = f"{format_bytes(realized)} read of {format_bytes(report.planned_bytes)} planned"
+    return [("budget", f"{format_bytes(report.budget_bytes)}: {text}")]
+
+
+def analyze_table(report: AnalyzeReport) -> str:
+    """What an analysis read, expert by expert."""
+    again = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
+    return facts_text(
+        [
+            ("statistics", "estimated from a sample" if report.is_probe else "exact"),
+            *(("expert", _analyzed_text(expert)) for expert in report.experts),
+            ("base read", format_bytes(report.base_bytes)),
+            ("experts read", format_bytes(report.expert_bytes)),
+            *again,
+            ("time", format_seconds(report.seconds)),
+            ("catalog", str(report.home)),
+        ]
+    )
+
+
+def _analyzed_text(expert: AnalyzedExpert) -> str:
+    known = expert.comparable_tensors - expert.analyzed_tensors
+    parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
+    if expert.incomparable:
+        parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
+    return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"
 
 
 def check_table(report: CheckReport, free_bytes: int) -> str:
@@ -53,7 +87,7 @@ def check_table(report: CheckReport, free_bytes: int) -> str:
         *(("copied", line) for line in _grouped((reason, name) for name, reason in report.copied)),
         *(("dropped", line) for line in _grouped((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
     ]
-    return _facts(facts)
+    return facts_text(facts)
 
 
 def shorten_names(names: Iterable[str]) -> str:
@@ -84,8 +118,3 @@ def _grouped(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
 
 def _shorten(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[: MAX_NAME_CHARACTERS - 3]}..."
-
-
-def _facts(facts: Sequence[Fact]) -> str:
-    width = max(len(label) for label, _ in facts)
-    return "\n".join(f"{label:<{width}}  {printable(value)}" for label, value in facts)

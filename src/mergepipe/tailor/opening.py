@@ -14,6 +14,8 @@ from mergepipe.tailor.checkpoint import EXPORT, Framework, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import METADATA_NAME, read_dcp
 from mergepipe.tailor.formats.deepspeed import list_zero_files, read_zero
 from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME, read_hf_checkpoint
+from mergepipe.tailor.formats.partial import read_partial
+from mergepipe.tailor.partial_manifest import MANIFEST_NAME
 from mergepipe.tailor.trainer_files import TRAINER_STATE_NAME, read_global_step, weight_state
 
 LATEST_NAME = "latest"
@@ -21,7 +23,7 @@ _MAX_TAG_BYTES = 200
 
 
 def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
-    """Open a Trainer checkpoint, a DeepSpeed tag or save directory, or a DCP directory.
+    """Open a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint of ours.
 
     Reads structure and step counters, never another tensor byte.
 
@@ -32,6 +34,8 @@ def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
     """
     if not path.is_dir():
         raise NotFoundError.of("tailor.path", path, "there is no such directory")
+    if (path / MANIFEST_NAME).is_file():  # first: a partial checkpoint holds some of the Trainer's files too
+        return read_partial(store, path)
     if (path / METADATA_NAME).is_file():
         return read_dcp(store, path)
     if (path / TRAINER_STATE_NAME).is_file():
@@ -42,7 +46,7 @@ def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
         return replace(read_zero(store, _latest(store, path)), path=path)
     raise NotFoundError.of(
         "tailor.none", path, "no training checkpoint is here",
-        "give a Trainer checkpoint, a DeepSpeed tag or save directory, or a DCP directory",
+        "give a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint",
     )  # fmt: skip
 
 

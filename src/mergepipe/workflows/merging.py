@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import mergepipe
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.budget import Purpose, Usage
 from mergepipe.canonical import digest_of
 from mergepipe.catalog.catalog import Catalog
@@ -37,7 +36,7 @@ from mergepipe.recipe.load import load_recipe
 from mergepipe.recipe.model import Recipe
 from mergepipe.recipe.resolve import Action, Resolution, resolve
 from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
-from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics
+from mergepipe.statistics import TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
@@ -252,8 +251,9 @@ class _Run:
         rows = [catalog.register_model(expert) for expert in self._inputs.experts]
         tasks = {task.name: task for task in self._output.tasks if task.experts and task.base.n_elements}
         missing: set[str] = set()
-        for row in rows:
-            missing.update(catalog.missing_statistics(row, base_row, tasks, DEFAULT_BLOCK_ELEMENTS, COMMON_DENSITIES))
+        for row in rows:  # what was analysed stays, on whatever grid that was asked for
+            evidence = catalog.evidence(row, base_row)
+            missing.update(name for name in tasks if evidence.get(name) is not Evidence.EXACT)
         recorder = StatisticsRecorder(self._link, base_row, Evidence.EXACT)
         for name in missing:
             recorder.expect(tasks[name], rows)

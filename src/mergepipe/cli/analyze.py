@@ -1,0 +1,90 @@
+"""`mergepipe analyze`: fill the catalog with what plans are made from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import AsJson, BlockElements, Debug, Home, Memory, Quiet, Threads
+from mergepipe.cli.running import optional_size, progress_shown
+
+BasePath = Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")]
+ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
+Probe = Annotated[
+    str | None,
+    typer.Option("--probe", metavar="SHARE", help="Read only this share of every block (1%, 0.01) and estimate."),
+]
+Densities = Annotated[
+    list[float] | None,
+    typer.Option("--density", metavar="SHARE", help="Work out this magnitude cut too; may be given several times."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("analyze")(analyze)
+
+
+def analyze(
+    context: typer.Context,
+    base: BasePath,
+    experts: ExpertPaths,
+    *,
+    probe: Probe = None,
+    density: Densities = None,
+    block_elements: BlockElements = None,
+    home: Home = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Read each EXPERT once against BASE and remember what plans need.
+
+    What is known of unchanged files is not read again. An analysis that was stopped goes on where it was.
+    """
+    session: Session = context.obj
+    memory_bytes = optional_size(memory, "--memory")
+    probe_fraction = 0.0 if probe is None else parse_share(probe, "--probe")
+    from mergepipe import session as api
+
+    with progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = api.analyze(
+            base,
+            experts,
+            home=home,
+            probe_fraction=probe_fraction,
+            densities=density or (),
+            block_elements=block_elements,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            on_progress=on_progress,
+        )
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        from mergepipe.report.tables import analyze_table
+
+        print(analyze_table(report))
+
+
+def parse_share(text: str, option: str) -> float:
+    """A share above 0 and up to 1, written `1%` or `0.01`.
+
+    Raises:
+        RecipeError: `option.share`; the message names `option`.
+    """
+    from mergepipe.errors import RecipeError
+    from mergepipe.sizes import split_quantity
+
+    quantity = split_quantity(text)
+    if quantity is not None and quantity[1] in ("", "%"):
+        share = quantity[0] / 100 if quantity[1] else quantity[0]
+        if 0 < share <= 1:
+            return float(share)
+    raise RecipeError.of("option.share", option, f"'{text[:40]}' is not a share", "write it as 1% or 0.01, up to 100%")

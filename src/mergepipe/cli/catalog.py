@@ -1,0 +1,65 @@
+"""`mergepipe catalog`: what the catalog holds, and making it again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import AsJson, Debug, Home
+
+Roots = Annotated[
+    list[str] | None, typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    group = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+    group.command("rebuild")(rebuild)
+    group.command("stats")(stats)
+    app.add_typer(group, name="catalog", help="Look after the catalog.")
+
+
+def rebuild(
+    roots: Roots = None,
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Make the catalog again from the manifests under ROOT and where snapshots were.
+
+    Sound statistics stay. A damaged catalog is moved aside, and what is sound in it is taken over.
+    """
+    from mergepipe import session as api
+
+    report = api.rebuild_catalog(roots or (), home=home)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    else:
+        from mergepipe.report.catalog_tables import rebuild_table
+
+        print(rebuild_table(report))
+
+
+def stats(
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Say what the catalog holds and how large it is."""
+    from mergepipe import session as api
+
+    found = api.catalog_stats(home=home)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(found))
+    else:
+        from mergepipe.report.catalog_tables import catalog_table
+
+        print(catalog_table(found))

@@ -1,0 +1,72 @@
+"""What commands that run long share: progress on the way, and the truth about the output when they are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.sizes import parse_size
+
+if TYPE_CHECKING:
+    from mergepipe.reports import MergeReport, Progress
+
+
+@contextlib.contextmanager
+def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
+    """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
+    from mergepipe.cli.progress import choose_display
+
+    with choose_display(silent=silent) as display:
+
+        def on_progress(progress: Progress) -> None:
+            session.interrupts.report()
+            display.update(progress)
+
+        yield on_progress
+
+
+@contextlib.contextmanager
+def truthful_about(out: Path) -> Iterator[None]:
+    """Let an interruption say so if the output had just been published, by looking at what stands there."""
+    before = _identity(out)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        now = _identity(out)
+        if now is None or now == before:
+            raise
+        from mergepipe.errors import InterruptedRunError
+
+        raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def optional_size(text: str | None, option: str) -> int | None:
+    """Bytes in `text`, if there is any.
+
+    Raises:
+        RecipeError: it is not a size.
+    """
+    return None if text is None else parse_size(text, option)
+
+
+def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
+    """Tell what a merge did."""
+    if as_json:
+        from mergepipe.report.as_json import merge_json
+
+        print(merge_json(report))
+    elif not quiet:
+        from mergepipe.report.tables import merge_table
+
+        print(merge_table(report))

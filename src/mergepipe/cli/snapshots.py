@@ -1,0 +1,82 @@
+"""`mergepipe ls`, `show` and `lineage`: the snapshots there are, and what they were made from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import AsJson, Debug, Home
+
+SnapshotName = Annotated[
+    str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("ls")(list_snapshots)
+    app.command("show")(show)
+    app.command("lineage")(lineage)
+
+
+def list_snapshots(
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """List the snapshots that the catalog knows, newest first."""
+    from mergepipe import session as api
+
+    found = api.snapshots(home=home)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json({"snapshots": found}))
+    else:
+        from mergepipe.report.catalog_tables import snapshots_table
+
+        print(snapshots_table(found))
+
+
+def show(
+    snapshot: SnapshotName,
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Show one snapshot: how it was made, from what, and what was read."""
+    from mergepipe import session as api
+
+    found = api.show(snapshot, home=home)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(found))
+    else:
+        from mergepipe.report.catalog_tables import snapshot_table
+
+        print(snapshot_table(found))
+
+
+def lineage(
+    snapshot: SnapshotName,
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Show all that went into a snapshot, through all generations."""
+    from mergepipe import session as api
+
+    nodes = api.lineage(snapshot, home=home)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json({"nodes": nodes}))
+    else:
+        from mergepipe.report.catalog_tables import lineage_tree
+
+        print(lineage_tree(nodes))

@@ -1,0 +1,97 @@
+"""`mergepipe sweep`: what budgets cost in fidelity, measured against the full merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import AsJson, Debug, Home, Memory, OnOmit, Quiet, RecipePath, Seed, Select, Threads
+from mergepipe.cli.running import optional_size, progress_shown
+
+Budgets = Annotated[
+    str | None,
+    typer.Option("--budgets", metavar="LIST", help="Budgets to try.  [default: 5%,10%,25%,50%,75%,100%]"),
+]
+HtmlPath = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Draw the curves into one HTML file.")]
+WorkPath = Annotated[
+    str | None,
+    typer.Option("--work", metavar="DIR", help="Where two outputs fit at a time.  [default: for temporary files]"),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    context: typer.Context,
+    recipe: RecipePath,
+    *,
+    budgets: Budgets = None,
+    select: Select = None,
+    on_omit: OnOmit = None,
+    seed: Seed = 0,
+    home: Home = None,
+    work: WorkPath = None,
+    html: HtmlPath = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Measure error, bytes and time of RECIPE under several budgets.
+
+    It is merged in full once, then under each budget. The policy `random` stands beside the
+    chosen one at the same budgets. The merged models are not kept.
+    """
+    session: Session = context.obj
+    memory_bytes = optional_size(memory, "--memory")
+    if html is not None:
+        _check_page(Path(html))
+    from mergepipe import session as api
+
+    with progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = api.sweep(
+            recipe,
+            api.SWEEP_BUDGETS if budgets is None else budgets.split(","),
+            select=select or api.DEFAULT_POLICY,
+            on_omit=on_omit or api.DEFAULT_ON_OMIT,
+            seed=seed,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            home=home,
+            work=work,
+            on_progress=on_progress,
+        )
+    if html is not None:
+        from mergepipe.report.sweep_page import sweep_page
+
+        Path(html).write_text(sweep_page(report), encoding="utf-8")
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        from mergepipe.report.sweep_tables import sweep_table
+
+        print(sweep_table(report))
+
+
+def _check_page(path: Path) -> None:
+    """Refuse a page that could not be written, before anything is merged.
+
+    Raises:
+        OutputError: `output.not-a-page`.
+        NotFoundError: `output.no-directory`.
+    """
+    from mergepipe.errors import NotFoundError, OutputError
+
+    if not path.absolute().parent.is_dir():
+        raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
+    if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
+        raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")

@@ -1,0 +1,156 @@
+"""Plans and explanations as text tables for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mergepipe.plan import Plan
+from mergepipe.report.layout import Fact, columns_text, facts_text, listed, number_text, share_text
+from mergepipe.report.units import format_bytes
+from mergepipe.reports import ExpertShare, Explanation
+
+MAX_GROUPS = 6
+MAX_LAYER_EXPERTS = 8
+MAX_RUN_CHARACTERS = 60
+
+_NUMBER = re.compile(r"\d+")
+
+
+class _Choice(Protocol):
+    """A fallback or an adjustment."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def decision(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+def plan_table(plan: Plan, stored: Path | None) -> str:
+    """What a plan reads of every expert, what omission can cost, and what it had to do without."""
+    blocks = sum(-(-tensor.n_elements // plan.block_elements) for tensor in plan.tensors)
+    rows = []
+    for e, model in enumerate(model for model in plan.models if model.role == "expert"):
+        taken = sum(
+            tensor.access[e].n_blocks + sum(stop - start for start, stop, _ in tensor.access[e].shared)
+            for tensor in plan.tensors
+        )
+        free = sum(stop - start for tensor in plan.tensors for start, stop in tensor.access[e].free)
+        rows.append([
+            model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
+            share_text(taken, blocks), share_text(free, blocks),
+        ])  # fmt: skip
+    head = [
+        ("operator", plan.operator),
+        ("policy", f"{plan.policy}, where omitted: {plan.on_omit}"),
+        ("budget", _of_everything(plan.budget_bytes, plan.full_cost_bytes)),
+        ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
+        ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
+    ]
+    tail = [
+        *_choices("fallback", plan.fallbacks),
+        *_choices("adjusted", plan.adjustments),
+        ("digest", plan.digest),
+        *([("stored", str(stored))] if stored is not None else []),
+    ]
+    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base"], rows)
+    return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
+
+
+def explain_table(found: Explanation) -> str:
+    """An explanation: the whole, by expert, by layer, and tensors that were asked for."""
+    parts = [facts_text(_explain_facts(found)), _expert_table(found), _layer_table(found)]
+    tail = [*_choices("fallback", found.fallbacks), *_choices("adjusted", found.adjustments)]
+    parts.extend([facts_text(tail)] if tail else [])
+    for tensor in found.tensors:
+        rows = [[use.model, use.use, _shortened(use.blocks), use.reason] for use in tensor.uses]
+        title = f"{tensor.name}: {tensor.blocks} blocks, touched: {_shortened(tensor.touched) or 'none'}"
+        parts.append(f"{title}\n{columns_text(['expert', 'use', 'blocks', 'why'], rows, left=4)}")
+    return "\n\n".join(parts)
+
+
+def _explain_facts(found: Explanation) -> list[Fact]:
+    facts: list[Fact] = [(found.kind, found.sid or found.plan_digest or ""), ("operator", found.operator)]
+    if found.policy is None:
+        facts.append(("plan", "none: a full merge, every expert is everywhere"))
+    else:
+        facts.append(("policy", f"{found.policy}, where omitted: {found.on_omit}"))
+        facts.append(("budget", _of_everything(found.budget_bytes or 0, found.full_bytes or 0)))
+        facts.append(("planned", _of_everything(found.planned_bytes or 0, found.full_bytes or 0)))
+        if found.bound is not None:
+            facts.append(("error bound", _bound_text(found.bound, found.relative_bound)))
+        if found.sid is not None:
+            facts.append(("plan digest", found.plan_digest or ""))
+    if found.realized_bytes is not None:
+        facts.append(("realized", format_bytes(found.realized_bytes)))
+    text = f"{found.touched} of {found.blocks} blocks ({share_text(found.touched, found.blocks)})"
+    facts.append(("touched", f"{text} hold something of an expert; the others are the base's"))
+    return facts
+
+
+def _expert_table(found: Explanation) -> str:
+    head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
+    return columns_text(head, [_expert_row(expert, found.blocks) for expert in found.experts])
+
+
+def _expert_row(expert: ExpertShare, blocks: int) -> list[str]:
+    counts = [share_text(count, blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
+    return [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
+
+
+def _layer_table(found: Explanation) -> str:
+    shown = found.experts[:MAX_LAYER_EXPERTS]
+    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
+    rows = [
+        [
+            layer.layer or "others",
+            str(layer.blocks),
+            share_text(layer.touched, layer.blocks),
+            *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
+        ]
+        for layer in found.layers
+    ]
+    more = len(found.experts) - len(shown)
+    note = "by expert: blocks read, shared, or equal to the base's" + (f"; {more} more: see --json" if more else "")
+    return f"{columns_text(head, rows)}\n({note})"
+
+
+def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:
+    """One line for all that differ in names and numbers only."""
+    groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
+    for each in choices:
+        groups[_NUMBER.sub("#", _before_name(each.decision)), _NUMBER.sub("#", each.reason)].append(each)
+    lines = [(label, _group_text(group)) for group in list(groups.values())[:MAX_GROUPS]]
+    rest = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
+    return [*lines, (label, f"and {rest} more: see the plan")] if rest else lines
+
+
+def _before_name(text: str) -> str:
+    return text.partition(" '")[0]
+
+
+def _group_text(group: Sequence[_Choice]) -> str:
+    first = group[0]
+    return f"{listed([each.where for each in group])}: {first.decision} ({first.reason})"
+
+
+def _bound_text(absolute: float, relative: float | None) -> str:
+    text = f"the result is at most {number_text(absolute)} away from the full merge, before rounding"
+    return text if relative is None else f"{text}: about {100 * relative:.3g} % of what the full merge changes"
+
+
+def _of_everything(nbytes: int, full_bytes: int) -> str:
+    return f"{format_bytes(nbytes)}, {share_text(nbytes, full_bytes)} of {format_bytes(full_bytes)}"
+
+
+def _bytes_or_dash(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def _shortened(text: str, most: int = MAX_RUN_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

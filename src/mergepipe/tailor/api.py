@@ -1,0 +1,159 @@
+"""The Python API of tailor: inspect, check, compose, diff, and recipes for the usual compositions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mergepipe.errors import LimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mergepipe.tailor.compose import CompositionReport, OnProgress
+    from mergepipe.tailor.diff import DiffReport
+    from mergepipe.tailor.inspect import InspectReport
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+DEFAULT_ENDS = 2
+
+
+def inspect(*paths: str | Path) -> InspectReport:
+    """Say what training checkpoints hold and whether parts of them fit together; reads no tensor data.
+
+    Raises:
+        MergePipeError: a path is no training checkpoint that can be read.
+    """
+    from mergepipe.storage.local import LocalStore
+    from mergepipe.tailor.inspect import inspect_checkpoints
+
+    return inspect_checkpoints(LocalStore(), [absolute(path) for path in paths])
+
+
+def check(
+    recipe: str | Path,
+    *,
+    state_from: str | Path | None = None,
+    world_size: int | None = None,
+    link: bool = False,
+) -> CompositionReport:
+    """Say what a composition would take from where, and how old each part is; reads no tensor data.
+
+    Raises:
+        MergePipeError: every problem found, in one error.
+    """
+    from mergepipe.tailor.compose import ComposeOptions, check_recipe
+
+    options = ComposeOptions(
+        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
+        state_from=None if state_from is None else absolute(state_from),
+    )  # fmt: skip
+    return check_recipe(Path(recipe), options)
+
+
+def compose(
+    recipe: str | Path,
+    out: str | Path,
+    *,
+    state_from: str | Path | None = None,
+    world_size: int | None = None,
+    link: bool = False,
+    self_check: str = "sampled",
+    memory_bytes: int | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> CompositionReport:
+    """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all.
+
+    Args:
+        state_from: the checkpoint that gives scheduler, random states and step; default, the newest source.
+        world_size: write native shards for this many ranks (ZeRO-2 and -3); default, that of the sources.
+        link: write metadata only, pointing into the sources (torch DCP).
+        self_check: `sampled`, `full` or `off`: how much is read back and compared before publishing.
+        memory_bytes: cap on buffers; default 256 MiB.
+        force: replace a composite that is already at `out`.
+        on_progress: called with (phase, bytes done, bytes in all), from the calling thread.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing is left behind.
+    """
+    from mergepipe.tailor.compose import ComposeOptions
+    from mergepipe.tailor.compose import compose as run
+    from mergepipe.tailor.self_check import Thoroughness
+
+    options = ComposeOptions(
+        DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes, force=force, world_size=_ranks(world_size),
+        linked=link, state_from=None if state_from is None else absolute(state_from),
+        thoroughness=Thoroughness(self_check),
+    )  # fmt: skip
+    return run(Path(recipe), Path(out), options, on_progress or (lambda *_: None))
+
+
+def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:
+    """Compare two checkpoints unit by unit: relative change of weights, exp_avg and exp_avg_sq.
+
+    Raises:
+        MergePipeError: one cannot be read, or they are of different models.
+    """
+    from mergepipe.storage.local import LocalStore
+    from mergepipe.tailor.diff import diff_checkpoints
+    from mergepipe.tailor.opening import open_training_checkpoint
+
+    store = LocalStore()
+    a, b = (open_training_checkpoint(store, absolute(path)) for path in (first, second))
+    return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
+
+
+def recipe_text(
+    strategy: str, run: str | Path, *, at: int | None = None, ends: int = DEFAULT_ENDS, folder: str | Path = "."
+) -> str:
+    """Write the recipe of a strategy (`parity`, `filter`, `latest`) over a run's newest checkpoints.
+
+    Args:
+        at: the last step to look at; default, any.
+        ends: layers at either end that `filter` takes from the newest checkpoint.
+        folder: where the recipe will lie; its paths are relative to that.
+
+    Raises:
+        MergePipeError: there are too few checkpoints.
+    """
+    from mergepipe.storage.local import LocalStore
+    from mergepipe.tailor.strategies import Strategy, find_checkpoints, strategy_recipe
+
+    found = find_checkpoints(LocalStore(), absolute(run), at)
+    return strategy_recipe(Strategy(strategy), found, ends, Path(folder))
+
+
+def recipe_from_log(
+    log: str | Path, run: str | Path, *, at: int, folder: str | Path = "."
+) -> tuple[str, tuple[str, ...]]:
+    """Write the recipe that a log of partial saves implies: each unit from its newest save at or before step `at`.
+
+    Returns the recipe (paths relative to `folder`) and notes for the user.
+
+    Raises:
+        MergePipeError: the log is not one, or something it needs was never saved or is gone.
+    """
+    from mergepipe.errors import NotFoundError
+    from mergepipe.storage.local import LocalStore
+    from mergepipe.tailor.from_log import composition_from_log_file
+    from mergepipe.tailor.strategies import find_checkpoints
+
+    try:
+        units = tuple(find_checkpoints(LocalStore(), absolute(run), at)[0].units.parameters)
+    except NotFoundError:  # the log itself says what is missing
+        units = None
+    found = composition_from_log_file(absolute(log), absolute(run), at, units=units)
+    return found.to_yaml(absolute(folder)), found.notes
+
+
+def absolute(path: str | Path) -> Path:
+    """A path that does not depend on the working directory; links are kept."""
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
+def _ranks(world_size: int | None) -> int | None:
+    if world_size is not None and not 1 <= world_size <= 1 << 20:
+        raise LimitError.of("option.not-positive", "--world-size", f"{world_size} was given", "give a number of ranks")
+    return world_size

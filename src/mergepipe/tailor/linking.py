@@ -1,0 +1,145 @@
+"""Composites of torch DCP checkpoints by metadata alone: no tensor byte is copied, chunks stay where they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.errors import UnsupportedError
+from mergepipe.readers.inert_pickle import load_inert
+from mergepipe.readers.inert_values import Record
+from mergepipe.storage.base import Store
+from mergepipe.tailor.assignment import Assignment
+from mergepipe.tailor.checkpoint import Format, Packing, Piece, TrainingCheckpoint
+from mergepipe.tailor.copy_plan import FilePlan, Literal, patched_file
+from mergepipe.tailor.formats.dcp import METADATA_NAME
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.planning import CompositionPlan
+from mergepipe.tailor.skeleton_files import list_skeleton
+from mergepipe.tailor.staleness import choose_steps, staleness_of
+from mergepipe.tailor.state_overlay import require_own_state
+from mergepipe.tailor.torch_writer import InertPickler, Size
+
+_SIZED_FIELDS = {
+    "TensorStorageMetadata": ("size",),
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "MetadataIndex": ("offset",),
+}
+_Place = tuple[Path, int, int]  # file, offset, bytes
+
+
+def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+    """Plan a composite whose metadata points into the sources; `out` None stands for a directory beside the skeleton.
+
+    Raises:
+        UnsupportedError: another format, `out` is not beside its sources, or they are cut into chunks differently.
+    """
+    skeleton = assignment.skeleton
+    if skeleton.format is not Format.DCP:
+        raise UnsupportedError.of("tailor.link.format", skeleton.path, "only torch DCP checkpoints can be linked")
+    require_own_state(assignment)
+    home = Path(os.path.normpath((out or skeleton.path.with_name("composite")).absolute()))
+    moved = dict(_moves(assignment))
+    metadata = load_inert(_read(store, skeleton.path / METADATA_NAME), str(skeleton.path / METADATA_NAME))
+    linked = _relink(metadata, skeleton, moved, home)
+    steps = choose_steps(assignment)
+    files = list_skeleton(skeleton)
+    return CompositionPlan(
+        assignment,
+        steps,
+        staleness_of(assignment, steps),
+        tuple(
+            FilePlan(f.name, (Literal(InertPickler().dump(metadata)),))
+            if f.name == METADATA_NAME
+            else patched_file(f.name, f.path, f.size_bytes, ())
+            for f in files
+            if f.path not in linked.own_files
+        ),
+        files,
+        linked.files,
+    )
+
+
+def _read(store: Store, path: Path) -> bytes:
+    return store.read_metadata(path, 0, store.size_bytes(path))
+
+
+def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
+    """Where each chunk of the skeleton is to be looked for instead."""
+    skeleton = assignment.skeleton
+    counters = [{name: step for step in source.steps for name in step.parameters} for source in assignment.sources]
+    for (name, kind), target in skeleton.states.items():
+        index = assignment.source_of[skeleton.units.tied.get(name, name)]
+        if index == assignment.skeleton_index:
+            continue
+        given = assignment.sources[index].states[name, kind]
+        if [p.span for p in given.pieces] != [p.span for p in target.pieces]:
+            raise UnsupportedError.of(
+                "tailor.link.chunks", assignment.sources[index].path,
+                f"{kind} of {name} is cut into other chunks than in {skeleton.path}", "compose without --link",
+            )  # fmt: skip
+        yield from zip(map(_place, target.pieces), map(_place, given.pieces), strict=True)
+    for name, index in assignment.source_of.items():
+        own = counters[assignment.skeleton_index].get(name)
+        if index != assignment.skeleton_index and own is not None:
+            yield from zip(map(_place, own.cells), map(_place, counters[index][name].cells), strict=True)
+
+
+def _place(piece: Piece) -> _Place:
+    if piece.packing is not Packing.TORCH_ZIP:
+        raise AssertionError("pieces of a DCP checkpoint are packed")
+    return piece.file, piece.offset, piece.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Linked:
+    """`files` that the new metadata points to; `own_files` of the skeleton that need not be copied."""
+
+    files: tuple[Path, ...]
+    own_files: frozenset[Path]
+
+
+def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Place, _Place], home: Path) -> _Linked:
+    """Change the places in `metadata` (in place) to the new ones, relative to `home`."""
+    root = Node(metadata, METADATA_NAME).fields("Metadata")
+    files, own = set(), set()
+    for _, node in root.get("storage_data").items():
+        fields = node.fields("_StorageInfo")
+        relative = fields.get("relative_path").text()
+        file = Path(os.path.normpath(skeleton.path.absolute() / relative))
+        own.add(file)
+        old = (file, fields.get("offset").integer(), fields.get("length").integer())
+        new = moved.get(old, old)
+        files.add(new[0])
+        state = fields.mapping()
+        state["relative_path"], state["offset"], state["length"] = os.path.relpath(new[0], home), new[1], new[2]
+    outside = [file for file in sorted(files) if not file.is_relative_to(home.parent)]
+    if outside:
+        raise UnsupportedError.of(
+            "tailor.link.place", home, f"is not beside its sources: {outside[0]} lies elsewhere",
+            f"choose a directory in {outside[0].parent.parent}, or compose without --link",
+        )  # fmt: skip
+    _restore_sizes(metadata)
+    return _Linked(tuple(sorted(files)), frozenset(own))
+
+
+def _restore_sizes(root: object) -> None:
+    """Make shapes `torch.Size` again, which the inert reader turns into tuples."""
+    waiting, seen = [root], set()
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, dict | list | tuple | Record) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting.extend([*value, *value.values()])
+        elif isinstance(value, Record):
+            waiting.append(value.state)
+            state = value.state if isinstance(value.state, dict) else {}
+            for field in _SIZED_FIELDS.get(value.kind.name, ()):
+                if isinstance(state.get(field), tuple):
+                    state[field] = Size(state[field])
+        else:
+            waiting.extend(value)

@@ -1,0 +1,81 @@
+"""Reads elements of stored states, across their pieces, whatever file they lie in."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import Span
+from mergepipe.budget import Purpose
+from mergepipe.errors import CorruptError
+from mergepipe.storage.base import RangeFile, Store
+from mergepipe.tailor.checkpoint import StoredState
+
+_SPARE_DESCRIPTORS = 64
+
+
+class StateReader:
+    """Reads spans of raw states from any number of threads, charged as analysis. A context manager.
+
+    Every file stays open until the end: the limit on open files is raised as far as it goes.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._files: dict[Path, RangeFile] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> StateReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+            self._files.clear()
+
+    def read(self, state: StoredState, span: Span) -> NDArray[np.uint8]:
+        """Return the bytes of the elements `span` of `state`.
+
+        Raises:
+            CorruptError: a piece of it is not there.
+        """
+        itemsize = state.dtype.itemsize
+        out = np.empty(span.n_elements * itemsize, np.uint8)
+        done = 0
+        for piece in state.pieces:
+            first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
+            if first >= last:
+                continue
+            at, nbytes = (first - span.start) * itemsize, (last - first) * itemsize
+            offset = piece.offset + (first - piece.span.start) * itemsize
+            if self._open(piece.file).read_into(offset, out.data[at : at + nbytes], Purpose.ANALYSIS) != nbytes:
+                raise CorruptError.of("storage.shrunk", piece.file, "ended while it was being read", "run again")
+            done += nbytes
+        if done != out.size:
+            raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is there in parts only")
+        return out
+
+    def _open(self, path: Path) -> RangeFile:
+        with self._lock:
+            if path not in self._files:
+                allow_open_files(len(self._files) + _SPARE_DESCRIPTORS)
+                self._files[path] = self._store.open(path)
+            return self._files[path]
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

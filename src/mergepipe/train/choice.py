@@ -1,0 +1,130 @@
+"""Which units a partial save takes: strategies as frozen values, one pure choosing function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+from mergepipe.errors import LimitError, RecipeError
+from mergepipe.tailor.units import LM_HEAD, NORM, Unit, UnitKind
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Half of the model each time: even layers and embeddings, then odd layers, final norm and head."""
+
+    def __str__(self) -> str:
+        return "parity"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """The first and the last `edge_layers` layers each time, every other unit each `every`-th time.
+
+    The others take turns, so that saves are of about the same size; none is older than `every` saves.
+    """
+
+    edge_layers: int
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.edge_layers < 0 or self.every < 1:
+            raise RecipeError.of(
+                "train.filter", "filter", f"edge_layers is {self.edge_layers}, every is {self.every}",
+                "edge_layers counts layers from 0, every counts saves from 1",
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        return "filter"
+
+
+@dataclass(frozen=True, slots=True)
+class LatestChanged:
+    """The units whose weights changed most since they were last saved, relative to their norm, in `budget_bytes`."""
+
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 1:
+            raise RecipeError.of("train.budget", "latest-changed", f"a budget of {self.budget_bytes} bytes")
+
+    def __str__(self) -> str:
+        return "latest-changed"
+
+
+Strategy: TypeAlias = Parity | Filter | LatestChanged
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a choice is made from.
+
+    `units` are the model's; `n_partial` counts the partial saves before this one. `changes` (relative, `inf` where
+    unknown), `last_saved` (step) and `unit_bytes` are needed by `LatestChanged` only.
+    """
+
+    units: tuple[Unit, ...]
+    n_partial: int
+    changes: Mapping[Unit, float] = field(default_factory=lambda: MappingProxyType({}))
+    last_saved: Mapping[Unit, int] = field(default_factory=lambda: MappingProxyType({}))
+    unit_bytes: Mapping[Unit, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
+    """Return the units to save, in the model's order.
+
+    Law: `Parity` has saved every unit after 2 saves, `Filter` after `every`; `LatestChanged` always saves what
+    changed most, and never more bytes than its budget.
+
+    Raises:
+        LimitError: a unit is larger than the budget, so that it could never be saved.
+    """
+    if isinstance(strategy, Parity):
+        chosen = {u for u in situation.units if _turn(u, situation.units) % 2 == situation.n_partial % 2}
+    elif isinstance(strategy, Filter):
+        chosen = _filtered(strategy, situation)
+    else:
+        chosen = _most_changed(strategy, situation)
+    return tuple(unit for unit in situation.units if unit in chosen)
+
+
+def _turn(unit: Unit, units: tuple[Unit, ...]) -> int:
+    """Even or odd, by the layer's own number; the final norm and the head go with the odd ones."""
+    if unit.kind is UnitKind.LAYER:
+        return unit.index
+    if unit.kind is UnitKind.OTHER:
+        return units.index(unit)
+    return 1 if unit in (NORM, LM_HEAD) else 0
+
+
+def _filtered(strategy: Filter, situation: Situation) -> set[Unit]:
+    layers = [unit for unit in situation.units if unit.kind is UnitKind.LAYER]
+    k = strategy.edge_layers
+    always = set(layers[:k] + layers[max(0, len(layers) - k) :])
+    others = [unit for unit in situation.units if unit not in always]
+    turn = situation.n_partial % strategy.every
+    return always | {unit for place, unit in enumerate(others) if place % strategy.every == turn}
+
+
+def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
+    """Take units by falling change, older first among equals, while they fit; what did not change is not taken."""
+    largest = max(situation.units, key=lambda unit: situation.unit_bytes[unit])
+    if situation.unit_bytes[largest] > strategy.budget_bytes:
+        raise LimitError.of(
+            "train.budget", str(largest),
+            f"needs {situation.unit_bytes[largest]} bytes, each save may take {strategy.budget_bytes}",
+            "raise the budget, or save whole checkpoints less often",
+        )  # fmt: skip
+
+    def rank(unit: Unit) -> tuple[float, int, Unit]:
+        return -situation.changes[unit], situation.last_saved.get(unit, -1), unit
+
+    chosen: set[Unit] = set()
+    left = strategy.budget_bytes
+    for unit in sorted(situation.units, key=rank):
+        if situation.changes[unit] > 0 and situation.unit_bytes[unit] <= left:
+            chosen.add(unit)
+            left -= situation.unit_bytes[unit]
+    return chosen

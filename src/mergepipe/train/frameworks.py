@@ -1,0 +1,142 @@
+"""torch and transformers as partial saving needs them: the only module of `train` that imports them, lazily."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import DType, Span
+from mergepipe.errors import MergePipeError, UnsupportedError
+from mergepipe.readers.inert_values import TORCH_DTYPES
+from mergepipe.readers.strict_json import JsonValue
+from mergepipe.train.engine_view import LocalShard, Ranks, SingleRank, Value
+
+
+def trainer_callback_base() -> Any:
+    """The class that the Trainer's callbacks derive from.
+
+    Raises:
+        UnsupportedError: transformers is not installed.
+    """
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise _not_installed("transformers") from error
+    return TrainerCallback
+
+
+def _not_installed(package: str) -> MergePipeError:
+    return UnsupportedError.of("train.extra", package, "is not installed", "install mergepipe[train]")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRanks:
+    """The processes of torch.distributed's default group."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, value: Value) -> list[Value]:
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+def current_ranks() -> Ranks:
+    """The ranks of torch.distributed where it is running, else this process alone."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return SingleRank()
+    return TorchRanks(dist.get_rank(), dist.get_world_size())
+
+
+def dtype_of(tensor: Any, where: str) -> DType:
+    """The dtype of a tensor.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise UnsupportedError.of("train.dtype", where, f"tensors of dtype {name} are not saved")
+    return TORCH_DTYPES[name]
+
+
+def tensor_bytes(tensor: Any) -> NDArray[np.uint8]:
+    """The elements of a tensor on the host, as bytes: a copy unless it lies there contiguously already."""
+    import torch
+
+    on_host = tensor.detach().reshape(-1).to("cpu").contiguous()
+    raw: NDArray[np.uint8] = on_host.view(torch.uint8).numpy()
+    return raw
+
+
+def tensor_sample(tensor: Any, n_elements: int) -> NDArray[np.float32]:
+    """At most `n_elements` evenly spread elements as float32, copied."""
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, -(-flat.numel() // n_elements))
+    return np.array(flat[::stride].float().to("cpu").numpy(), np.float32)
+
+
+def local_shard(parameter: str, kind: str, span: Span, tensor: Any) -> LocalShard:
+    """A shard that reads `tensor`, which must hold exactly the elements of `span`."""
+    return LocalShard(
+        parameter,
+        kind,
+        dtype_of(tensor, f"{kind} of {parameter}"),
+        span,
+        lambda: tensor_bytes(tensor),
+        lambda n_elements: tensor_sample(tensor, n_elements),
+    )
+
+
+def scalar_options(group: Mapping[str, Any]) -> dict[str, JsonValue]:
+    """The options of an optimizer's parameter group that JSON can hold; one-element tensors as numbers."""
+    found: dict[str, JsonValue] = {}
+    for key, value in group.items():
+        plain = float(value) if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+        if isinstance(plain, tuple) and all(isinstance(each, int | float) for each in plain):
+            found[key] = list(plain)
+        elif plain is None or isinstance(plain, bool | int | float | str):
+            found[key] = plain
+    return found
+
+
+def save_random_state(path: Path) -> None:
+    """Write this process's random states as the Trainer does."""
+    import torch
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        is_alone = isinstance(current_ranks(), SingleRank)
+        states["cuda"] = torch.cuda.random.get_rng_state() if is_alone else torch.cuda.random.get_rng_state_all()
+    torch.save(states, path)
+
+
+def save_object(value: object, path: Path) -> None:
+    """`torch.save`."""
+    import torch
+
+    torch.save(value, path)
+
+
+def save_distributed(model: Any, optimizer: Any, folder: Path) -> None:
+    """Write model and optimizer as torch.distributed.checkpoint does, on all ranks together."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    weights, states = get_state_dict(model, optimizer)
+    save({"model": weights, "optim": states}, checkpoint_id=str(folder))

@@ -1,0 +1,54 @@
+"""The logs of partial saving in a run's directory: appended durably by rank 0, read back by whoever goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mergepipe.storage.local import os_error
+from mergepipe.tailor.save_log import SaveLog, SaveRecord, read_log, start_line
+
+LOG_NAME = "partial-saves.jsonl"
+PAPER_LOG_NAME = "flags.jsonl"
+
+
+def read_journal(run: Path) -> SaveLog:
+    """The saves so far; none where there is no log.
+
+    Raises:
+        CorruptError: a line is no line of ours.
+        StorageError: the log cannot be read.
+    """
+    path = run / LOG_NAME
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape") if path.exists() else ""
+    except OSError as error:
+        raise os_error(error, path, "reading it") from error
+    return read_log(text, path.name)
+
+
+def note_save(run: Path, record: SaveRecord) -> None:
+    """Append a save that is visible already to both logs."""
+    _append(run / PAPER_LOG_NAME, record.to_paper_line())
+    _append(run / LOG_NAME, record.to_line())
+
+
+def note_start(run: Path, step: int) -> None:
+    """Append that training goes on from `step`: what was saved past it is given up."""
+    _append(run / LOG_NAME, start_line(step))
+
+
+def _append(path: Path, line: str) -> None:
+    """Append one line durably; what a crash cut short before it is cut off."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as stream:
+            stream.seek(0)
+            content = stream.read()
+            if not content.endswith(b"\n") and content:
+                stream.truncate(content.rfind(b"\n") + 1)
+            stream.write(line.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise os_error(error, path, "appending a line") from error

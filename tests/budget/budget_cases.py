@@ -1,0 +1,99 @@
+"""Merges to be budgeted: one case per operator, a family on disk with its catalogs, and what they share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe import session
+from mergepipe.plan import Plan
+from mergepipe.testing.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
+from mergepipe.testing.disk_families import DiskFamily, write_family, write_recipe
+from mergepipe.testing.oracle import MergeCase
+
+WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
+CASES = {
+    "linear": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4, normalize=True),
+    "linear_sum": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4),
+    "task_arithmetic": MergeCase("task_arithmetic", WEIGHTS, DENSITIES, lambda_=0.8),
+    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True, lambda_=1.1),
+    "dare_linear": MergeCase("dare_linear", WEIGHTS, DENSITIES),
+    "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
+    "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
+}
+POLICIES = ("norm", "conflict", "stratified", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A family, its recipe, and the home of a catalog."""
+
+    folder: Path
+    case: MergeCase
+    family: DiskFamily
+    recipe: Path
+    home: Path
+
+    def analyze(self, block_elements: int = GRAIN) -> None:
+        """Fill the catalog with all that the case needs."""
+        base, *experts = self.family.places
+        session.analyze(
+            base, experts, home=self.home, block_elements=block_elements, densities=sorted(set(self.case.densities))
+        )
+
+    def plan(
+        self, budget: str, select: str = "norm", *, on_omit: str = "keep", block_elements: int = GRAIN, seed: int = 0
+    ) -> Plan:
+        """Plan the recipe on small blocks."""
+        return session.plan(
+            self.recipe,
+            budget,
+            select=select,
+            on_omit=on_omit,
+            seed=seed,
+            block_elements=block_elements,
+            home=self.home,
+        )
+
+    def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:
+        """Run a plan; where its output is."""
+        out = self.folder / name
+        session.run(plan, out, home=self.home, memory_bytes=memory_bytes, threads=2)
+        return out
+
+    def full(self, seed: int = 0) -> Path:
+        """The merge without a budget."""
+        out = self.folder / f"full-{seed}"
+        if not out.exists():
+            session.merge(self.recipe, out, seed=seed, catalog=False, threads=2)
+        return out
+
+    def with_home(self, name: str) -> Setting:
+        """The same with another catalog."""
+        return Setting(self.folder, self.case, self.family, self.recipe, self.folder / name)
+
+    def forgetful(self, name: str, share: float, seed: int = 0) -> Setting:
+        """The same with a copy of the catalog that lacks some statistics."""
+        other = self.with_home(name)
+        shutil.copytree(self.home, other.home)
+        forget_statistics(other.home, np.random.default_rng(seed), share)
+        return other
+
+
+def make_setting(
+    folder: Path,
+    case: MergeCase,
+    *,
+    layout: int = 0,
+    seed: int = 0,
+    plans: Sequence[TensorPlanOf] = AWKWARD,
+    out_dtype: str | None = None,
+) -> Setting:
+    """Write a family with as many experts as the case has, and its recipe."""
+    family = write_family(folder / "models", make_budget_models(len(case.weights), seed, plans), layout)
+    recipe = write_recipe(folder / "recipe.yml", case, family, out_dtype)
+    return Setting(folder, case, family, recipe, folder / "home")

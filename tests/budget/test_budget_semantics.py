@@ -1,0 +1,244 @@
+"""What a budget makes of a merge: nothing, everything, and what lies between, block by block."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budget_cases import CASES, POLICIES, Setting, make_setting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe import session
+from mergepipe.blocks import BlockGrid
+from mergepipe.engine.access import FREE, source_of_blocks
+from mergepipe.plan import Plan
+from mergepipe.testing.budgets import GRAIN, planned_tensor, tensor_plans
+from mergepipe.testing.disk_families import Model, read_snapshot, weights_digest
+
+EVERY_OPERATOR = ("linear", "linear_sum", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
+BASE_ANCHORED = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
+SHARES = ("0", "4096", "3%", "10%", "25%", "40%", "60%", "85%", "99%", "100%")
+
+
+def same_bytes(one: Model, two: Model, name: str) -> bool:
+    """Whether a tensor is the same in both, bit for bit."""
+    return one[name].dtype == two[name].dtype and one[name].tobytes() == two[name].tobytes()
+
+
+def blocks_of(model: Model, name: str, block_elements: int) -> list[bytes]:
+    """The stored bytes of each block of a tensor."""
+    stored = model[name].reshape(-1)
+    grid = BlockGrid(len(stored), block_elements)
+    return [stored[span.start : span.stop].tobytes() for span in grid.spans()]
+
+
+@pytest.mark.parametrize("name", BASE_ANCHORED)
+@pytest.mark.parametrize("known", [True, False], ids=["analysed", "unknown"])
+def test_budget__of_nothing_gives_the_base(tmp_path: Path, name: str, known: bool) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    if known:
+        setting.analyze()
+    plan = setting.plan("0")
+    out = setting.run(plan, "out")
+    merged, base = read_snapshot(out), setting.family.models[0]
+    assert [tensor for tensor in base if not same_bytes(merged, base, tensor)] == []
+    manifest = json.loads((out / "mergepipe.json").read_text())
+    assert plan.planned_bytes == manifest["realized"]["expert"] == manifest["realized"]["analysis"] == 0
+    assert manifest["coverage"]["touched"] == 0
+
+
+@pytest.mark.parametrize("name", BASE_ANCHORED)
+@pytest.mark.parametrize("policy", ["norm", "stratified"])
+def test_budget__too_small_for_what_comes_first_gives_the_base_with_a_notice(
+    tmp_path: Path, name: str, policy: str
+) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    plan = setting.plan("4095", policy)
+    merged, base = read_snapshot(setting.run(plan, "out")), setting.family.models[0]
+    assert [tensor for tensor in base if not same_bytes(merged, base, tensor)] == []
+    assert any(fallback.where == "budget" and "is the base" in fallback.decision for fallback in plan.fallbacks)
+
+
+@pytest.mark.parametrize("name", EVERY_OPERATOR)
+def test_budget__that_holds_everything_gives_the_full_merge(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name], layout=list(CASES).index(name))
+    wanted = weights_digest(setting.full(seed=3))
+    assert weights_digest(setting.run(setting.plan("100%", seed=3), "unknown")) == wanted
+    setting.analyze()
+    half_known = setting.forgetful("half", 0.5)
+    for number, policy in enumerate(POLICIES):
+        assert weights_digest(setting.run(setting.plan("100%", policy, seed=3), f"known-{number}")) == wanted
+    ample = setting.plan(str(1 << 40), seed=3)
+    assert ample.planned_bytes == ample.full_cost_bytes
+    assert weights_digest(setting.run(ample, "ample")) == wanted
+    assert weights_digest(half_known.run(half_known.plan("100%", seed=3), "half-known")) == wanted
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    wanted = weights_digest(setting.full(seed=4))
+    report = session.merge(setting.recipe, tmp_path / "all", seed=4, budget="100%", home=setting.home)
+    assert weights_digest(tmp_path / "all") == wanted
+    assert report.planned_bytes is not None
+    assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes
+    session.merge(setting.recipe, tmp_path / "some", seed=4, budget="30%", select="random", home=setting.home)
+    plan = session.plan(setting.recipe, "30%", select="random", seed=4, home=setting.home)
+    session.run(plan, tmp_path / "planned", home=setting.home)
+    assert weights_digest(tmp_path / "some") == weights_digest(tmp_path / "planned")
+
+
+def read_blocks(plan: Plan) -> set[tuple[str, int, int]]:
+    """(tensor, expert, block) of everything that is read."""
+    return {
+        (tensor.name, e, block)
+        for tensor in plan.tensors
+        for e, access in enumerate(tensor.access)
+        for start, stop in access.blocks
+        for block in range(start, stop)
+    }
+
+
+def check_monotone(setting: Setting, budgets: tuple[str, ...], policy: str) -> None:
+    """Larger budgets read the same and more."""
+    plans = sorted((setting.plan(budget, policy) for budget in budgets), key=lambda plan: plan.budget_bytes)
+    read = [read_blocks(plan) for plan in plans]
+    for smaller, larger in pairwise(plans):
+        assert smaller.planned_bytes <= larger.planned_bytes
+    for fewer, more in pairwise(read):
+        assert fewer <= more
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties", "slerp"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_budget__that_is_larger_reads_the_same_and_more(tmp_path: Path, name: str, policy: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    check_monotone(setting, SHARES, policy)
+    check_monotone(setting.forgetful("half", 0.5), SHARES, policy)
+    assert len(read_blocks(setting.plan("100%", policy))) > len(read_blocks(setting.plan("40%", policy))) > 0
+
+
+@given(data=st.data(), name=st.sampled_from(EVERY_OPERATOR), policy=st.sampled_from(POLICIES))
+@settings(max_examples=15)
+def test_budget__that_is_larger_reads_the_same_and_more_of_any_family(
+    data: st.DataObject, name: str, policy: str
+) -> None:
+    plans = data.draw(tensor_plans(len(CASES[name].weights)))
+    budgets = tuple(str(data.draw(st.integers(0, 400_000))) for _ in range(5))
+    with tempfile.TemporaryDirectory() as folder:
+        setting = make_setting(Path(folder), CASES[name], plans=plans, seed=data.draw(st.integers(0, 99)))
+        setting.analyze()
+        check_monotone(setting, (*budgets, "50%", "100%"), policy)
+
+
+@pytest.mark.parametrize("name", ["ties", "dare_linear", "dare_ties", "task_arithmetic"])
+@pytest.mark.parametrize(("policy", "share"), [("norm", "30%"), ("conflict", "75%"), ("random", "50%")])
+def test_budgeted_block__equals_the_full_one_or_the_base(tmp_path: Path, name: str, policy: str, share: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    plan = setting.plan(share, policy, seed=5)
+    merged, full = read_snapshot(setting.run(plan, "out")), read_snapshot(setting.full(seed=5))
+    base = setting.family.models[0]
+    complete = untouched = 0
+    for tensor in plan.tensors:
+        blocks = blocks_of(merged, tensor.name, GRAIN)
+        sources_EB = source_of_blocks(tensor, len(blocks))
+        for b, block in enumerate(blocks):
+            if (sources_EB[:, b] != -1).all():  # read, served, or known to equal the base
+                assert block == blocks_of(full, tensor.name, GRAIN)[b]
+                complete += 1
+            if (sources_EB[:, b] < 0).all():
+                assert block == blocks_of(base, tensor.name, GRAIN)[b]
+                untouched += 1
+    assert complete > 0
+    assert untouched > 0
+
+
+def test_ties_threshold__under_a_mask_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    setting.analyze()
+    plan = setting.plan("30%")
+    models = setting.family.models
+    checked = 0
+    for tensor in plan.tensors:
+        base_N = models[0][tensor.name].astype(np.float32).reshape(-1)
+        for e, access in enumerate(tensor.access):
+            density = CASES["ties"].densities[e]
+            kept = int(density * tensor.n_elements)
+            if not 0 < kept < tensor.n_elements:
+                continue
+            delta_N = models[e + 1][tensor.name].astype(np.float32).reshape(-1) - base_N
+            largest_bits = np.sort(np.abs(delta_N).view(np.uint32))[::-1]
+            assert access.threshold_bits == largest_bits[kept - 1]
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("name", EVERY_OPERATOR)
+def test_frozen_block__is_never_read_and_twins_are_read_once(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    plan = setting.plan("100%", seed=6)
+    models, n_free, n_shared = setting.family.models, 0, 0
+    for tensor in plan.tensors:
+        stored = [blocks_of(model, tensor.name, GRAIN) for model in models]
+        values = [blocks_of({"x": model[tensor.name].astype(np.float32)}, "x", GRAIN) for model in models]
+        dtypes = [model[tensor.name].dtype for model in models]
+        sources_EB = source_of_blocks(planned_tensor(plan, tensor.name), len(stored[0]))
+        for b in range(len(stored[0])):
+            for e in range(len(models) - 1):
+                is_frozen = values[e + 1][b] == values[0][b]
+                assert (sources_EB[e, b] == FREE) == is_frozen
+                twins = [i for i in range(e) if (dtypes[i + 1], stored[i + 1][b]) == (dtypes[e + 1], stored[e + 1][b])]
+                if not is_frozen:
+                    assert sources_EB[e, b] == (twins[0] if twins else e)
+                n_free += is_frozen
+                n_shared += bool(twins) and not is_frozen
+    assert n_free > 0
+    assert n_shared > 0 or name == "slerp"
+    assert weights_digest(setting.run(plan, "out")) == weights_digest(setting.full(seed=6))
+    unknown = setting.with_home("unknown").plan("100%", seed=6)
+    assert plan.planned_bytes < unknown.planned_bytes
+
+
+@pytest.mark.parametrize(("name", "policy"), zip(EVERY_OPERATOR, [*POLICIES, *POLICIES], strict=False))
+def test_manifest__says_what_was_planned_and_covered(tmp_path: Path, name: str, policy: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    plan = setting.plan("45%", policy)
+    out = tmp_path / "out"
+    report = session.run(plan, out, home=setting.home)
+    manifest = json.loads((out / "mergepipe.json").read_text())
+    assert manifest["plan_digest"] == plan.digest == manifest["plan"]["digest"]
+    assert manifest["plan"] == json.loads(plan.to_json())
+    for model, record in zip(plan.models, manifest["inputs"], strict=True):
+        assert model.role == "base" or record["read_bytes"] <= model.planned_bytes
+        assert model.planned_bytes > 0 or record["read_bytes"] == 0
+    assert sum(record["read_bytes"] for record in manifest["inputs"][1:]) == report.expert_bytes + report.analysis_bytes
+    sources = [
+        source_of_blocks(tensor, BlockGrid(tensor.n_elements, plan.block_elements).n_blocks) for tensor in plan.tensors
+    ]
+    coverage = manifest["coverage"]
+    assert coverage["blocks"] == sum(each.shape[1] for each in sources)
+    assert coverage["touched"] == sum(int((each >= 0).any(axis=0).sum()) for each in sources)
+    for e in range(len(plan.models) - 1):
+        assert coverage["read"][e] == sum(tensor.access[e].n_blocks for tensor in plan.tensors)
+        assert coverage["shared"][e] == sum(int(((each[e] >= 0) & (each[e] != e)).sum()) for each in sources)
+        assert coverage["free"][e] == sum(int((each[e] == FREE).sum()) for each in sources)
+    if name in BASE_ANCHORED:
+        assert 0 < _changed_blocks(read_snapshot(out), setting.family.models[0], plan) <= coverage["touched"]
+
+
+def _changed_blocks(merged: Model, base: Model, plan: Plan) -> int:
+    pairs = [
+        (blocks_of(merged, tensor.name, plan.block_elements), blocks_of(base, tensor.name, plan.block_elements))
+        for tensor in plan.tensors
+    ]
+    return sum(one != two for ones, twos in pairs for one, two in zip(ones, twos, strict=True))

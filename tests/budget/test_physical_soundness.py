@@ -1,0 +1,247 @@
+"""What a merge under a budget asks of expert files, as strace and the kernel's counters see it from outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from budget_cases import CASES, POLICIES, Setting, make_setting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
+
+from mergepipe.plan import Plan
+from mergepipe.testing.budgets import GRAIN, TensorPlanOf, smallest_memory, tensor_plans
+from mergepipe.testing.disk_families import DiskFamily
+
+BUDGETS = ("0", "4096", "7%", "35%", "80%", "100%")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedServer]:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    trial = subprocess.run([*STRACE, "-e", "trace=none", "true"], capture_output=True, check=False)
+    if trial.returncode != 0:
+        pytest.skip("strace may not trace here")
+    with traced_server(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@dataclass(slots=True)
+class Tracer:
+    """Runs plans of a setting under the tracer and checks each."""
+
+    server: TracedServer
+    setting: Setting
+    runs: int = 0
+
+    def run(
+        self, plan: Plan, *, memory_bytes: int | None = None, cold: bool = False, fault_at: int | None = None
+    ) -> TracedRun:
+        """Run a plan and check that what was read is within it."""
+        self.runs += 1
+        folder = self.setting.folder
+        path, out = folder / f"plan-{self.runs}.json", folder / f"traced-{self.runs}"
+        path.write_bytes(plan.to_json())
+        traced = self.server.run(
+            path,
+            out,
+            self.setting.home,
+            memory_bytes=memory_bytes,
+            cold=self.setting.family.places if cold else (),
+            fault_at=fault_at,
+        )
+        check_soundness(plan, traced, self.setting.family)
+        assert out.exists() == (traced.answer["error"] is None)
+        if out.exists():
+            check_record(out, traced, self.setting.family)
+            shutil.rmtree(out)
+        return traced
+
+
+def check_soundness(plan: Plan, traced: TracedRun, family: DiskFamily) -> None:
+    """Bytes requested <= planned <= budget, for every expert, and nothing was read in another way."""
+    assert plan.planned_bytes <= plan.budget_bytes
+    total = 0
+    for model, place in zip(plan.models[1:], family.places[1:], strict=True):
+        of_expert = traced.tensor_bytes(place)
+        assert of_expert <= model.planned_bytes
+        total += of_expert
+        for file, reads in traced.of_place(place).items():
+            assert reads.other <= {"mmap PROT_READ"}  # for mincore: which pages are in memory, none is touched
+            assert reads.metadata_bytes <= _metadata_bytes(Path(file))
+            assert reads.trials <= 1
+            if file.endswith(".safetensors"):
+                assert all(offset + nbytes <= _header_bytes(Path(file)) for offset, nbytes in reads.plain)
+    assert total <= plan.planned_bytes
+    if traced.answer["error"] is None:
+        assert total == traced.answer["expert"] + traced.answer["analysis"]
+
+
+def check_record(out: Path, traced: TracedRun, family: DiskFamily) -> None:
+    """The manifest says of every expert what the kernel saw."""
+    manifest = json.loads((out / "mergepipe.json").read_text())
+    for record, place in zip(manifest["inputs"], family.places, strict=True):
+        assert record["read_bytes"] == traced.tensor_bytes(place)
+    experts = sum(record["read_bytes"] for record in manifest["inputs"][1:])
+    assert manifest["realized"]["expert"] + manifest["realized"]["analysis"] == experts
+
+
+def _header_bytes(file: Path) -> int:
+    with file.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little")
+
+
+def _metadata_bytes(file: Path) -> int:
+    return _header_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp"])
+def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, server: TracedServer, name: str) -> None:
+    number = list(CASES).index(name)
+    setting = make_setting(tmp_path, CASES[name], layout=number)
+    setting.analyze()
+    coarse = setting.with_home("coarse")
+    coarse.analyze(2 * GRAIN)
+    partial = setting.forgetful("partial", 0.4)
+    empty = setting.with_home("empty")
+    spent = 0
+    for i, policy in enumerate(POLICIES):
+        for j, budget in enumerate(BUDGETS):
+            if (i + j + number) % 2:
+                continue  # every other square of the board
+            known, block = [(setting, GRAIN), (coarse, 2 * GRAIN), (partial, GRAIN), (empty, GRAIN)][(i + j) // 2 % 4]
+            plan = known.plan(budget, policy, block_elements=block)
+            is_tight = known in (setting, coarse) and i % 2 == 0
+            memory = smallest_memory(plan, tmp_path / "refused") if is_tight else None
+            traced = Tracer(server, known, runs=100 * i + 10 * j).run(plan, memory_bytes=memory, cold=j % 3 == 0)
+            assert traced.answer["error"] is None
+            spent += traced.answer["expert"]
+    assert spent > 0
+
+
+@pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_ties"])
+def test_budgeted_merge__of_cold_files_reads_no_more_from_the_disk(
+    tmp_path: Path, server: TracedServer, name: str
+) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    tracer = Tracer(server, setting)
+    base_bytes = sum(array.nbytes for array in setting.family.models[0].values())
+    n_files = sum(len(list(place.rglob("*"))) or 1 for place in setting.family.places)
+    physical = []
+    tracer.run(setting.plan("50%"))  # loads what the server's program needs from the disk
+    for budget in ("0", "30%", "100%"):
+        plan = setting.plan(budget)
+        traced = tracer.run(plan, cold=True)
+        # Beside the experts: the base in full, and of each file its header, the trial of direct reads, and its inode.
+        allowed = plan.planned_bytes + base_bytes + n_files * 8 * PAGE_BYTES
+        assert traced.answer["physical"] <= allowed
+        physical.append(traced.answer["physical"])
+    if physical[-1] == 0:
+        pytest.skip("this file system's reads are not counted")
+    assert physical == sorted(physical)
+    assert physical[-1] - physical[0] >= 0.9 * setting.plan("100%").planned_bytes
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "cold"])
+def test_budgeted_merge__whose_read_fails_stays_within_the_plan(
+    tmp_path: Path, server: TracedServer, name: str, cold: bool
+) -> None:
+    setting = make_setting(tmp_path, CASES[name], layout=1)
+    setting.analyze()
+    tracer = Tracer(server, setting)
+    plan = setting.plan("45%", "stratified")
+    failed = 0
+    for at in range(1000):
+        traced = tracer.run(plan, cold=cold, fault_at=at)
+        if not traced.answer["fired"]:
+            break
+        if traced.answer["error"] is not None:  # else it was the trial of direct reads, which may fail
+            assert traced.answer["error"] == "storage.io"
+            failed += 1
+    assert failed >= 3
+    assert traced.answer["error"] is None
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("traced", "."))]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRequest:
+    """A family to be made."""
+
+    case: str
+    plans: tuple[TensorPlanOf, ...]
+    layout: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """How to merge it."""
+
+    policy: str
+    budget: str
+    block_elements: int
+    forgotten_share: float
+    tight: bool
+    cold: bool
+    fault_at: int | None
+
+
+@st.composite
+def random_merges(draw: st.DrawFn) -> tuple[FamilyRequest, MergeRequest]:
+    """Any small family, and how to merge it."""
+    name = draw(st.sampled_from(sorted(CASES)))
+    case = CASES[name]
+    plans = draw(tensor_plans(len(case.weights)))
+    family = FamilyRequest(name, plans, draw(st.integers(0, 2)), draw(st.integers(0, 2**32)))
+    request = MergeRequest(
+        policy=draw(st.sampled_from(POLICIES)),
+        budget=draw(st.one_of(st.integers(0, 100).map("{}%".format), st.integers(0, 1 << 20).map(str))),
+        block_elements=GRAIN * draw(st.sampled_from([1, 1, 2, 16])),
+        forgotten_share=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
+        tight=draw(st.booleans()),
+        cold=draw(st.booleans()),
+        fault_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 12))),
+    )
+    return family, request
+
+
+def run_random_merge(server: TracedServer, folder: Path, family: FamilyRequest, request: MergeRequest) -> None:
+    """Make the family, plan, and run under the tracer, which checks."""
+    setting = make_setting(folder, CASES[family.case], layout=family.layout, seed=family.seed, plans=family.plans)
+    if request.forgotten_share < 1:
+        setting.analyze(request.block_elements)
+        setting = setting.forgetful("partial", request.forgotten_share, family.seed)
+    plan = setting.plan(request.budget, request.policy, block_elements=request.block_elements, seed=family.seed)
+    tight = request.tight and request.forgotten_share == 0
+    memory = smallest_memory(plan, folder / "refused") if tight else None
+    traced = Tracer(server, setting).run(plan, memory_bytes=memory, cold=request.cold, fault_at=request.fault_at)
+    assert traced.answer["error"] in ((None, "storage.io") if traced.answer["fired"] else (None,))
+
+
+@given(merge=random_merges())
+@settings(max_examples=15)
+def test_budgeted_merge__of_any_family_is_sound(
+    server: TracedServer, merge: tuple[FamilyRequest, MergeRequest]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_random_merge(server, Path(folder), *merge)
+
+
+@pytest.mark.slow
+@given(merge=random_merges())
+@settings(max_examples=600)
+def test_budgeted_merge__of_any_of_very_many_families_is_sound(
+    server: TracedServer, merge: tuple[FamilyRequest, MergeRequest]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_random_merge(server, Path(folder), *merge)

@@ -1,0 +1,278 @@
+"""A plan from the catalog to the output: the same everywhere, refused if inputs changed, sound if little is known."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from budget_cases import CASES, POLICIES, Setting, make_setting
+
+from mergepipe import session
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, F32
+from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.migrations import MIGRATIONS
+from mergepipe.engine.segments import GRAIN_ELEMENTS
+from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
+from mergepipe.plan_reading import parse_plan
+from mergepipe.testing.budgets import GRAIN, TensorPlanOf, smallest_memory
+from mergepipe.testing.disk_families import weights_digest
+from mergepipe.testing.faults import Fault, replaced, worker_threads
+
+PLANNER = """
+import sys
+from mergepipe import session
+recipe, home, select = sys.argv[1:]
+print(session.plan(recipe, "35%", select=select, block_elements=16384, home=home).digest)
+"""
+
+
+def is_within(setting: Setting, plan_budget: str, name: str) -> bool:
+    """Whether a merge under a budget keeps to it, whatever is known."""
+    report = session.merge(setting.recipe, setting.folder / name, budget=plan_budget, home=setting.home)
+    assert report.planned_bytes is not None
+    assert report.budget_bytes is not None
+    return report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plan__has_the_same_digest_in_every_process(tmp_path: Path, policy: str) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    setting.analyze()
+    digests = {setting.plan("35%", policy).digest}
+    for hash_seed in ("0", "12345"):
+        found = subprocess.run(
+            [sys.executable, "-c", PLANNER, str(setting.recipe), str(setting.home), policy],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        digests.add(found.stdout.strip())
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+def test_plan__survives_being_stored(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    plan = setting.plan("35%", seed=9)
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan.to_json())
+    assert parse_plan(path.read_bytes()) == plan
+    assert weights_digest(setting.run(path, "stored")) == weights_digest(setting.run(plan, "given"))
+
+
+def _edits() -> dict[str, Callable[[dict[str, object]], object]]:
+    return {
+        "seed": lambda plan: plan.__setitem__("seed", 1),
+        "budget": lambda plan: plan.__setitem__("budget_bytes", 1 << 40),
+        "operator": lambda plan: plan.__setitem__("operator", "linear"),
+        "digest": lambda plan: plan.__setitem__("digest", "0" * 32),
+        "tensors": lambda plan: plan["tensors"].pop(),
+        "key": lambda plan: plan.__setitem__("more", True),
+    }
+
+
+@pytest.mark.parametrize("edit", _edits())
+def test_plan__edited_by_hand_is_refused(tmp_path: Path, edit: str) -> None:
+    setting = make_setting(tmp_path, CASES["task_arithmetic"])
+    plan = json.loads(setting.plan("50%").to_json())
+    _edits()[edit](plan)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    with pytest.raises(CorruptError) as caught:
+        session.run(path, tmp_path / "out", home=setting.home)
+    assert caught.value.code.startswith("plan.")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+@pytest.mark.parametrize("share", [0.3, 1.0], ids=["some", "all"])
+def test_plan__without_statistics_records_it_and_is_sound(tmp_path: Path, name: str, share: float) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    setting.analyze()
+    poor = setting.forgetful("poor", share)
+    for budget in ("25%", "75%"):
+        plan = poor.plan(budget)
+        assert any("no statistics" in fallback.reason for fallback in plan.fallbacks)
+        report = session.run(plan, tmp_path / f"out-{budget}", home=poor.home)
+        assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
+
+
+def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(tmp_path: Path) -> None:
+    setting = make_setting(tmp_path, CASES["task_arithmetic"])
+    setting.analyze()
+    known = setting.plan("40%")
+    for file in setting.family.places[1].rglob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    plan = setting.plan("40%")
+    assert known.fallbacks == ()
+    assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == [f"expert '{setting.family.places[1]}'"]
+    report = session.run(plan, tmp_path / "out", home=setting.home)
+    assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes
+
+
+def _touch(place: Path) -> None:
+    for file in place.rglob("*.safetensors"):
+        os.utime(file)
+
+
+def _alter(place: Path) -> None:
+    file = sorted(place.rglob("*.safetensors"))[0]
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x01")
+
+
+def _truncate(place: Path) -> None:
+    file = sorted(place.rglob("*.safetensors"))[0]
+    os.truncate(file, file.stat().st_size - 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        (_touch, (ConflictError,)),
+        (_alter, (ConflictError,)),
+        (_truncate, (CorruptError,)),
+        (shutil.rmtree, (NotFoundError,)),
+    ],
+    ids=["touched", "altered", "truncated", "gone"],
+)
+@pytest.mark.parametrize("victim", [0, 1], ids=["base", "expert"])
+def test_run__of_a_plan_whose_inputs_changed_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], kinds: tuple[type[MergePipeError], ...], victim: int
+) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    setting.analyze()
+    plan = setting.plan("40%")
+    change(setting.family.places[victim])
+    with pytest.raises(kinds) as caught:
+        session.run(plan, tmp_path / "results" / "out", home=setting.home)
+    assert not isinstance(caught.value, ConflictError) or caught.value.code == "plan.input-changed"
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["base", "expert"])
+def test_run__during_which_an_input_changes_publishes_nothing(tmp_path: Path, victim: int) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    setting.analyze()
+    plan = setting.plan("40%")
+    fault = Fault(0, OSError(), on_fire=lambda: _touch(setting.family.places[victim]))
+
+    def change_first(posix_fallocate: Callable[..., None]) -> Callable[..., None]:
+        armed = fault.wrap(posix_fallocate)
+
+        def reserve(*args: int) -> None:
+            try:
+                armed(*args)
+            except OSError:
+                posix_fallocate(*args)
+
+        return reserve
+
+    with replaced(os, "posix_fallocate", change_first), pytest.raises(ConflictError) as caught:
+        session.run(plan, tmp_path / "results" / "out", home=setting.home)
+    assert fault.fired
+    assert caught.value.code == "input.changed"
+    assert not (tmp_path / "results").exists()
+    assert worker_threads() == []
+
+
+def _corrupt(home: Path) -> None:
+    (home / CATALOG_NAME).write_bytes(b"this is no database" * 400)
+
+
+def _newer(home: Path) -> None:
+    with closing(sqlite3.connect(home / CATALOG_NAME)) as connection:
+        connection.execute(f"PRAGMA user_version = {MIGRATIONS[-1].number + 1}")
+
+
+def _in_the_way(home: Path) -> None:
+    shutil.rmtree(home)
+    home.write_text("a file where the folder should be")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [(_corrupt, "catalog.corrupt"), (_newer, "catalog.newer"), (_in_the_way, "catalog.permission")],
+    ids=["corrupt", "newer", "in-the-way"],
+)
+def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
+    tmp_path: Path, damage: Callable[[Path], None], code: str
+) -> None:
+    setting = make_setting(tmp_path, CASES["ties"])
+    setting.analyze()
+    plan = setting.plan("40%")
+    damage(setting.home)
+    before = _content(setting.home)
+    with pytest.raises(MergePipeError) as caught:
+        setting.plan("40%")
+    assert caught.value.code == code
+    report = session.merge(setting.recipe, tmp_path / "merged", home=setting.home)
+    assert any("catalog is not used" in notice for notice in report.notices)
+    assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
+    report = session.run(plan, tmp_path / "planned", home=setting.home)
+    assert report.notices
+    assert report.expert_bytes <= plan.planned_bytes
+    assert is_within(setting, "30%", "budgeted")
+    assert _content(setting.home) == before
+
+
+def _content(home: Path) -> str:
+    path = home / CATALOG_NAME if home.is_dir() else home
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_catalog__that_is_locked_stops_plans_but_not_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = make_setting(tmp_path, CASES["linear"])
+    setting.analyze()
+    monkeypatch.setattr("mergepipe.catalog.catalog.Catalog.open.__func__.__kwdefaults__", {"timeout_seconds": 0.1})
+    with closing(sqlite3.connect(setting.home / CATALOG_NAME, isolation_level=None)) as holder:
+        holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+        holder.execute("BEGIN EXCLUSIVE")
+        report = session.merge(setting.recipe, tmp_path / "merged", home=setting.home)
+        assert any("catalog is not used" in notice for notice in report.notices)
+        assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
+        holder.execute("ROLLBACK")
+    assert setting.plan("40%").fallbacks == ()
+
+
+@pytest.mark.parametrize("name", ["ties", "slerp"])
+def test_plan__that_must_hold_whole_tensors_never_reads_them_twice(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name], plans=(TensorPlanOf("w", (9 * GRAIN + 1,), F32, (F32,)),))
+    plan, out, refused = setting.plan("100%"), tmp_path / "out", tmp_path / "refused"
+    with pytest.raises(LimitError) as caught:  # nothing is known: cuts and products must be worked out
+        session.run(plan, out, memory_bytes=smallest_memory(plan, refused), home=setting.home)
+    assert caught.value.code == "memory.plan"
+    assert not out.exists()
+    report = session.run(plan, out, home=setting.home)
+    assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
+    setting.analyze()
+    known = setting.plan("100%")
+    report = session.run(known, tmp_path / "small", memory_bytes=smallest_memory(known, refused), home=setting.home)
+    assert report.expert_bytes + report.analysis_bytes <= known.planned_bytes
+    assert weights_digest(tmp_path / "small") == weights_digest(out) == weights_digest(setting.full())
+
+
+@pytest.mark.parametrize("block_elements", [-1, 0, 1, 1000, GRAIN - 1, GRAIN + 1])
+def test_block_size__off_the_grain_is_refused(tmp_path: Path, block_elements: int) -> None:
+    setting = make_setting(tmp_path, CASES["linear"])
+    with pytest.raises(LimitError) as refused_analysis:
+        setting.analyze(block_elements)
+    with pytest.raises(LimitError) as refused_plan:
+        setting.plan("10%", block_elements=block_elements)
+    assert refused_analysis.value.code == refused_plan.value.code == "option.block-elements"
+
+
+def test_block_size__by_default_is_on_the_grain() -> None:
+    assert (DEFAULT_BLOCK_ELEMENTS % GRAIN, GRAIN) == (0, GRAIN_ELEMENTS)

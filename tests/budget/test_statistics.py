@@ -1,0 +1,342 @@
+"""What ANALYZE, probes and merges on their way put into the catalog, against numpy."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from budget_cases import CASES, make_setting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergepipe import session
+from mergepipe.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F16, F32, BlockGrid
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence
+from mergepipe.engine.pipeline import Pipeline
+from mergepipe.errors import MergePipeError
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics, decode_octaves, rank_of_density
+from mergepipe.storage.local import LocalStore
+from mergepipe.testing.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
+from mergepipe.testing.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
+from mergepipe.testing.faults import Fault, replaced
+
+SMALL_MEMORY = 1_900_000
+DENSITIES = tuple(sorted({*COMMON_DENSITIES, 0.001, 0.37, 1.0}))
+
+
+def recorded(family: DiskFamily, home: Path, *, accept: tuple[Evidence, ...] = (Evidence.EXACT,)) -> list[Any]:
+    """Per expert the statistics in the catalog by tensor."""
+    store = LocalStore()
+    with closing(Catalog.open(home)) as catalog:
+        base = catalog.model_for(open_checkpoint(store, family.places[0]))
+        experts = [catalog.model_for(open_checkpoint(store, place)) for place in family.places[1:]]
+        assert base is not None
+        return [{} if e is None else dict(catalog.statistics(e, base, accept=accept)) for e in experts]
+
+
+def analyze(family: DiskFamily, home: Path, **options: Any) -> Any:
+    """ANALYZE on small blocks."""
+    options = {"block_elements": GRAIN, "threads": 2, **options}
+    return session.analyze(family.places[0], family.places[1:], home=home, **options)
+
+
+def deltas(base: Model, expert: Model, name: str) -> NDArray[np.float32]:
+    """Float32 differences, zero where the two are equal."""
+    base_N, expert_N = as_float32(base, name), as_float32(expert, name)
+    with np.errstate(all="ignore"):
+        return np.where(base_N == expert_N, np.float32(0), expert_N - base_N)
+
+
+def check_statistics(base: Model, expert: Model, name: str, found: TensorStatistics) -> None:
+    """Everything recorded of one tensor is what numpy says."""
+    delta_N = deltas(base, expert, name)
+    stored_N = expert[name].reshape(-1)
+    for record, span in zip(found.blocks_B, found.grid.spans(), strict=True):
+        check_block(record, delta_N[span.start : span.stop], stored_N[span.start : span.stop].tobytes())
+    bits_N = np.sort(delta_N.view(np.uint32) & np.uint32(0x7FFFFFFF))[::-1]
+    for density in found.densities_D.tolist():
+        rank, cut = rank_of_density(density, len(delta_N)), found.threshold_bits(density)
+        assert cut == (0xFFFFFFFF if rank == 0 else 0 if rank >= len(bits_N) else bits_N[rank - 1])
+    base_N = as_float32(base, name).astype(np.float64)
+    with np.errstate(all="ignore"):
+        delta64_N = delta_N.astype(np.float64)
+        products = [base_N @ base_N, delta64_N @ delta64_N, base_N @ delta64_N]
+    if np.isfinite(products).all():
+        scale = float(np.abs(base_N) @ np.abs(delta64_N))
+        np.testing.assert_allclose(found.products_3[:2], products[:2], rtol=1e-12)
+        assert abs(found.products_3[2] - products[2]) <= 1e-12 * scale
+    else:
+        assert not np.isfinite(found.products_3).all()
+
+
+def check_block(record: Any, delta_N: NDArray[np.float32], stored: bytes) -> None:
+    """One block record."""
+    assert bytes(record["hash"]) == blake3(stored).digest(16)
+    assert int(record["changed"]) == np.count_nonzero(delta_N)
+    magnitudes_N = np.abs(delta_N.astype(np.float64))
+    if not np.isfinite(magnitudes_N).all():
+        assert record["norm"] == np.inf
+        assert record["largest"] == np.inf
+        return
+    norm = float(np.sqrt(np.square(magnitudes_N).sum()))
+    assert float(record["norm"]) >= norm * (1 - 1e-15)
+    # Two steps of float32 above at most, or float32 cannot hold it.
+    assert float(record["norm"]) <= norm * (1 + 2.0**-22) + 2.0**-149 or norm > np.finfo(np.float32).max
+    assert float(record["largest"]) == magnitudes_N.max()
+    shares_O = decode_octaves(record["octaves"][None])[0]
+    if norm == 0:
+        assert not shares_O.any()
+    elif norm > 1e-15:
+        check_octaves(shares_O, magnitudes_N)
+
+
+def check_octaves(shares_O: NDArray[np.float64], magnitudes_N: NDArray[np.float64]) -> None:
+    """Cumulated shares of energy by octave, within 12 %: counts are by bins of magnitude, bytes by steps of 19 %."""
+    largest = magnitudes_N.max()
+    some_N = magnitudes_N[magnitudes_N > 0]
+    octave_N = np.clip(np.floor(np.log2(largest / some_N)), 0, len(shares_O) - 1).astype(int)
+    wanted_O = np.bincount(octave_N, np.square(some_N), len(shares_O)) / np.square(some_N).sum()
+    np.testing.assert_allclose(np.cumsum(shares_O), np.cumsum(wanted_O), atol=0.12)
+    assert abs(shares_O.sum() - 1) < 1e-9
+
+
+def check_family(family: DiskFamily, found: list[Mapping[str, TensorStatistics]]) -> int:
+    """All statistics of all experts; how many there are."""
+    checked = 0
+    for expert, of_expert in zip(family.models[1:], found, strict=True):
+        floats = [n for n, a in family.models[0].items() if a.dtype.kind in "fV" and a.size and n in expert]
+        assert sorted(of_expert) == sorted(floats)
+        for name, statistics in of_expert.items():
+            check_statistics(family.models[0], expert, name, statistics)
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("layout", [0, 1, 2])
+def test_analyze__is_right_in_every_dtype_with_special_values(tmp_path: Path, layout: int) -> None:
+    family = write_family(tmp_path, make_models(3), layout)
+    analyze(family, tmp_path / "home", densities=(0.001, 0.37, 1.0))
+    found = recorded(family, tmp_path / "home")
+    assert all(tuple(s.densities_D.tolist()) == DENSITIES for each in found for s in each.values())
+    assert check_family(family, found) >= 27
+
+
+def test_analyze__in_little_memory_reads_twice_and_is_right(tmp_path: Path) -> None:
+    plans = (TensorPlanOf("w", (40 * GRAIN + 3,), F32, (F32,)), TensorPlanOf("v", (30 * GRAIN,), BF16, (F32,)))
+    family = write_family(tmp_path, make_budget_models(2, 5, plans))
+    ample = analyze(family, tmp_path / "ample")
+    tight = analyze(family, tmp_path / "tight", memory_bytes=1_000_000)
+    n_bytes = sum(array.nbytes for model in family.models for array in model.values())
+    assert ample.analysis_bytes < 300_000  # samples for content ids
+    assert tight.analysis_bytes - ample.analysis_bytes >= 0.9 * n_bytes
+    check_family(family, recorded(family, tmp_path / "tight"))
+    assert same_records(recorded(family, tmp_path / "ample"), recorded(family, tmp_path / "tight"))
+
+
+@given(data=st.data(), n_experts=st.integers(1, 3), factor=st.sampled_from([1, 2, 16]))
+@settings(max_examples=12)
+def test_analyze__is_right_for_any_family(data: st.DataObject, n_experts: int, factor: int) -> None:
+    plans = data.draw(tensor_plans(n_experts))
+    models = make_budget_models(n_experts, data.draw(st.integers(0, 999)), plans)
+    with tempfile.TemporaryDirectory() as folder:
+        family = write_family(Path(folder), models, data.draw(st.integers(0, 2)))
+        analyze(family, Path(folder) / "home", block_elements=factor * GRAIN)
+        check_family(family, recorded(family, Path(folder) / "home"))
+
+
+def test_sketches__give_cosines_without_bias(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    n_blocks, n = 64, GRAIN
+    base_N = rng.standard_normal(n_blocks * n).astype(np.float32)
+    one_N = rng.standard_normal(len(base_N)).astype(np.float32)
+    for wanted in (0.8, 0.0, -0.5):
+        other_N = wanted * one_N + np.sqrt(1 - wanted**2) * rng.standard_normal(len(base_N)).astype(np.float32)
+        models = [{"w": base_N}, {"w": base_N + one_N}, {"w": base_N + other_N.astype(np.float32)}]
+        folder = tmp_path / f"cosine{wanted}"
+        family = write_family(folder, models)
+        analyze(family, folder / "home")
+        one_BS, other_BS = (
+            each["w"].blocks_B["sketch"].astype(np.float64) for each in recorded(family, folder / "home")
+        )
+        estimates_B = (one_BS * other_BS).sum(axis=1)
+        # The mean of 64 estimates, each with a deviation of at most sqrt(2 / 16).
+        assert abs(estimates_B.mean() - wanted) < 4 * np.sqrt(2 / 16 / n_blocks)
+        assert abs(np.square(one_BS).sum(axis=1).mean() - 1) < 4 * np.sqrt(2 / 16 / n_blocks)
+
+
+def same_statistics(one: TensorStatistics, two: TensorStatistics) -> bool:
+    """Whether they are equal, bit for bit."""
+    arrays = [
+        (one.blocks_B, two.blocks_B),
+        (one.densities_D, two.densities_D),
+        (one.threshold_bits_D, two.threshold_bits_D),
+        (one.products_3, two.products_3),
+    ]
+    return one.grid == two.grid and all(a.tobytes() == b.tobytes() for a, b in arrays)
+
+
+def same_records(one: list[Any], two: list[Any]) -> bool:
+    """Whether two readings of the catalog are equal."""
+    return all(
+        a.keys() == b.keys() and all(same_statistics(a[n], b[n]) for n in a) for a, b in zip(one, two, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties", "slerp"])
+def test_merge_in_full__records_what_analyze_would(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    large = TensorPlanOf("layers.9.large", (DEFAULT_BLOCK_ELEMENTS + 3 * GRAIN + 5,), BF16, (BF16, F32, F16))
+    models = [
+        {**awkward, **budget}
+        for awkward, budget in zip(
+            make_models(len(case.weights)), make_budget_models(len(case.weights), 1, (large,)), strict=True
+        )
+    ]
+    family = write_family(tmp_path, models)
+    recipe = write_recipe(tmp_path / "recipe.yml", case, family)
+    session.merge(recipe, tmp_path / "out", home=tmp_path / "merged", threads=2)
+    report = analyze(family, tmp_path / "analysed", block_elements=DEFAULT_BLOCK_ELEMENTS)
+    assert sum(expert.analyzed_tensors for expert in report.experts) > 0
+    merged = recorded(family, tmp_path / "merged")
+    assert same_records(merged, recorded(family, tmp_path / "analysed"))
+    again = analyze(family, tmp_path / "merged", block_elements=DEFAULT_BLOCK_ELEMENTS)
+    assert (again.expert_bytes, [expert.analyzed_tensors for expert in again.experts]) == (0, [0] * len(case.weights))
+    check_family(family, merged)
+
+
+@pytest.mark.parametrize("memory_bytes", [None, SMALL_MEMORY])
+def test_analyze__does_not_depend_on_memory_or_threads(tmp_path: Path, memory_bytes: int | None) -> None:
+    family = write_family(tmp_path, make_budget_models(3))
+    analyze(family, tmp_path / "one", threads=1)
+    analyze(family, tmp_path / "two", threads=4, memory_bytes=memory_bytes)
+    assert same_records(recorded(family, tmp_path / "one"), recorded(family, tmp_path / "two"))
+
+
+def test_analyze__is_idempotent_and_adds_what_is_missing(tmp_path: Path) -> None:
+    family, home = write_family(tmp_path, make_budget_models(3)), tmp_path / "home"
+    first = analyze(family, home)
+    before = recorded(family, home)
+    again = analyze(family, home)
+    assert first.expert_bytes > 0
+    assert (again.base_bytes, again.expert_bytes, again.analysis_bytes) == (0, 0, 0)
+    assert same_records(before, recorded(family, home))
+    more = analyze(family, home, densities=(0.123,))
+    assert more.expert_bytes == first.expert_bytes
+    assert all(0.123 in s.densities_D for each in recorded(family, home) for s in each.values())
+
+
+def test_analyze__goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mergepipe.workflows.recording.BATCH_TENSORS", 4)
+    family = write_family(tmp_path, make_budget_models(3))
+    analyze(family, tmp_path / "whole")
+    counter = Fault()
+    with replaced(Pipeline, "_after_compute", counter.wrap):
+        analyze(family, tmp_path / "counted")
+    crashed = 0
+    for at in range(counter.calls):
+        home = tmp_path / f"crashed-{at}"
+        fault = Fault(at, RuntimeError("the power went"))
+        with replaced(Pipeline, "_after_compute", fault.wrap), pytest.raises(RuntimeError, match="the power went"):
+            analyze(family, home)
+        kept = sum(len(each) for each in recorded(family, home))
+        report = analyze(family, home)
+        assert sum(expert.analyzed_tensors for expert in report.experts) == 27 - kept
+        assert same_records(recorded(family, home), recorded(family, tmp_path / "whole"))
+        crashed += 0 < kept < 27
+    assert crashed > 0
+
+
+def test_analyze__notices_that_a_file_changed(tmp_path: Path) -> None:
+    models = make_budget_models(2)
+    family, home = write_family(tmp_path, models), tmp_path / "home"
+    analyze(family, home)
+    changed = make_budget_models(2, seed=8)[1]
+    shutil.rmtree(family.places[1])
+    other = write_family(tmp_path / "other", [models[0], changed])
+    shutil.copytree(other.places[1], family.places[1])
+    after = DiskFamily((models[0], changed, models[2]), family.places)
+    assert recorded(after, home)[0] == {}
+    report = analyze(after, home)
+    assert [expert.analyzed_tensors for expert in report.experts] == [9, 0]
+    check_family(after, recorded(after, home))
+
+
+def test_analyze__refuses_a_file_that_changes_meanwhile_and_records_nothing_of_it(tmp_path: Path) -> None:
+    family, home = write_family(tmp_path, make_budget_models(2)), tmp_path / "home"
+    victim = sorted(family.places[1].rglob("*.safetensors"))[0]
+    fault = Fault(0, RuntimeError(), on_fire=victim.touch)
+
+    def touch_first(function: Any) -> Any:
+        armed = fault.wrap(function)
+
+        def step(*arguments: Any) -> Any:
+            try:
+                return armed(*arguments)
+            except RuntimeError:
+                return function(*arguments)
+
+        return step
+
+    with replaced(Pipeline, "_after_compute", touch_first), pytest.raises(MergePipeError) as caught:
+        analyze(family, home)
+    assert caught.value.code == "input.changed"
+    assert recorded(family, home)[0] == {}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+def test_probe__estimates_and_reads_only_its_share(tmp_path: Path, fraction: float) -> None:
+    size = 8 * DEFAULT_BLOCK_ELEMENTS // 4
+    plans = tuple(TensorPlanOf(f"layers.{i}.w", (size + i,), dtype, (dtype,)) for i, dtype in enumerate((BF16, F32)))
+    family = write_family(tmp_path, make_budget_models(2, 3, plans))
+    grid = BlockGrid(size, GRAIN * 8)
+    report = analyze(family, tmp_path / "home", block_elements=grid.block_elements, probe_fraction=fraction)
+    whole = sum(expert[plan.name].nbytes for expert in family.models[1:] for plan in plans)
+    n_reads = 2 * sum(BlockGrid(size + i, grid.block_elements).n_blocks for i in range(len(plans)))
+    assert 0 < report.expert_bytes <= fraction * whole + n_reads * 2 * 4096
+    found = recorded(family, tmp_path / "home", accept=(Evidence.PROBE,))
+    assert recorded(family, tmp_path / "home") == [{}, {}]
+    for expert, of_expert in zip(family.models[1:], found, strict=True):
+        assert sorted(of_expert) == sorted(plan.name for plan in plans)
+        for name, statistics in of_expert.items():
+            delta_N = deltas(family.models[0], expert, name).astype(np.float64)
+            for record, span in zip(statistics.blocks_B, statistics.grid.spans(), strict=True):
+                # Parts of 16 Ki elements differ in size by up to five times, and a sample may lie in one of them.
+                norm = float(np.sqrt(np.square(delta_N[span.start : span.stop]).sum()))
+                assert norm / 5 <= float(record["norm"]) <= 5 * norm
+                assert record["changed"] > 0
+            assert len(statistics.densities_D) == 0
+
+
+def test_probe__of_even_blocks_is_close(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    base_N = rng.standard_normal(GRAIN * 16).astype(np.float32)
+    models = [{"w": base_N}, {"w": base_N + rng.standard_normal(len(base_N)).astype(np.float32)}]
+    family = write_family(tmp_path, models)
+    analyze(family, tmp_path / "home", block_elements=4 * GRAIN, probe_fraction=0.05)
+    (found,) = recorded(family, tmp_path / "home", accept=(Evidence.PROBE,))
+    delta_N = deltas(models[0], models[1], "w")
+    for record, span in zip(found["w"].blocks_B, found["w"].grid.spans(), strict=True):
+        norm = float(np.linalg.norm(delta_N[span.start : span.stop].astype(np.float64)))
+        assert abs(float(record["norm"]) / norm - 1) < 0.1
+
+
+@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties", "slerp"])
+def test_plan__from_a_probe_is_sound_and_right_in_full(tmp_path: Path, name: str) -> None:
+    setting = make_setting(tmp_path, CASES[name])
+    analyze(setting.family, setting.home, probe_fraction=0.2)
+    for budget in ("20%", "100%"):
+        plan = setting.plan(budget)
+        report = session.run(plan, tmp_path / budget, home=setting.home)
+        assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
+        assert plan.bound is None or plan.planned_bytes == plan.full_cost_bytes
+    assert weights_digest(tmp_path / "100%") == weights_digest(setting.full())

@@ -1,0 +1,582 @@
+"""`analyze`, `plan`, `run`, `merge --budget`, `explain` and `sweep`: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
+
+from mergepipe import session
+from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.cli.options import DEFAULT_MIN_DENSITY
+from mergepipe.plan_reading import parse_plan
+from mergepipe.planner.problem import OnOmit, Policy
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+@pytest.fixture
+def home(work: Workplace) -> Path:
+    """The catalog's home in the workplace, not made yet."""
+    return work.root / "home"
+
+
+@pytest.fixture
+def analyzed(work: Workplace, run: Runner, home: Path) -> Path:
+    """The home of a catalog that knows both experts."""
+    assert run("analyze", work.family.base, *work.family.experts, "--quiet").exit_code == 0
+    return home
+
+
+def stored_plan(work: Workplace, run: Runner, *options: object) -> Path:
+    path = work.root / "plan.json"
+    assert run("plan", work.recipe, "--budget", "50%", "-o", path, *options).exit_code == 0
+    return path
+
+
+def codes(ran: Ran) -> list[str]:
+    """Codes of all problems told on standard error."""
+    return re.findall(r"\[([a-z._-]+)\]$", ran.err, re.MULTILINE)
+
+
+def schema(name: str) -> dict[str, Any]:
+    text = resources.files("mergepipe").joinpath(f"schemas/{name}.schema.json").read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def weights(out: Path) -> bytes:
+    return file_bytes(out)["model.safetensors"]
+
+
+def labels(text: str) -> set[str]:
+    return {line.split("  ")[0] for line in text.splitlines()}
+
+
+# --- analyze ---
+
+
+def test_analyze__reads_once_and_skips_what_is_known(work: Workplace, run: Runner, home: Path) -> None:
+    first = run("analyze", work.family.base, *work.family.experts, "--json").json()
+    again = run("analyze", work.family.base, *work.family.experts, "--json").json()
+    assert [each["analyzed_tensors"] for each in first["experts"]] == [24, 24]
+    assert [each["analyzed_tensors"] for each in again["experts"]] == [0, 0]
+    assert first["expert_bytes"] > 0
+    assert again["expert_bytes"] == 0
+    assert (home / CATALOG_NAME).is_file()
+
+
+def test_analyze__prints_a_table_and_progress(work: Workplace, run: Runner) -> None:
+    ran = run("analyze", work.family.base, *work.family.experts)
+    assert {"statistics", "expert", "experts read", "time", "catalog"} <= labels(ran.out)
+    assert any(line.startswith("analyze: ") for line in ran.error_lines)
+
+
+def test_analyze__home_says_where(work: Workplace, run: Runner, home: Path) -> None:
+    other = work.root / "other"
+    assert run("analyze", work.family.base, work.family.experts[0], "--home", other, "-q").exit_code == 0
+    assert (other / CATALOG_NAME).is_file()
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("share", ["1%", "0.01"])
+def test_analyze__a_probe_reads_less(work: Workplace, run: Runner, share: str) -> None:
+    ran = run("analyze", work.family.base, *work.family.experts, "--probe", share, "--json").json()
+    assert ran["is_probe"]
+    assert run("catalog", "stats", "--json").json()["probed_tensors"] == 48
+
+
+def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
+    command = ["analyze", work.family.base, work.family.experts[0], "--json"]
+    run(*command)
+    more = run(*command, "--density", "0.33", "--density", "0.44").json()
+    assert more["experts"][0]["analyzed_tensors"] == 24
+    assert run(*command, "--density", "0.44").json()["experts"][0]["analyzed_tensors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "code"),
+    [
+        (["--probe", "a little"], 2, "option.share"),
+        (["--probe", "0"], 2, "option.share"),
+        (["--probe", "101%"], 2, "option.share"),
+        (["--probe", "-1%"], 2, "option.share"),
+        (["--probe", "1GB"], 2, "option.share"),
+        (["--density", "1.5"], 2, "option.density"),
+        (["--density", "x"], 2, "option.invalid"),
+        (["--threads", "0"], 10, "option.not-positive"),
+        (["--memory", "plenty"], 2, "option.size"),
+        (["nowhere"], 3, "checkpoint.path.not_found"),
+    ],
+)
+def test_analyze__bad_input_is_refused_in_one_line(
+    work: Workplace, run: Runner, options: list[str], exit_code: int, code: str
+) -> None:
+    ran = run("analyze", work.family.base, *work.family.experts, *options, "--quiet")
+    assert (ran.exit_code, ran.out) == (exit_code, "")
+    assert len(ran.error_lines) == 1
+    assert codes(ran) == [code]
+
+
+# --- plan ---
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__prints_what_is_read_and_what_that_costs(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe, "--budget", "50%")
+    assert ran.exit_code == 0
+    assert {"operator", "policy", "budget", "planned", "error bound", "digest"} <= labels(ran.out)
+    assert "family/expert-1" in ran.out
+    assert re.search(r"^digest +[0-9a-f]{32}$", ran.out, re.MULTILINE)
+    assert ran.err == ""
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__json_is_the_plan_and_is_what_is_stored(work: Workplace, run: Runner) -> None:
+    path = work.root / "plan.json"
+    ran = run("plan", work.recipe, "--budget", "50%", "-o", path, "--json")
+    jsonschema.validate(ran.json(), schema("plan"))
+    assert path.read_text() == ran.out
+    assert parse_plan(ran.out.encode()).digest == ran.json()["digest"]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__reads_no_tensor_data(work: Workplace, run: Runner) -> None:
+    for model in work.family.models:
+        file = model / "model.safetensors"
+        content, status = file.read_bytes(), file.stat()
+        header_bytes = 8 + int.from_bytes(content[:8], "little")
+        with file.open("r+b") as stream:
+            stream.seek(header_bytes)
+            stream.write(bytes(len(content) - header_bytes))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run("plan", work.recipe, "--budget", "50%").exit_code == 0
+
+
+def test_plan__without_statistics_the_fallbacks_are_grouped(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe, "--budget", "50%")
+    lines = [line for line in ran.out.splitlines() if line.startswith("fallback")]
+    assert "expert 'family/expert-1', expert 'family/expert-2'" in lines[0]
+    assert "24 of 24 tensors are read whole" in lines[0]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__adjustments_are_told(work: Workplace, run: Runner) -> None:
+    work.recipe.write_text(
+        "merge_method: ties\nbase_model: family/base\nmodels:\n"
+        "- {model: family/expert-1, parameters: {weight: 1.0, density: 0.9}}\n"
+        "- {model: family/expert-2, parameters: {weight: 1.0, density: 0.9}}\n"
+    )
+    ran = run("plan", work.recipe, "--budget", "20%", "--adjust-operator", "--min-density", "0.4")
+    lines = [line for line in ran.out.splitlines() if line.startswith("adjusted")]
+    assert len(lines) == 1
+    assert "density 0.9 -> 0.4" in lines[0]
+    assert "adjusted" not in labels(run("plan", work.recipe, "--budget", "20%").out)
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in Policy])
+@pytest.mark.usefixtures("analyzed")
+def test_plan__takes_every_policy(work: Workplace, run: Runner, policy: str) -> None:
+    assert run("plan", work.recipe, "--budget", "30%", "--select", policy, "--json").json()["policy"] == policy
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__the_seed_decides_what_random_takes(work: Workplace, run: Runner) -> None:
+    command = ["plan", work.recipe, "--budget", "30%", "--select", "random", "--json"]
+    tensors = [run(*command, "--seed", seed).json()["tensors"] for seed in (1, 1, 2)]
+    assert tensors[0] == tensors[1]
+    assert tensors[0] != tensors[2]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__renormalize_is_taken(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe, "--budget", "30%", "--on-omit", "renormalize", "--json")
+    assert ran.json()["on_omit"] == "renormalize"
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__budgets_in_bytes_and_shares_agree(work: Workplace, run: Runner) -> None:
+    half = run("plan", work.recipe, "--budget", "50%", "--json").json()
+    same = run("plan", work.recipe, "--budget", str(half["budget_bytes"]), "--json").json()
+    assert same["digest"] == half["digest"]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__nothing_of_the_budget_used_is_said(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe, "--budget", "1B")
+    assert "no block of any expert is read: the result is the base" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("budget", "code"),
+    [
+        ("", "budget.malformed"),
+        ("much", "budget.malformed"),
+        ("4 4GB", "budget.malformed"),
+        ("nan", "budget.malformed"),
+        ("-1", "budget.negative"),
+        ("-5%", "budget.negative"),
+        ("5XB", "budget.unit"),
+        ("101%", "budget.range"),
+        ("99999PB", "budget.range"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "merge"])
+def test_budget__a_bad_one_is_refused_in_one_line(
+    work: Workplace, run: Runner, command: str, budget: str, code: str
+) -> None:
+    before = work.names()
+    out = [work.out, "--quiet"] if command == "merge" else []
+    ran = run(command, work.recipe, *out, f"--budget={budget}")
+    assert (ran.exit_code, ran.out, codes(ran)) == (2, "", [code])
+    assert len(ran.error_lines) == 1
+    assert work.names() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "code"),
+    [
+        (["--select", "nrom"], 2, "option.choice"),
+        (["--on-omit", "forget"], 2, "option.choice"),
+        (["--min-density", "0.2"], 2, "option.pair"),
+        (["--adjust-operator", "--min-density", "0"], 2, "option.density"),
+        (["--adjust-operator", "--min-density", "2"], 2, "option.density"),
+        (["--seed", "x"], 2, "option.invalid"),
+    ],
+)
+def test_plan__bad_options_are_refused_in_one_line(
+    work: Workplace, run: Runner, options: list[str], exit_code: int, code: str
+) -> None:
+    ran = run("plan", work.recipe, "--budget", "50%", *options)
+    assert (ran.exit_code, ran.out, codes(ran)) == (exit_code, "", [code])
+    assert len(ran.error_lines) == 1
+
+
+def test_plan__a_mistyped_policy_is_recognised(work: Workplace, run: Runner) -> None:
+    assert "did you mean 'norm'?" in run("plan", work.recipe, "--budget", "50%", "--select", "nrom").err
+
+
+def test_plan__needs_a_budget(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe)
+    assert (ran.exit_code, codes(ran)) == (2, ["option.invalid"])
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__renormalize_needs_normalised_weights(work: Workplace, run: Runner) -> None:
+    work.write_recipe("task_arithmetic")
+    ran = run("plan", work.recipe, "--budget", "50%", "--on-omit", "renormalize")
+    assert (ran.exit_code, codes(ran)) == (2, ["plan.on-omit"])
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__only_another_plan_is_replaced(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    first = path.read_bytes()
+    stored_plan(work, run, "--select", "random")
+    assert path.read_bytes() != first
+    path.write_text("notes")
+    ran = run("plan", work.recipe, "--budget", "50%", "-o", path)
+    assert (ran.exit_code, codes(ran)) == (7, ["plan.not-a-plan"])
+    assert path.read_text() == "notes"
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_plan__a_place_that_does_not_exist_is_named(work: Workplace, run: Runner) -> None:
+    ran = run("plan", work.recipe, "--budget", "50%", "-o", work.root / "no" / "plan.json")
+    assert (ran.exit_code, codes(ran)) == (3, ["storage.not-found"])
+
+
+# --- run and merge under a budget ---
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__does_what_was_planned(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    ran = run("run", path, work.out, "--json").json()
+    assert ran["expert_bytes"] + ran["analysis_bytes"] <= ran["planned_bytes"] <= ran["budget_bytes"]
+    merged = work.root / "merged"
+    assert run("merge", work.recipe, merged, "--budget", "50%", "-q").exit_code == 0
+    assert weights(merged) == weights(work.out)
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__prints_planned_and_realized(work: Workplace, run: Runner) -> None:
+    ran = run("run", stored_plan(work, run), work.out)
+    assert re.search(r"^budget +.* read of .* planned$", ran.out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__a_plan_can_be_run_twice_with_force(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    assert run("run", path, work.out, "-q").exit_code == 0
+    assert run("run", path, work.out, "-q").exit_code == 7
+    assert run("run", path, work.out, "-q", "--force").exit_code == 0
+
+
+def test_run__needs_no_catalog(work: Workplace, run: Runner, analyzed: Path) -> None:
+    path = stored_plan(work, run)
+    for file in analyzed.iterdir():
+        file.unlink()
+    assert run("run", path, work.out, "-q", "--no-catalog").exit_code == 0
+    assert list(analyzed.iterdir()) == []
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__a_plan_edited_by_hand_is_refused(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    ran = run("run", path, work.out, "-q")
+    assert (ran.exit_code, codes(ran)) == (4, ["plan.digest"])
+    assert not work.out.exists()
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__a_newer_plan_is_refused(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    path.write_text(path.read_text().replace("mergepipe-plan/1", "mergepipe-plan/2"))
+    ran = run("run", path, work.out, "-q")
+    assert (ran.exit_code, codes(ran)) == (6, ["plan.version"])
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "notes", '{"format": "mergepipe-plan/1"}'])
+def test_run__what_is_no_plan_is_refused(work: Workplace, run: Runner, content: str) -> None:
+    path = work.root / "plan.json"
+    path.write_text(content)
+    ran = run("run", path, work.out, "-q")
+    assert ran.exit_code == 4
+    assert len(ran.error_lines) == 1
+    assert not work.out.exists()
+
+
+def test_run__a_missing_plan_is_named(work: Workplace, run: Runner) -> None:
+    ran = run("run", work.root / "plan.json", work.out, "-q")
+    assert (ran.exit_code, codes(ran)) == (3, ["storage.not-found"])
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__an_input_that_changed_is_refused(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    file = work.family.experts[0] / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    before = work.names()
+    ran = run("run", path, work.out, "-q")
+    assert (ran.exit_code, codes(ran)) == (9, ["plan.input-changed"])
+    assert work.names() == before
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_run__an_input_that_vanished_is_named(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    (work.family.experts[1] / "model.safetensors").unlink()
+    ran = run("run", path, work.out, "-q")
+    assert ran.exit_code == 3
+    assert "expert-2" in ran.err
+    assert not work.out.exists()
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_merge__under_a_full_budget_it_is_the_full_merge(work: Workplace, run: Runner) -> None:
+    full = work.root / "full"
+    run("merge", work.recipe, full, "-q")
+    run("merge", work.recipe, work.out, "-q", "--budget", "100%")
+    assert weights(full) == weights(work.out)
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_merge__random_follows_the_seed_as_a_plan_does(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run, "--select", "random", "--seed", 5)
+    run("merge", work.recipe, work.out, "-q", "--budget", "50%", "--select", "random", "--seed", 5)
+    manifest = json.loads((work.out / "mergepipe.json").read_text())
+    assert manifest["plan_digest"] == json.loads(path.read_text())["digest"]
+
+
+def test_merge__without_a_catalog_it_leaves_none(work: Workplace, run: Runner, home: Path) -> None:
+    assert run("merge", work.recipe, work.out, "-q", "--no-catalog").exit_code == 0
+    assert run("merge", work.recipe, work.root / "o", "-q", "--no-catalog", "--budget", "50%").exit_code == 0
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("options", [["--select", "norm"], ["--on-omit", "keep"], ["--adjust-operator"]])
+def test_merge__options_of_a_budget_need_one(work: Workplace, run: Runner, options: list[str]) -> None:
+    ran = run("merge", work.recipe, work.out, *options)
+    assert (ran.exit_code, codes(ran)) == (2, ["option.pair"])
+    assert options[0] in ran.err
+
+
+# --- explain ---
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_explain__a_plan_and_its_snapshot_agree(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    run("run", path, work.out, "-q")
+    planned, made = run("explain", path, "--json").json(), run("explain", work.out, "--json").json()
+    assert (planned["kind"], made["kind"]) == ("plan", "snapshot")
+    same = ("plan_digest", "operator", "policy", "planned_bytes", "blocks", "touched", "layers", "fallbacks")
+    assert {key: planned[key] for key in same} == {key: made[key] for key in same}
+    assert planned["realized_bytes"] is None
+    assert 0 < made["realized_bytes"] <= made["planned_bytes"]
+    coverage = json.loads((work.out / "mergepipe.json").read_text())["coverage"]
+    assert made["touched"] == coverage["touched"]
+    assert [each["read"] for each in made["experts"]] == coverage["read"]
+    assert [each["free"] for each in made["experts"]] == coverage["free"]
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_explain__takes_a_sid_and_its_first_digits(work: Workplace, run: Runner) -> None:
+    sid = run("merge", work.recipe, work.out, "--budget", "50%", "--json").json()["sid"]
+    by_path = run("explain", work.out, "--json").json()
+    for name in (sid, sid[:6], work.out / "mergepipe.json"):
+        assert run("explain", name, "--json").json() | {"path": ""} == by_path | {"path": ""}
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_explain__prints_experts_layers_and_the_tensors_asked_for(work: Workplace, run: Runner) -> None:
+    path = stored_plan(work, run)
+    ran = run("explain", path, "--tensor", "model.layers.0.mlp.*")
+    assert {"plan", "policy", "budget", "planned", "touched"} <= labels(ran.out)
+    assert re.search(r"^layer +blocks +touched", ran.out, re.MULTILINE)
+    assert ran.out.count("blocks, touched: ") == 3
+    assert "policy 'norm'" in ran.out
+
+
+def test_explain__in_a_full_merge_every_expert_is_everywhere(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q")
+    found = run("explain", work.out, "--json").json()
+    assert found["touched"] == found["blocks"] == 24
+    assert [each["read"] for each in found["experts"]] == [24, 24]
+    assert found["policy"] is None
+    assert "a full merge" in run("explain", work.out).out
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "code"),
+    [
+        ("nowhere", 3, "snapshot.unknown"),
+        ("family/base", 3, "snapshot.no-manifest"),
+        ("recipe.yml", 4, "plan.json"),
+    ],
+)
+@pytest.mark.usefixtures("analyzed")
+def test_explain__what_is_neither_is_refused(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch, name: str, exit_code: int, code: str
+) -> None:
+    monkeypatch.chdir(work.root)
+    ran = run("explain", name)
+    assert (ran.exit_code, codes(ran)) == (exit_code, [code])
+
+
+@pytest.mark.usefixtures("analyzed")
+def test_explain__a_pattern_without_a_match_is_told(work: Workplace, run: Runner) -> None:
+    ran = run("explain", stored_plan(work, run), "--tensor", "no.such.*")
+    assert (ran.exit_code, codes(ran)) == (3, ["explain.tensor"])
+
+
+def test_explain__a_damaged_manifest_is_refused(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q")
+    manifest = work.out / "mergepipe.json"
+    manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
+    ran = run("explain", work.out)
+    assert (ran.exit_code, codes(ran)) == (4, ["manifest.sid"])
+
+
+# --- sweep ---
+
+
+def test_sweep__measures_each_budget_beside_random(work: Workplace, run: Runner) -> None:
+    before = work.names()
+    found = run("sweep", work.recipe, "--budgets", "10%,50%,100%", "--json", "--work", work.root).json()
+    points = [(point["budget"], point["policy"]) for point in found["points"]]
+    assert points == [(budget, policy) for budget in ("10%", "50%", "100%") for policy in ("norm", "random")]
+    errors = [point["error"] for point in found["points"]]
+    assert errors[0] > errors[2] > errors[4] == 0
+    assert errors[5] == 0
+    assert all(point["expert_bytes"] <= point["planned_bytes"] for point in found["points"])
+    assert work.names() == before | {"home"}
+    assert run("ls", "--json").json() == {"snapshots": []}
+
+
+def test_sweep__prints_a_table_and_says_what_errors_are_taken_from(work: Workplace, run: Runner) -> None:
+    ran = run("sweep", work.recipe, "--budgets", "50%")
+    assert "after rounding to BF16" in ran.out
+    assert re.search(r"^50% +norm ", ran.out, re.MULTILINE)
+    assert re.search(r"^50% +random ", ran.out, re.MULTILINE)
+
+
+def test_sweep__writes_one_page_that_loads_nothing(work: Workplace, run: Runner) -> None:
+    page = work.root / "sweep.html"
+    assert run("sweep", work.recipe, "--budgets", "20%,80%", "--html", page, "-q").exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count('<polyline class="chosen" points="') >= 2
+    assert "error relative to what merging changes" in text
+    assert "prefers-color-scheme: dark" in text
+    assert re.findall(r"(?:src|href|url)\s*[=(]|<script|@import|https?:", text) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "code"),
+    [
+        (["--budgets", "10%,much"], 2, "budget.malformed"),
+        (["--budgets", "10%,,20%"], 2, "budget.malformed"),
+        (["--budgets", "200%"], 2, "budget.range"),
+        (["--select", "best"], 2, "option.choice"),
+        (["--work", "nowhere"], 3, "sweep.work"),
+        (["--html", "no/where.html"], 3, "output.no-directory"),
+        (["--html", "recipe.yml"], 7, "output.not-a-page"),
+    ],
+)
+def test_sweep__bad_input_is_refused_before_anything_is_merged(
+    work: Workplace,
+    run: Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    exit_code: int,
+    code: str,
+) -> None:
+    monkeypatch.chdir(work.root)
+    before = work.names()
+    ran = run("sweep", "recipe.yml", "--quiet", *options)
+    assert (ran.exit_code, ran.out, codes(ran)) == (exit_code, "", [code])
+    assert work.names() == before
+
+
+# --- defaults stated twice ---
+
+
+def test_help__states_the_defaults_of_the_session(run: Runner) -> None:
+    for command in ("plan", "merge"):
+        text = " ".join(run(command, "--help").out.split())
+        assert f"[default: {session.DEFAULT_POLICY}]" in text
+        assert f"[default: {session.DEFAULT_ON_OMIT}]" in text
+        assert f"[default: {DEFAULT_MIN_DENSITY}]" in text
+        assert all(policy.value in text for policy in Policy)
+        assert all(rule.value in text for rule in OnOmit)
+    assert f"[default: {','.join(session.SWEEP_BUDGETS)}]" in " ".join(run("sweep", "--help").out.split())
+
+
+def test_docs__name_every_choice_and_command(run: Runner) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "budget.md").read_text(encoding="utf-8")
+    for option, choices in (("--select", Policy), ("--on-omit", OnOmit)):
+        assert [choice.value for choice in choices if f"`{option} {choice.value}`" not in text] == []
+    assert f"`--select {session.DEFAULT_POLICY}` | what changes the result most per byte comes first (default)" in text
+    for command in ("analyze", "plan", "run", "merge", "explain", "ls", "sweep", "catalog"):
+        assert f"mergepipe {command}" in text
+        assert run(command, "--help").exit_code == 0

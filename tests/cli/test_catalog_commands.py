@@ -1,0 +1,252 @@
+"""`ls`, `show`, `lineage` and `catalog`: what they print, and what a catalog in trouble does to every command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from command_line import Ran, Runner, Workplace, make_workplace
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.home import CATALOG_NAME
+
+NEEDING = [
+    ("analyze", "family/base", "family/expert-1", "--quiet"),
+    ("plan", "recipe.yml", "--budget", "50%"),
+    ("ls",),
+    ("show", "abcd"),
+    ("lineage", "abcd"),
+    ("explain", "abcd"),
+    ("catalog", "stats"),
+]
+"""Commands that cannot do without the catalog."""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+@pytest.fixture
+def catalog(work: Workplace, run: Runner) -> Path:
+    """The file of a catalog that knows one snapshot."""
+    assert run("merge", work.recipe, work.out, "-q").exit_code == 0
+    return work.root / "home" / CATALOG_NAME
+
+
+def codes(ran: Ran) -> list[str]:
+    return re.findall(r"\[([a-z._-]+)\]$", ran.err, re.MULTILINE)
+
+
+def sid_of(out: Path) -> str:
+    sid: str = json.loads((out / "mergepipe.json").read_text())["sid"]
+    return sid
+
+
+# --- snapshots ---
+
+
+def test_ls__an_empty_home_stays_empty(work: Workplace, run: Runner) -> None:
+    assert run("ls").out == "no snapshots\n"
+    assert run("ls", "--json").json() == {"snapshots": []}
+    assert not (work.root / "home").exists()
+
+
+@pytest.mark.usefixtures("catalog")
+def test_ls__lists_newest_first_and_says_what_is_gone(work: Workplace, run: Runner) -> None:
+    other = work.root / "other"
+    run("merge", work.recipe, other, "--budget", "50%", "-q")
+    listed = run("ls", "--json").json()["snapshots"]
+    assert [each["path"] for each in listed] == [str(other), str(work.out)]
+    assert [each["plan_digest"] is None for each in listed] == [False, True]
+    shutil.rmtree(work.out)
+    assert [each["is_present"] for each in run("ls", "--json").json()["snapshots"]] == [True, False]
+    assert f"{work.out} (gone)" in run("ls").out
+
+
+@pytest.mark.usefixtures("catalog")
+def test_show__by_path_sid_and_first_digits(work: Workplace, run: Runner) -> None:
+    shown = [run("show", name, "--json").json() for name in (work.out, sid_of(work.out), sid_of(work.out)[:8])]
+    assert shown[0] == shown[1] == shown[2]
+    assert (shown[0]["sid"], shown[0]["is_recorded"]) == (sid_of(work.out), True)
+    assert [source["role"] for source in shown[0]["inputs"]] == ["base", "expert", "expert"]
+    assert sid_of(work.out) in run("show", work.out).out
+
+
+def test_show__a_snapshot_the_catalog_does_not_know(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q", "--no-catalog")
+    shown = run("show", work.out, "--json").json()
+    assert (shown["sid"], shown["is_recorded"]) == (sid_of(work.out), False)
+    assert "catalog rebuild" in run("show", work.out).out
+
+
+@pytest.mark.usefixtures("catalog")
+def test_lineage__goes_through_generations(work: Workplace, run: Runner) -> None:
+    recipe = work.root / "second.yml"
+    recipe.write_text(
+        "merge_method: linear\nbase_model: family/base\nmodels:\n- {model: out, parameters: {weight: 1}}\n"
+    )
+    second = work.root / "second"
+    run("merge", recipe, second, "-q")
+    nodes = run("lineage", second, "--json").json()["nodes"]
+    assert [(node["depth"], node["role"]) for node in nodes] == [
+        (0, "snapshot"), (1, "base"), (1, "expert"), (2, "base"), (2, "expert"), (2, "expert"),
+    ]  # fmt: skip
+    assert nodes[2]["sid"] == sid_of(work.out)
+    lines = run("lineage", second).out.splitlines()
+    assert [line[: len(line) - len(line.lstrip("├└─│ "))] for line in lines] == [
+        "", "├─ ", "└─ ", "   ├─ ", "   ├─ ", "   └─ ",
+    ]  # fmt: skip
+
+
+def test_lineage__of_a_snapshot_that_is_not_recorded_says_what_to_do(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out, "-q", "--no-catalog")
+    ran = run("lineage", work.out)
+    assert (ran.exit_code, codes(ran)) == (3, ["snapshot.not-recorded"])
+    assert f"mergepipe catalog rebuild {work.out}" in ran.err
+    assert run("catalog", "rebuild", work.out).exit_code == 0
+    assert run("lineage", work.out).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["show", "lineage", "explain"])
+@pytest.mark.parametrize("name", ["nowhere", "ffff", "f", ""])
+@pytest.mark.usefixtures("catalog")
+def test_snapshot__an_unknown_one_is_told(run: Runner, command: str, name: str) -> None:
+    ran = run(command, name)
+    assert ran.exit_code == 3
+    assert len(ran.error_lines) == 1
+
+
+# --- the catalog ---
+
+
+def test_catalog_stats__counts(run: Runner, catalog: Path) -> None:
+    stats = run("catalog", "stats", "--json").json()
+    assert (stats["models"], stats["pairs"], stats["exact_tensors"], stats["snapshots"]) == (3, 2, 48, 1)
+    assert stats["path"] == str(catalog)
+    assert "48 tensors exact" in run("catalog", "stats").out
+
+
+def test_catalog_stats__without_a_catalog_it_says_so(work: Workplace, run: Runner) -> None:
+    ran = run("catalog", "stats")
+    assert (ran.exit_code, codes(ran)) == (3, ["catalog.missing"])
+    assert not (work.root / "home").exists()
+
+
+@pytest.mark.usefixtures("catalog")
+def test_catalog_rebuild__finds_snapshots_again(work: Workplace, run: Runner) -> None:
+    shutil.rmtree(work.root / "home")
+    assert run("catalog", "rebuild", work.root, "--json").json()["snapshots"] == 1
+    assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
+    assert "snapshots" in run("catalog", "rebuild").out
+
+
+def test_catalog_rebuild__moves_a_damaged_catalog_aside(work: Workplace, run: Runner, catalog: Path) -> None:
+    catalog.write_bytes(b"not a database at all" * 100)
+    ran = run("catalog", "rebuild", work.root, "--json")
+    assert ran.exit_code == 0
+    assert Path(ran.json()["moved_aside"]).is_file()
+    assert run("ls", "--json").json()["snapshots"][0]["sid"] == sid_of(work.out)
+
+
+@pytest.mark.usefixtures("catalog")
+def test_catalog_rebuild__a_missing_root_is_named(run: Runner) -> None:
+    ran = run("catalog", "rebuild", "nowhere")
+    assert (ran.exit_code, codes(ran)) == (3, ["catalog.root-missing"])
+
+
+def test_catalog__without_a_command_it_helps(run: Runner) -> None:
+    ran = run("catalog")
+    assert "rebuild" in ran.out + ran.err
+    assert ran.exit_code == 2
+
+
+def test_catalog__a_mistyped_command_is_told(run: Runner) -> None:
+    assert run("catalog", "rebiuld").exit_code == 2
+
+
+# --- a catalog in trouble ---
+
+
+@pytest.fixture
+def locked(catalog: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The catalog held by somebody else, and no patience."""
+    monkeypatch.setitem(Catalog.open.__func__.__kwdefaults__, "timeout_seconds", 0.1)  # type: ignore[attr-defined]
+    with closing(sqlite3.connect(catalog, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("BEGIN EXCLUSIVE")
+        yield catalog
+
+
+@pytest.mark.parametrize("command", NEEDING)
+@pytest.mark.usefixtures("locked")
+def test_commands__a_locked_catalog_is_a_conflict(run: Runner, command: tuple[str, ...]) -> None:
+    ran = run(*command)
+    assert (ran.exit_code, codes(ran)) == (9, ["catalog.locked"])
+
+
+@pytest.mark.parametrize("command", NEEDING)
+def test_commands__a_corrupt_catalog_is_told_and_left_alone(
+    run: Runner, catalog: Path, command: tuple[str, ...]
+) -> None:
+    catalog.write_bytes(b"not a database at all" * 100)
+    ran = run(*command)
+    assert (ran.exit_code, codes(ran)) == (4, ["catalog.corrupt"])
+    assert "mergepipe catalog rebuild" in ran.err
+    assert catalog.read_bytes() == b"not a database at all" * 100
+
+
+@pytest.mark.parametrize("command", NEEDING)
+def test_commands__a_newer_catalog_is_refused(run: Runner, catalog: Path, command: tuple[str, ...]) -> None:
+    with closing(sqlite3.connect(catalog)) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    ran = run(*command)
+    assert (ran.exit_code, codes(ran)) == (6, ["catalog.newer"])
+
+
+@pytest.mark.parametrize("command", [each for each in NEEDING if each[0] in ("analyze", "plan")])
+def test_commands__a_home_that_cannot_be_made_is_told(work: Workplace, run: Runner, command: tuple[str, ...]) -> None:
+    (work.root / "file").write_text("in the way")
+    ran = run(*command, "--home", work.root / "file" / "home")
+    assert (ran.exit_code, codes(ran)) == (8, ["catalog.permission"])
+
+
+@pytest.mark.usefixtures("catalog")
+def test_analyze__a_catalog_that_cannot_be_written_is_told(
+    work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as root, whom no permission stops: SQLite is asked to be read-only instead."""
+    real = sqlite3.connect
+
+    def read_only(path: Path, **options: object) -> sqlite3.Connection:
+        connection: sqlite3.Connection = real(path, **options)  # type: ignore[call-overload]
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    ran = run("analyze", work.family.base, *work.family.experts, "--density", "0.123", "--quiet")
+    assert (ran.exit_code, codes(ran)) == (8, ["catalog.permission"])
+
+
+@pytest.mark.parametrize("options", [(), ("--budget", "50%")])
+def test_merge__goes_on_without_a_catalog_in_trouble_and_says_so(
+    work: Workplace, run: Runner, catalog: Path, options: tuple[str, ...]
+) -> None:
+    catalog.write_bytes(b"not a database at all" * 100)
+    ran = run("merge", work.recipe, work.root / "other", *options)
+    assert ran.exit_code == 0
+    assert re.search(r"^notice +the catalog is not used: ", ran.out, re.MULTILINE)
+    assert (work.root / "other" / "mergepipe.json").is_file()

@@ -1,0 +1,115 @@
+"""`mergepipe tailor`: every subcommand, as text and as JSON, and its failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import Runner, finish, start_python
+from test_start_up import LOADED
+
+from mergepipe.testing.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for step in (7, 9):
+        known = known_states(decoder_shapes(), seed=step, step=step)
+        write_zero3(tmp_path / f"global_step{step}", known, decay_groups(known.shapes), 2)
+    text = "default: global_step9\ntake: [{from: global_step7, units: [layers even, embed]}]\n"
+    (tmp_path / "recipe.yml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_inspect__shows_units_bytes_and_comparability(run: Runner, place: Path) -> None:
+    ran = run("tailor", "inspect", "global_step7", "global_step9")
+    assert ran.exit_code == 0
+    assert "deepspeed-zero stage 3, for deepspeed, step 7, 2 ranks" in ran.out
+    assert "parts of these can be composed" in ran.out
+    document = run("tailor", "inspect", place / "global_step7", "--json").json()
+    assert [c["step"] for c in document["checkpoints"]] == [7]
+
+
+def test_check__shows_ages_and_writes_nothing(run: Runner, place: Path) -> None:
+    before = sorted(place.rglob("*"))
+    ran = run("tailor", "check", "recipe.yml")
+    assert ran.exit_code == 0
+    row = next(line for line in ran.out.splitlines() if line.startswith("layer 2"))
+    assert row.split() == ["layer", "2", "global_step7", "7", "2", "9", "newest"]
+    assert "Older parts resume with older optimizer moments" in ran.out
+    assert sorted(place.rglob("*")) == before
+
+
+def test_compose__publishes_and_reports(run: Runner, place: Path) -> None:
+    ran = run("tailor", "compose", "recipe.yml", "out", "--self-check", "full", "--memory", "32MiB")
+    assert (ran.exit_code, (place / "out" / "mergepipe.json").is_file()) == (0, True)
+    assert "self check  full: 2190 elements of 90 states compared" in ran.out
+    again = run("tailor", "compose", "recipe.yml", "out", "--force", "--json", "--state-from", "global_step7").json()
+    assert (again["step"], again["units"][0]["sources"][0]["age"]) == (7, 0)
+
+
+def test_compose__writes_for_another_number_of_ranks(run: Runner, place: Path) -> None:
+    assert run("tailor", "compose", "recipe.yml", "out", "--world-size", "3", "-q").out == ""
+    assert len(list((place / "out").glob("*_optim_states.pt"))) == 3
+
+
+def test_recipe__prints_one_that_check_accepts(run: Runner, place: Path) -> None:
+    text = run("tailor", "recipe", "--strategy", "parity", "--run", ".", "--at", "9").out
+    (place / "parity.yml").write_text(text)
+    assert run("tailor", "check", "parity.yml").exit_code == 0
+
+
+def test_recipe__follows_a_log_in_the_papers_form(run: Runner, place: Path) -> None:
+    lines = ['{"step": 7, "flag": [0, 1, 2, 3, 4, 5]}', '{"step": 9, "flag": [2, 4]}']
+    (place / "flags.jsonl").write_text("\n".join(lines) + "\n")
+    ran = run("tailor", "recipe", "--from-log", "flags.jsonl", "--run", ".", "--at", "9")
+    assert ran.exit_code == 0
+    (place / "log.yml").write_text(ran.out)
+    units = run("tailor", "check", "log.yml", "--json").json()["units"]
+    assert [u["sources"][0]["step"] for u in units] == [7, 7, 9, 7, 7, 9]
+
+
+def test_diff__shows_relative_changes(run: Runner, place: Path) -> None:
+    ran = run("tailor", "diff", "global_step7", "global_step7")
+    assert (ran.exit_code, ran.out.splitlines()[-1].split()) == (0, ["lm_head", "0", "0", "0"])
+    units = run("tailor", "diff", "global_step7", "global_step9", "--json").json()["units"]
+    assert all(unit["weights"] > 0.5 for unit in units)
+    assert place.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code"),
+    [
+        (["inspect", "nowhere"], 3, "tailor.path"),
+        (["check", "nowhere.yml"], 3, "recipe.file.not-found"),
+        (["compose", "recipe.yml", "global_step9/out"], 7, "output.overlaps-input"),
+        (["compose", "recipe.yml", "out", "--self-check", "ful"], 2, "option.invalid"),
+        (["compose", "recipe.yml", "out", "--link"], 6, "tailor.link.format"),
+        (["compose", "recipe.yml", "out", "--memory", "1MiB"], 10, "memory.too-small"),
+        (["compose", "recipe.yml", "out", "--world-size", "0"], 10, "option.not-positive"),
+        (["recipe", "--strategy", "best", "--run", "."], 2, "option.invalid"),
+        (["recipe", "--run", "."], 2, "option.invalid"),
+        (["recipe", "--from-log", "flags.jsonl", "--run", "."], 2, "option.invalid"),
+        (["recipe", "--from-log", "flags.jsonl", "--run", ".", "--at", "9"], 3, "storage.not-found"),
+    ],
+)
+def test_tailor__exit_codes_tell_the_class(
+    run: Runner, place: Path, arguments: list[str], exit_code: int, code: str
+) -> None:
+    ran = run("tailor", *arguments)
+    assert (ran.exit_code, ran.out) == (exit_code, "")
+    assert any(line.endswith(f"[{code}]") for line in ran.error_lines)
+    assert not (place / "out").exists()
+
+
+def test_inspect__imports_nothing_heavy(place: Path) -> None:
+    ran = finish(start_python(LOADED, "tailor", "inspect", place / "global_step7"))
+    assert ran.exit_code == 0
+    assert "numba" not in ran.err
+    assert "torch" not in ran.err

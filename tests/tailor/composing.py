@@ -1,0 +1,135 @@
+"""For the tests of compositions: pairs of small checkpoints in every format, and what their values should become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
+from mergepipe.tailor.compose import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.tailor.self_check import Thoroughness
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.training_trees import (
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_trainer_files,
+    write_zero3,
+    write_zero12,
+)
+
+Array = npt.NDArray[np.float32]
+Write = Callable[[Path, KnownStates], None]
+MEMORY_BYTES = 32 << 20
+FULL = ComposeOptions(MEMORY_BYTES, thoroughness=Thoroughness.FULL)
+
+
+def layer_groups(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Flat groups as the paper regroups them: two a layer, so that each has a step counter of its own."""
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in shapes:
+        part = name.split(".")[2] if ".layers." in name else name
+        groups.setdefault((part, "norm" in name), []).append(name)
+    return list(groups.values())
+
+
+def _hf_zero(folder: Path, known: KnownStates) -> None:
+    write_trainer_files(folder, known)
+    tag = f"global_step{known.step}"
+    write_zero12(folder / tag, known, decay_groups(known.shapes), 2)
+    (folder / "latest").write_text(tag)
+
+
+def _save_directory(folder: Path, known: KnownStates) -> None:
+    write_zero3(folder / "step", known, decay_groups(known.shapes), 3)
+    write_zero3(folder / "older", replace(known, step=1), decay_groups(known.shapes), 3)
+    (folder / "latest").write_text("step")
+
+
+FORMATS: dict[str, Write] = {
+    "zero1": lambda folder, known: write_zero12(folder, known, decay_groups(known.shapes), 2, stage=1),
+    "zero2": lambda folder, known: write_zero12(folder, known, decay_groups(known.shapes), 3),
+    "zero2-regrouped": lambda folder, known: write_zero12(folder, known, layer_groups(known.shapes), 2),
+    "zero3": lambda folder, known: write_zero3(folder, known, decay_groups(known.shapes), 2),
+    "zero3-regrouped": lambda folder, known: write_zero3(folder, known, layer_groups(known.shapes), 3),
+    "zero3-saved": _save_directory,
+    "hf": write_hf,
+    "hf-zero2": _hf_zero,
+    "dcp": lambda folder, known: write_dcp(folder, known, 2),
+}
+SHARED_STEPS = ("zero1", "zero2", "zero3", "zero3-saved", "hf-zero2")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two checkpoints of one run in `folder`: `old` at step 7 and `new` at step 9."""
+
+    folder: Path
+    old: KnownStates
+    new: KnownStates
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def recipe(self, text: str) -> Path:
+        path = self.folder / "recipe.yml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def compose(self, text: str, options: ComposeOptions = FULL) -> CompositionReport:
+        return compose(self.recipe(text), self.out, options, lambda *_: None)
+
+
+def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Pair:
+    shapes = shapes if shapes is not None else decoder_shapes()
+    pair = Pair(folder, known_states(shapes, seed=1, step=7), known_states(shapes, seed=2, step=9))
+    write(folder / "old", pair.old)
+    write(folder / "new", pair.new)
+    return pair
+
+
+def stored_values(state: StoredState) -> Array:
+    """What the bytes of a state say; NaN where no piece is."""
+    flat = np.full(state.n_elements, np.nan, np.float32)
+    for piece in state.pieces:
+        found = unpack_piece(MetadataStore(), piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
+        raw = found.file.read_bytes()[found.offset : found.offset + found.nbytes]
+        flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
+    return flat.reshape(state.shape)
+
+
+def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
+    """States of the composite that are not those of their source. Copies of weights hold the source's master."""
+    made = open_training_checkpoint(MetadataStore(), out)
+    assert made.missing == ()
+    wrong = []
+    for (name, kind), state in made.states.items():
+        known = pair.old if name in from_old else pair.new
+        wanted = known.arrays[name, FP32 if kind in (WEIGHT, EXPORT) else kind]
+        wrong += [] if np.array_equal(stored_values(state), wanted) else [f"{kind} of {name}"]
+    assert {name for name, _ in made.states} == set(pair.new.shapes)
+    return wrong
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Every file below a folder: content, modification time, number of names."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_nlink)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def hidden(folder: Path) -> list[str]:
+    """What a run left behind."""
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]

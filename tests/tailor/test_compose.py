@@ -1,0 +1,663 @@
+"""Compositions of small checkpoints in every format: values, checksums, steps, refusals, failures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composing import (
+    FORMATS,
+    FULL,
+    SHARED_STEPS,
+    Pair,
+    hidden,
+    make_pair,
+    stored_values,
+    tree,
+    wrong_values,
+)
+
+from mergepipe import publish
+from mergepipe.budget import Purpose
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    MergePipeError,
+    MismatchError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    StorageError,
+    UnsupportedError,
+)
+from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.tailor import compose as composing_module
+from mergepipe.tailor.assignment import assign, giving_state
+from mergepipe.tailor.checkpoint import Format, Framework, Packing
+from mergepipe.tailor.compose import ComposeOptions, check_recipe
+from mergepipe.tailor.copy_plan import CopyRange
+from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.planning import plan_composition
+from mergepipe.tailor.recipe import load_composition, real_place
+from mergepipe.tailor.self_check import Thoroughness
+from mergepipe.tailor.staleness import StepPolicy
+from mergepipe.tailor.units import EMBED, Unit, layer
+from mergepipe.testing.engine_views import known_view, on_ranks
+from mergepipe.testing.faults import (
+    Fault,
+    open_descriptors,
+    replaced,
+    short_reads,
+    short_writes,
+    system_error,
+    worker_threads,
+)
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.torch_bytes import Member, pickle_file, zip_bytes
+from mergepipe.testing.training_trees import (
+    KnownStates,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_zero3,
+    write_zero12,
+)
+from mergepipe.train.engine_view import Ranks
+from mergepipe.train.partial_run import no_extra_files
+from mergepipe.train.saving import PartialJob, write_partial
+
+PARITY = "default: new\ntake: [{from: old, units: [layers even, embed, norm]}]\n"
+
+
+def from_old(name: str) -> bool:
+    """Whether PARITY takes a parameter from the older checkpoint."""
+    words = name.split(".")
+    return words[2] in ("0", "2") if words[1] == "layers" else words[1] in ("embed_tokens", "norm")
+
+
+@pytest.fixture(params=FORMATS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, FORMATS[str(request.param)])
+
+
+@pytest.fixture
+def zero2(tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, FORMATS["zero2"])
+
+
+def test_compose__gives_every_value_its_source(pair: Pair) -> None:
+    report = pair.compose(PARITY)
+    old = [name for name in pair.old.shapes if from_old(name)]
+    assert wrong_values(pair.out, pair, old) == []
+    assert len(old) == 20
+    assert report.manifest is not None
+    assert (report.manifest.self_check.elements > 0, hidden(pair.folder)) == (True, [])
+
+
+def test_compose__takes_single_parameters(pair: Pair) -> None:
+    pair.compose('default: new\ntake: [{from: old, units: ["name:*.1.mlp.*"]}]\n')
+    old = [name for name in pair.old.shapes if ".1.mlp." in name]
+    assert (wrong_values(pair.out, pair, old), len(old)) == ([], 3)
+
+
+def test_compose__of_one_checkpoint_with_itself_is_the_same_bytes(pair: Pair) -> None:
+    shutil.copytree(pair.folder / "new", pair.folder / "twin")
+    pair.compose("default: new\ntake: [{from: twin, units: [layers all, lm_head]}]\n")
+    made = {name: content for name, (content, _, _) in tree(pair.out).items() if name != "mergepipe.json"}
+    source = {name: content for name, (content, _, _) in tree(pair.folder / "new").items()}
+    assert made == {name: content for name, content in source.items() if not name.startswith("older/")}
+
+
+def archives(path: Path) -> list[bytes]:
+    """The torch archives in a file: itself, or the items of a DCP file."""
+    if path.suffix == ".pt":
+        return [path.read_bytes()]
+    if path.suffix != ".distcp":
+        return []
+    made = open_training_checkpoint(MetadataStore(), path.parent)
+    pieces = [p for s in made.states.values() for p in s.pieces] + [p for s in made.steps for p in s.cells]
+    assert all(p.packing is Packing.TORCH_ZIP for p in pieces)
+    return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file == path]
+
+
+def test_compose__leaves_valid_checksums(pair: Pair) -> None:
+    pair.compose(PARITY)
+    checked = 0
+    for path in pair.out.rglob("*"):
+        for content in archives(path) if path.is_file() else []:
+            with zipfile.ZipFile(BytesIO(content)) as archive:
+                assert archive.testzip() is None
+            checked += 1
+    assert checked >= 1
+
+
+def test_compose__never_changes_or_links_a_source(pair: Pair) -> None:
+    before = tree(pair.folder / "old") | tree(pair.folder / "new")
+    pair.compose(PARITY)
+    assert tree(pair.folder / "old") | tree(pair.folder / "new") == before
+    assert {links for _, _, links in before.values()} == {1}
+
+
+def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
+    newest = pair.compose(PARITY).plan.assignment.skeleton
+    assert (newest.step, open_training_checkpoint(MetadataStore(), pair.out).step) == (9, 9)
+    asked = pair.compose(PARITY + "state_from: old\n", replace(FULL, force=True)).plan.assignment.skeleton
+    made = open_training_checkpoint(MetadataStore(), pair.out)
+    counts_itself = made.format is not Format.DCP  # there the newest counter is the step
+    assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
+    assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, FORMATS[kind])
+    report = pair.compose(PARITY)
+    found = {name: s.value for s in open_training_checkpoint(MetadataStore(), pair.out).steps for name in s.parameters}
+    wanted = {n: 7.0 if from_old(n) and kind not in SHARED_STEPS else 9.0 for n in pair.old.shapes}
+    assert found == wanted
+    policies = {policy for unit in report.plan.staleness for policy in unit.step_policies}
+    assert policies == ({StepPolicy.NEWEST} if kind in SHARED_STEPS else {StepPolicy.EXACT})
+
+
+def test_compose__reports_how_old_each_unit_is(zero2: Pair) -> None:
+    report = zero2.compose(PARITY)
+    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    assert ages == {"embed": [2], "layer 0": [2], "layer 1": [0], "layer 2": [2], "norm": [2], "lm_head": [0]}
+
+
+def test_compose__writes_a_manifest(zero2: Pair) -> None:
+    report = zero2.compose(PARITY)
+    manifest = json.loads((zero2.out / "mergepipe.json").read_text())
+    assert report.manifest is not None
+    assert (manifest["kind"], manifest["sid"]) == ("composite", report.manifest.sid)
+    assert [(i["role"], i["step"]) for i in manifest["inputs"]] == [("skeleton", 9), ("part", 7)]
+    assert {f["name"]: f["size_bytes"] for f in manifest["files"]} == {
+        p.name: p.stat().st_size for p in zero2.out.iterdir() if p.name != "mergepipe.json"
+    }
+    assert manifest["recipe"] == PARITY
+
+
+def test_compose__is_deterministic(pair: Pair) -> None:
+    first = pair.compose(PARITY)
+    second = pair.compose(PARITY, replace(FULL, force=True, memory_bytes=16 << 20))
+    assert first.manifest is not None
+    assert second.manifest is not None
+    assert first.manifest.files == second.manifest.files
+
+
+def test_compose__reads_every_needed_byte_once(pair: Pair) -> None:
+    report = pair.compose(PARITY, replace(FULL, thoroughness=Thoroughness.OFF))
+    assert report.manifest is not None
+    realized = report.manifest.realized
+    moved = realized[Purpose.BASE] + realized[Purpose.EXPERT]
+    assert moved == report.plan.read_bytes <= report.plan.output_bytes
+    assert realized[Purpose.ANALYSIS] == 0
+    assert [i.read_bytes for i in report.manifest.inputs] == [realized[Purpose.BASE], realized[Purpose.EXPERT]]
+
+
+def test_check__reads_no_tensor_and_writes_nothing(zero2: Pair) -> None:
+    recipe = zero2.recipe(PARITY)
+    before = sorted(zero2.folder.rglob("*"))
+    report = check_recipe(recipe, FULL)
+    assert sorted(zero2.folder.rglob("*")) == before
+    assert (report.manifest, report.plan.output_bytes > 0) == (None, True)
+
+
+# --- refusals
+
+
+def refused(pair: Pair, text: str, options: ComposeOptions = FULL) -> MergePipeError:
+    before = tree(pair.folder / "old") | tree(pair.folder / "new")
+    with pytest.raises(MergePipeError) as caught:
+        pair.compose(text, options)
+    assert not pair.out.exists()
+    assert hidden(pair.folder) == []
+    assert tree(pair.folder / "old") | tree(pair.folder / "new") == before
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "code"),
+    [
+        ("take: [{from: old, units: [layers all]}]", RecipeError, "tailor.uncovered"),
+        ("default: new\ntake: [{from: old, units: [layer 3]}]", RecipeError, "tailor.units.no_layer"),
+        ("default: new\ntake: [{from: old, units: ['name:*.mlp.up']}]", RecipeError, "tailor.units.empty"),
+        (
+            "take: [{from: old, units: [layers all]}, {from: new, units: [layer 1, embed, norm, lm_head]}]",
+            RecipeError,
+            "tailor.recipe.overlap",
+        ),
+        ("default: new\ntake: [{from: gone, units: [embed]}]", NotFoundError, "recipe.model.not-found"),
+        ("default: new\nstate_frm: old", RecipeError, "recipe.unknown-key"),
+        ("default: [new]", RecipeError, "recipe.wrong-kind"),
+        ("state_from: new", RecipeError, "recipe.missing-key"),
+    ],
+)
+def test_compose__refuses_recipes_that_do_not_add_up(
+    zero2: Pair, text: str, kind: type[MergePipeError], code: str
+) -> None:
+    error = refused(zero2, text)
+    assert (type(error), error.code) == (kind, code)
+
+
+def test_compose__tells_everything_that_is_wrong_at_once(zero2: Pair) -> None:
+    error = refused(zero2, "take: [{from: old, units: [layers evn, embed]}, {from: gone, unit: [x]}]\ndefalt: new")
+    assert [p.code for p in error.problems] == [
+        "recipe.unknown-key", "tailor.units.layers", "recipe.unknown-key", "recipe.missing-key",
+        "recipe.model.not-found",
+    ]  # fmt: skip
+
+
+SMALL = known_states(decoder_shapes(), step=7)
+WIDER = known_states(decoder_shapes(width=6), step=7)
+FEWER = known_states(decoder_shapes(2), step=7)
+GROUPS = [[n for n in SMALL.shapes if "norm" not in n], [n for n in SMALL.shapes if "norm" in n]]
+
+MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "world": (lambda p: write_zero12(p, SMALL, GROUPS, 4), "world size 3 and 4"),
+    "stage": (lambda p: write_zero3(p, SMALL, GROUPS, 3), "ZeRO stage 2 and 3"),
+    "groups": (lambda p: write_zero12(p, SMALL, GROUPS[::-1], 3), "grouped or ordered differently"),
+    "shapes": (lambda p: write_zero12(p, WIDER, GROUPS, 3), "different shapes"),
+    "fewer": (lambda p: write_zero12(p, FEWER, [list(FEWER.shapes)], 3), "lacks model.layers.2"),
+    "format": (lambda p: write_hf(p, SMALL), "format deepspeed-zero and hf-optimizer"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_compose__refuses_sources_that_do_not_fit(zero2: Pair, misfit: str) -> None:
+    write, reason = MISFITS[misfit]
+    shutil.rmtree(zero2.folder / "old")
+    write(zero2.folder / "old")
+    error = refused(zero2, PARITY)
+    assert isinstance(error, MismatchError)
+    assert (error.code, any(reason in p.message for p in error.problems)) == ("tailor.mismatch", True)
+
+
+def test_compose__refuses_a_head_tied_to_embeddings_of_another_source(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, lambda p, k: write_hf(p, k, tied=True), decoder_shapes(tied=True))
+    text = (
+        "merge_method: passthrough\n"
+        "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\n"
+        "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
+        "post_weights: [{name: lm_head.weight, model: %s}]\n"
+    )
+    assert refused(pair, text % "new").code == "tailor.tied"
+    pair.compose(text % "old")
+    assert wrong_values(pair.out, pair, ["model.embed_tokens.weight"]) == []
+
+
+def test_compose__needs_one_complete_checkpoint(zero2: Pair) -> None:
+    for name in ("old", "new"):
+        (zero2.folder / name / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    assert refused(zero2, PARITY).code == "tailor.incomplete"
+
+
+def test_compose__refuses_what_an_incomplete_source_lacks(zero2: Pair) -> None:
+    (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    error = refused(zero2, PARITY)
+    assert error.code == "tailor.lacks"
+    assert any("exp_avg of model.embed_tokens.weight is there in parts only" in p.message for p in error.problems)
+
+
+def test_compose__refuses_an_output_that_is_in_the_way(zero2: Pair) -> None:
+    zero2.out.mkdir()
+    (zero2.out / "notes.txt").write_text("mine")
+    for options in (FULL, replace(FULL, force=True)):
+        with pytest.raises(OutputError):
+            zero2.compose(PARITY, options)
+    assert (zero2.out / "notes.txt").read_text() == "mine"
+
+
+def test_compose__refuses_an_output_inside_a_source(zero2: Pair) -> None:
+    with pytest.raises(OutputError, match="overlaps the input"):
+        composing_module.compose(zero2.recipe(PARITY), zero2.folder / "new" / "out", FULL, lambda *_: None)
+
+
+def test_compose__refuses_too_little_memory(zero2: Pair) -> None:
+    with pytest.raises(LimitError):
+        zero2.compose(PARITY, replace(FULL, memory_bytes=1 << 20))
+
+
+def test_compose__executes_nothing(zero2: Pair) -> None:
+    evil = pickle_file(b"\x80\x02cposix\nsystem\n(X\x0c\x00\x00\x00touch hackedtR.")
+    (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(evil)
+    error = refused(zero2, PARITY)
+    assert (type(error), error.code) == (UnsupportedError, "pickle.global")
+    assert not Path("hacked").exists()
+
+
+def test_compose__refuses_checksums_it_could_not_renew(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, write_hf)
+    for name in ("old", "new"):
+        path = pair.folder / name / "optimizer.pt"
+        with zipfile.ZipFile(path) as archive:
+            members = [Member(n, archive.read(n), flags=0) for n in archive.namelist()]
+        path.write_bytes(zip_bytes(members))
+    assert refused(pair, PARITY).code == "tailor.checksum"
+
+
+# --- slices
+
+
+def test_compose__understands_slices_with_zero_length_ranges(zero2: Pair) -> None:
+    ranges = [("old", 0, 0), ("new", 0, 1), ("old", 1, 3), ("new", 4, 4), ("old", 5, 5)]
+    slices = ", ".join(f"{{sources: [{{model: {m}, layer_range: [{a}, {b}]}}]}}" for m, a, b in ranges)
+    text = (
+        f"slices: [{slices}]\nmerge_method: passthrough\ndtype: float32\n"
+        "pre_weights: [{name: model.norm.weight, model: old}]\n"
+        "post_weights: [{name: lm_head.weight, model: new}, {name: model.embed_tokens.weight, model: old}]\n"
+    )
+    zero2.compose(text)
+    old = [n for n in zero2.old.shapes if ".0." not in n and not n.startswith("lm_head")]
+    assert wrong_values(zero2.out, zero2, old) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("slices: []\nmerge_method: linear", "tailor.recipe.method"),
+        ("slices: [{sources: [{model: new, layer_range: [3]}]}]\nmerge_method: passthrough", "tailor.recipe.range"),
+        ("slices: [{sources: [{model: new, layer_range: [2, 1]}]}]\nmerge_method: passthrough", "tailor.recipe.range"),
+        ("slices: [{sources: []}]\nmerge_method: passthrough", "tailor.recipe.sources"),
+        ("slices: [{sources: [{model: new, layer_range: [9, 9]}]}]\nmerge_method: passthrough", "tailor.units.number"),
+        ("pre_weights: [{name: model.nrm.weight, model: new}]\nmerge_method: passthrough", "tailor.units.name"),
+        (
+            "slices: [{sources: [{model: new, layer_range: [0, 0]}]}]\nmerge_method: passthrough\n"
+            "pre_weights: [{name: model.norm.weight, model: old}]",
+            "tailor.recipe.overlap",
+        ),
+    ],
+)
+def test_compose__explains_what_is_wrong_with_slices(zero2: Pair, text: str, code: str) -> None:
+    assert refused(zero2, text).code == code
+
+
+def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:
+    text = "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\nmerge_method: passthrough\ndtype: bfloat16\n"
+    names = ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight")
+    weights = ", ".join(f"{{name: {n}, model: new}}" for n in names)
+    assert refused(zero2, f"{text}post_weights: [{weights}]").code == "tailor.dtype"
+
+
+# --- failures
+
+CALLS: list[tuple[object, str, int]] = [
+    (os, "preadv", errno.EIO),
+    (os, "pread", errno.EIO),
+    (os, "pwrite", errno.ENOSPC),
+    (os, "fsync", errno.EIO),
+    (os, "posix_fallocate", errno.ENOSPC),
+    (os, "ftruncate", errno.EIO),
+    (publish, "_renameat2", errno.EIO),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), CALLS, ids=[c[1] for c in CALLS])
+def test_compose__survives_a_failure_of_any_call(zero2: Pair, owner: object, name: str, number: int) -> None:
+    counter = Fault()
+    with replaced(owner, name, counter.wrap):
+        zero2.compose(PARITY)
+    shutil.rmtree(zero2.out)
+    before = tree(zero2.folder / "old") | tree(zero2.folder / "new")
+    step = max(1, counter.calls // 25)
+    failures = 0
+    for at in [*range(0, counter.calls, step), counter.calls - 1]:
+        descriptors = open_descriptors()
+        fault = Fault(at, system_error(number))
+        published = False
+        with replaced(owner, name, fault.wrap):
+            try:
+                zero2.compose(PARITY)
+                published = True
+            except StorageError:
+                failures += 1
+        assert fault.fired
+        if zero2.out.exists():  # it came after the output had appeared, or was got over: then that is whole
+            assert wrong_values(zero2.out, zero2, [n for n in zero2.old.shapes if from_old(n)]) == []
+            shutil.rmtree(zero2.out)
+        else:
+            assert not published
+        assert (hidden(zero2.folder), worker_threads(2)) == ([], [])
+        assert open_descriptors() == descriptors
+    assert failures > 0
+    assert tree(zero2.folder / "old") | tree(zero2.folder / "new") == before
+
+
+def test_compose__is_the_same_with_short_reads_and_writes(pair: Pair) -> None:
+    with replaced(os, "preadv", short_reads), replaced(os, "pwrite", short_writes):
+        pair.compose(PARITY)
+    assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
+
+
+def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states = open_training_checkpoint(MetadataStore(), zero2.folder / "new").states
+    offset = states["model.embed_tokens.weight", "exp_avg"].pieces[0].offset
+
+    def flip(pwrite: Callable[..., int]) -> Callable[..., int]:
+        def write(descriptor: int, content: memoryview, at: int) -> int:
+            if at == 0 and str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(name):
+                content[offset] ^= 1
+            return pwrite(descriptor, content, at)
+
+        return write
+
+    with replaced(os, "pwrite", flip), pytest.raises(CorruptError, match="exp_avg of model") as caught:
+        zero2.compose(PARITY)
+    assert (caught.value.code, zero2.out.exists(), hidden(zero2.folder)) == ("tailor.self-check", False, [])
+
+
+@pytest.mark.parametrize("during", ["Copier", "check_composite"])
+def test_compose__notices_a_source_that_changes_meanwhile(zero2: Pair, during: str) -> None:
+    victim = sorted((zero2.folder / "old").iterdir())[0]
+
+    def touch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            os.utime(victim)
+            return function(*args, **options)
+
+        return called
+
+    with replaced(composing_module, during, touch), pytest.raises(ConflictError) as caught:
+        zero2.compose(PARITY)
+    assert (caught.value.code, zero2.out.exists()) == ("input.changed", False)
+
+
+def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
+    def stop(*progress: str | int) -> None:
+        if progress[1] != 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        composing_module.compose(zero2.recipe(PARITY), zero2.out, FULL, stop)
+    assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
+
+
+# --- linking
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, FORMATS["dcp"])
+
+
+def test_linked_composite__holds_the_values_and_no_tensor_byte(dcp: Pair) -> None:
+    report = dcp.compose(PARITY, replace(FULL, linked=True))
+    assert wrong_values(dcp.out, dcp, [name for name in dcp.old.shapes if from_old(name)]) == []
+    assert sorted(p.name for p in dcp.out.iterdir()) == [".metadata", "mergepipe.json"]
+    assert report.manifest is not None
+    assert (report.manifest.realized[Purpose.BASE], report.manifest.realized[Purpose.EXPERT]) == (0, 0)
+    steps = {n: s.value for s in open_training_checkpoint(MetadataStore(), dcp.out).steps for n in s.parameters}
+    assert steps == {n: 7.0 if from_old(n) else 9.0 for n in dcp.old.shapes}
+
+
+def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
+    dcp.compose(PARITY, replace(FULL, linked=True))
+    text = "default: new\ntake: [{from: out, units: [layers all]}]\n"
+    again = dcp.folder / "again"
+    for options in (FULL, replace(FULL, linked=True, force=True)):
+        composing_module.compose(dcp.recipe(text), again, options, lambda *_: None)
+        old = [n for n in dcp.old.shapes if ".layers." in n and from_old(n)]
+        assert wrong_values(again, dcp, old) == []
+
+
+@pytest.mark.parametrize(("place", "code"), [("deeper/out", "tailor.link.place"), ("out", "tailor.link.format")])
+def test_linked_composite__must_lie_beside_its_sources_and_be_dcp(tmp_path: Path, place: str, code: str) -> None:
+    pair = make_pair(tmp_path, FORMATS["dcp" if "deeper" in place else "zero3"])
+    with pytest.raises(UnsupportedError) as caught:
+        composing_module.compose(pair.recipe(PARITY), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
+    assert (caught.value.code, hidden(pair.folder)) == (code, [])
+
+
+def test_linked_composite__refuses_other_chunks(dcp: Pair) -> None:
+    shutil.rmtree(dcp.folder / "old")
+    write_dcp(dcp.folder / "old", dcp.old, 3)
+    (dcp.folder / "old" / "__2_0.distcp").rename(dcp.folder / "old" / "x")
+    with pytest.raises(MergePipeError):
+        dcp.compose(PARITY, replace(FULL, linked=True))
+
+
+# --- partial sources
+
+
+def partial(folder: Path, known: KnownStates, units: tuple[Unit, ...]) -> None:
+    """A partial checkpoint of our own, written by two ranks."""
+
+    def write(ranks: Ranks) -> int:
+        job = PartialJob(known_view(known, ranks.rank, 2), units, known.step, folder, no_extra_files)
+        return write_partial(job, ranks)
+
+    assert all(isinstance(result, int) for result in on_ranks(2, write))
+
+
+@pytest.fixture
+def with_partial(tmp_path: Path) -> Pair:
+    """A complete checkpoint `old`, and units of `new` in a partial one."""
+    pair = make_pair(tmp_path, lambda p, k: write_zero3(p, k, [list(k.shapes)], 2))
+    shutil.rmtree(tmp_path / "new")
+    partial(tmp_path / "new", pair.new, (EMBED, layer(1)))
+    return pair
+
+
+def test_compose__takes_units_from_a_partial_checkpoint(with_partial: Pair) -> None:
+    report = with_partial.compose("default: old\ntake: [{from: new, units: [embed, layer 1]}]\n")
+    old = [n for n in with_partial.old.shapes if "embed_tokens" not in n and ".layers.1." not in n]
+    assert wrong_values(with_partial.out, with_partial, old) == []
+    assert report.plan.assignment.skeleton.step == 7
+    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    assert ages == {"embed": [-2], "layer 0": [0], "layer 1": [-2], "layer 2": [0], "norm": [0], "lm_head": [0]}
+
+
+def test_compose__refuses_units_that_a_partial_checkpoint_lacks(with_partial: Pair) -> None:
+    error = refused(with_partial, "default: old\ntake: [{from: new, units: [layers 0-1]}]\n")
+    assert error.code == "tailor.lacks"
+    assert any("exp_avg of model.layers.0" in problem.message for problem in error.problems)
+
+
+def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair) -> None:
+    assert refused(with_partial, "default: new\n").code == "tailor.incomplete"
+    assert refused(with_partial, "default: old\nstate_from: new\n").code == "tailor.state.format"
+
+
+def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], *names: str) -> None:
+    """A partial checkpoint of a plain Trainer run, all units, with small files of the given names."""
+
+    def extra(staged: Path) -> list[Path]:
+        for name in names:
+            content = json.dumps({"global_step": known.step}) if name.endswith("json") else f"{name} at {known.step}"
+            (staged / name).write_text(content)
+        return [staged / name for name in names]
+
+    def write(ranks: Ranks) -> int:
+        view = replace(
+            known_view(known, ranks.rank, 1), origin=Format.HF_OPTIMIZER, framework=Framework.TRANSFORMERS, stage=None,
+            flat_groups=(), options=tuple({"lr": rate} for rate in rates),
+        )  # fmt: skip
+        return write_partial(PartialJob(view, tuple(view.units.parameters), known.step, folder, extra), ranks)
+
+    assert all(isinstance(result, int) for result in on_ranks(1, write))
+
+
+STATE_NAMES = ("trainer_state.json", "scheduler.pt", "rng_state.pth")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Pair:
+    """A complete Trainer checkpoint `old`, with the usual small files, and a partial one to be made `new`."""
+    pair = make_pair(tmp_path, write_hf)
+    shutil.rmtree(tmp_path / "new")
+    for name in STATE_NAMES[1:]:
+        (tmp_path / "old" / name).write_text(f"{name} at 7")
+    return pair
+
+
+def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> None:
+    trainer_partial(trainer.folder / "new", trainer.new, (0.25, 0.5), *STATE_NAMES)
+    report = trainer.compose("default: old\ntake: [{from: new, units: [layers all]}]\nstate_from: new\n")
+    old = [n for n in trainer.old.shapes if ".layers." not in n]
+    assert wrong_values(trainer.out, trainer, old) == []
+    assert open_training_checkpoint(MetadataStore(), trainer.out).step == 9
+    assert [(trainer.out / name).read_text() for name in STATE_NAMES[1:]] == ["scheduler.pt at 9", "rng_state.pth at 9"]
+    root = read_torch_zip(MetadataStore(), trainer.out / "optimizer.pt").root
+    rates = [group.get("lr").value for group in Node(root, "optimizer.pt").get("param_groups").elements()]
+    assert rates == [0.25, 0.5]
+    with zipfile.ZipFile(trainer.out / "optimizer.pt") as archive:
+        assert archive.testzip() is None
+    ages = {unit.unit: [age for _, _, age in unit.sources] for unit in report.plan.staleness}
+    assert (ages["layer 1"], ages["embed"]) == ([0], [2])
+    assert not (trainer.out / "mergepipe-partial.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("rates", "names", "code"),
+    [
+        ((0.25, 0.5), STATE_NAMES[1:], "tailor.state.files"),
+        ((0.25, 0.5), STATE_NAMES[:2], "tailor.state.files"),
+        ((0.25,), STATE_NAMES, "tailor.state.rates"),
+    ],
+)
+def test_compose__refuses_a_partial_state_that_is_not_whole(
+    trainer: Pair, rates: tuple[float, ...], names: tuple[str, ...], code: str
+) -> None:
+    trainer_partial(trainer.folder / "new", trainer.new, rates, *names)
+    assert refused(trainer, "default: old\nstate_from: new\n").code == code
+
+
+def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, lambda p, k: write_zero12(p, k, [list(k.shapes)], 2))
+    full = open_training_checkpoint(MetadataStore(), pair.folder / "old")
+    masters = {key: state for key, state in full.states.items() if key[1] != "weight"}
+    partial_source = replace(full, states=masters, missing=("weight: not saved",))
+    assert giving_state(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
+    recipe = load_composition(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n"))
+    opened = {
+        real_place(pair.folder / "new"): open_training_checkpoint(MetadataStore(), pair.folder / "new"),
+        real_place(pair.folder / "old"): partial_source,
+    }
+    plan = plan_composition(MetadataStore(), assign(recipe, opened))
+    written = next(file for file in plan.files if file.name == "mp_rank_00_model_states.pt")
+    master = masters["lm_head.weight", "fp32"].pieces
+    taken = [s for s in written.segments if isinstance(s, CopyRange) and not s.is_skeleton]
+    assert [(s.file, s.offset, s.nbytes) for s in taken] == [(p.file, p.offset, p.nbytes) for p in master]
+
+
+def test_stored_values__differ_between_the_two_sources(pair: Pair) -> None:
+    """The other tests compare something."""
+    old, new = (open_training_checkpoint(MetadataStore(), pair.folder / n) for n in ("old", "new"))
+    same: Mapping[str, bool] = {
+        f"{n} {k}": bool((stored_values(s) == stored_values(new.states[n, k])).all())
+        for (n, k), s in old.states.items()
+    }
+    assert [name for name, equal in same.items() if equal] == []

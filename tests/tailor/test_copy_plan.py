@@ -1,0 +1,263 @@
+"""Copy plans, how they are cut and carried out: laws over random layouts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.blocks import BF16, DTYPES, F16, F32, ByteRange, DType, Span
+from mergepipe.budget import Purpose
+from mergepipe.errors import CorruptError, LimitError, UnsupportedError
+from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.tailor.archives import stale_checksums
+from mergepipe.tailor.casting import cast_bytes, numpy_type
+from mergepipe.tailor.checkpoint import Piece, StoredState
+from mergepipe.tailor.chunks import buffer_bytes_for, cut_chunks
+from mergepipe.tailor.copy_plan import (
+    CastRange,
+    Checksum,
+    CopyRange,
+    FilePlan,
+    Fill,
+    Literal,
+    Patch,
+    Segment,
+    joined,
+    patch_states,
+    patched_file,
+    source_bytes,
+)
+from mergepipe.tailor.copying import FEWEST_BYTES, ChecksumRenewal, Copier
+from mergepipe.testing.faults import drop_from_page_cache
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.torch_bytes import torch_bytes
+
+SOURCE = Path("source")
+
+
+@st.composite
+def layouts(draw: st.DrawFn, n_elements: int, *, gaps: bool) -> tuple[Piece, ...]:
+    """A parameter cut at random places, its pieces scattered over two files in any order, with bytes between."""
+    cuts = sorted({0, n_elements, *draw(st.lists(st.integers(0, n_elements), max_size=5))})
+    spans = [Span(a, b) for a, b in pairwise(cuts)]
+    kept = [span for span in spans if not gaps or draw(st.booleans())]
+    ends = {"a": draw(st.integers(0, 9)), "b": draw(st.integers(0, 9))}
+    places = {}
+    for span in draw(st.permutations(kept)):
+        file = draw(st.sampled_from("ab"))
+        places[span] = Piece(Path(file), ends[file], span.n_elements * 4, span)
+        ends[file] += span.n_elements * 4 + draw(st.integers(0, 9))
+    return tuple(places[span] for span in kept)
+
+
+def state(pieces: Sequence[Piece], n_elements: int) -> StoredState:
+    return StoredState("p", "fp32", F32, (n_elements,), tuple(pieces))
+
+
+@given(st.data(), st.integers(1, 40))
+def test_patch_states__puts_every_element_in_its_place(data: st.DataObject, n_elements: int) -> None:
+    given_state = state(data.draw(layouts(n_elements, gaps=False)), n_elements)
+    target = state(data.draw(layouts(n_elements, gaps=True)), n_elements)
+    values = np.arange(n_elements, dtype=np.float32) + 1
+    files = {name: bytearray(1000) for name in "ab"}
+    for piece in given_state.pieces:
+        content = values[piece.span.start : piece.span.stop].tobytes()
+        files[piece.file.name][piece.offset : piece.offset + piece.nbytes] = content
+    out = {name: bytearray(1000) for name in "ab"}
+    patched = 0
+    for file, patch in patch_states(given_state, target):
+        assert isinstance(patch.segment, CopyRange)
+        source = patch.segment
+        out[file.name][patch.offset : patch.stop] = files[source.file.name][
+            source.offset : source.offset + source.nbytes
+        ]
+        patched += source.nbytes
+    for piece in target.pieces:
+        found = np.frombuffer(bytes(out[piece.file.name][piece.offset : piece.offset + piece.nbytes]), np.float32)
+        assert np.array_equal(found, values[piece.span.start : piece.span.stop])
+    assert patched == target.nbytes
+
+
+RANGES = st.builds(
+    lambda file, offset, nbytes, own: CopyRange(Path(file), offset, nbytes, own),
+    st.sampled_from("ab"), st.integers(0, 60_000), st.integers(0, 40_000), st.booleans(),
+)  # fmt: skip
+SEGMENTS = st.lists(
+    RANGES
+    | st.builds(Literal, st.binary(max_size=5000))
+    | st.builds(Fill, st.integers(0, 40_000))
+    | st.builds(lambda at, n: CastRange(Path("a"), 4 * at, n, F32, BF16), st.integers(0, 250), st.integers(0, 9000)),
+    max_size=8,
+)
+
+
+def content_of(segment: Segment, files: dict[str, bytes]) -> bytes:
+    if isinstance(segment, CopyRange):
+        return files[segment.file.name][segment.offset : segment.offset + segment.nbytes]
+    if isinstance(segment, CastRange):
+        raw = files[segment.file.name][segment.offset : segment.offset + source_bytes(segment)]
+        return np.frombuffer(raw, np.float32).astype(ml_dtypes.bfloat16).tobytes()
+    return bytes(segment.nbytes) if isinstance(segment, Fill) else segment.content
+
+
+FILES = {
+    name: np.random.default_rng(seed).standard_normal(30_000).astype(np.float32).tobytes()
+    for seed, name in enumerate("ab")
+}
+
+
+@given(SEGMENTS)
+def test_joined__changes_nothing_but_the_number_of_segments(segments: list[Segment]) -> None:
+    found = list(joined(segments))
+    assert b"".join(content_of(s, FILES) for s in found) == b"".join(content_of(s, FILES) for s in segments)
+    assert all(s.nbytes for s in found)
+
+
+@given(SEGMENTS, st.integers(4, 64))
+def test_cut_chunks__keeps_order_and_fits_its_buffer(segments: list[Segment], chunk_pages: int) -> None:
+    chunk_bytes = chunk_pages * PAGE_BYTES
+    chunks = list(cut_chunks(segments, chunk_bytes))
+    parts = [part for chunk in chunks for part in chunk.parts]
+    assert b"".join(content_of(p.segment, FILES) for p in parts) == b"".join(content_of(s, FILES) for s in segments)
+    for chunk in chunks:
+        end = 0
+        for part in chunk.parts:
+            assert (part.buffer_offset % PAGE_BYTES, part.buffer_offset >= end) == (0, True)
+            end = part.buffer_offset + part.room_bytes
+        assert end <= buffer_bytes_for(chunk_bytes)
+
+
+@given(RANGES.filter(lambda r: r.nbytes > 0))
+def test_cut_chunks__cuts_on_page_boundaries(segment: CopyRange) -> None:
+    parts = [part.segment for chunk in cut_chunks([segment], 2 * PAGE_BYTES) for part in chunk.parts]
+    starts = [part.offset for part in parts if isinstance(part, CopyRange)]
+    assert [start % PAGE_BYTES for start in starts[1:]] == [0] * (len(starts) - 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.binary(min_size=1, max_size=9)), max_size=6))
+def test_patched_file__replaces_the_patches_alone(patches: list[tuple[int, bytes]]) -> None:
+    original, wanted = bytes(range(40)), bytearray(range(40))
+    position, kept = 0, []
+    for gap, content in patches:
+        if position + gap + len(content) <= 40:
+            kept.append(Patch(position + gap, Literal(content)))
+            wanted[position + gap : position + gap + len(content)] = content
+            position += gap + len(content)
+    plan = patched_file("x", SOURCE, 40, reversed(kept))
+    assert b"".join(content_of(s, {"source": original}) for s in plan.segments) == bytes(wanted)
+    assert plan.size_bytes == 40
+
+
+@pytest.mark.parametrize("offsets", [(0, 3), (37,), (5, 5)])
+def test_patched_file__refuses_patches_that_overlap_or_lie_outside(offsets: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="overlaps or lies outside"):
+        patched_file("x", SOURCE, 40, [Patch(at, Literal(b"1234")) for at in offsets])
+
+
+@given(
+    st.binary(min_size=1, max_size=400),
+    st.lists(st.integers(0, 60), min_size=1, max_size=5),
+    st.lists(st.integers(1, 50), min_size=1, max_size=30),
+)
+def test_checksum_renewal__writes_the_checksum_of_what_passed(
+    content: bytes, lengths: list[int], steps: list[int]
+) -> None:
+    """Members follow one another, each with four bytes for its checksum behind it; all are repeated at the end."""
+    whole, ranges = bytearray(), []
+    for length in lengths:
+        start = len(whole)
+        whole += (content * 60)[:length] + b"----"
+        ranges.append((start, start + length))
+    directory = len(whole)
+    whole += b"++++" * len(ranges)
+    checksums = [Checksum(a, b, (b, directory + 4 * i)) for i, (a, b) in enumerate(ranges)]
+    renewal, position, out = ChecksumRenewal(checksums), 0, bytearray()
+    while position < len(whole):
+        step = steps[position % len(steps)]
+        views = [np.frombuffer(bytearray(whole[position : position + step]), np.uint8)]
+        renewal.pass_through(views)
+        out += views[0].tobytes()
+        position += step
+    for index, (start, stop) in enumerate(ranges):
+        crc = zlib.crc32(whole[start:stop]).to_bytes(4, "little")
+        places = (stop, directory + 4 * index)
+        assert [bytes(out[place : place + 4]) for place in places] == [crc, crc]
+        assert out[start:stop] == whole[start:stop]
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize("memory_bytes", [FEWEST_BYTES, 64 << 20])
+def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_bytes: int) -> None:
+    large = np.random.default_rng(7).integers(0, 256, 20_000_001, dtype=np.uint8).tobytes()
+    files = {"a": FILES["a"], "b": large}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    segments: list[Segment] = [
+        CopyRange(tmp_path / "b", 3, 11_000_003, is_skeleton=True),
+        *(CopyRange(tmp_path / "a", 5 * i, 5, is_skeleton=False) for i in range(0, 4000, 2)),
+        CastRange(tmp_path / "a", 4, 29_000, F32, BF16),
+        Literal(b"literal"),
+        Fill(100_001),
+        CopyRange(tmp_path / "b", 11_000_006, 8_999_995, is_skeleton=True),
+    ]
+    if is_cold:
+        drop_from_page_cache(tmp_path)
+    store = LocalStore()
+    advanced: list[int] = []
+    plan = FilePlan("out", tuple(segments))
+    written = Copier(store, memory_bytes, advanced.append).write(plan, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"".join(content_of(s, files) for s in segments)
+    assert (written.size_bytes, sum(advanced)) == (plan.size_bytes, plan.size_bytes)
+    usage = store.ledger.usage()
+    most_rounding = 2 * PAGE_BYTES * (len(segments) + 40)
+    assert plan.read_bytes <= usage[Purpose.BASE] + usage[Purpose.EXPERT] <= plan.read_bytes + most_rounding
+
+
+def test_copier__notices_a_source_that_ends_early(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"short")
+    plan = FilePlan("out", (CopyRange(tmp_path / "a", 0, 10, is_skeleton=True),))
+    with pytest.raises(CorruptError) as caught:
+        Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
+    assert caught.value.code == "storage.shrunk"
+
+
+def test_copier__refuses_too_little_memory() -> None:
+    with pytest.raises(LimitError):
+        Copier(LocalStore(), FEWEST_BYTES - 1, lambda _: None)
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [(BF16, ml_dtypes.bfloat16), (F16, np.float16), (F32, np.float32)])
+def test_cast_bytes__rounds_to_nearest_even(wanted: DType, kind: type) -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, 65520.0, 1e-8, -0.0, np.inf], np.float32)
+    with np.errstate(over="ignore"):
+        expected = values.astype(kind).tobytes()
+    assert cast_bytes(values.view(np.uint8), F32, wanted, "x").tobytes() == expected
+
+
+def test_numpy_type__refuses_what_training_does_not_use() -> None:
+    with pytest.raises(UnsupportedError):
+        numpy_type(DTYPES["F8_E4M3"], "x")
+
+
+def test_stale_checksums__names_the_touched_members_alone(tmp_path: Path) -> None:
+    arrays = [np.arange(n, dtype=np.float32) for n in (5, 7, 9)]
+    path = tmp_path / "file.pt"
+    path.write_bytes(torch_bytes({str(i): a for i, a in enumerate(arrays)}))
+    content = path.read_bytes()
+    at = content.index(arrays[1].tobytes())
+    store = MetadataStore()
+    found = stale_checksums(store, path, [ByteRange(at + 4, at + 8)])
+    assert [(c.start, c.stop) for c in found] == [(at, at + 28)]
+    crc = zlib.crc32(arrays[1].tobytes()).to_bytes(4, "little")
+    assert [content[place : place + 4] for c in found for place in c.places] == [crc, crc]
+    assert stale_checksums(store, path, [ByteRange(at - 1, at)]) == ()
+    assert stale_checksums(store, path, []) == ()

@@ -1,0 +1,153 @@
+"""What diff says, against numpy; and the recipes of the usual strategies."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import FORMATS, FULL, Pair, make_pair, wrong_values
+
+from mergepipe.errors import LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
+from mergepipe.tailor import api, diff
+from mergepipe.tailor.compose import compose
+from mergepipe.tailor.strategies import Strategy
+from mergepipe.testing.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, FORMATS[kind])
+    report = api.diff(tmp_path / "old", tmp_path / "new")
+    unit = next(u for u in report.units if u.unit == "layer 1")
+    for found, state in ((unit.weights, "fp32"), (unit.exp_avg, "exp_avg"), (unit.exp_avg_sq, "exp_avg_sq")):
+        names = [n for n in pair.old.shapes if ".layers.1." in n]
+        a = np.concatenate([pair.old.arrays[n, state].ravel() for n in names]).astype(np.float64)
+        b = np.concatenate([pair.new.arrays[n, state].ravel() for n in names]).astype(np.float64)
+        assert found is not None
+        assert found.relative == pytest.approx(float(np.linalg.norm(b - a) / np.linalg.norm(a)), rel=1e-12)
+
+
+def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pair(tmp_path, FORMATS["zero2"])
+    whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
+    monkeypatch.setattr(diff, "BLOCK_ELEMENTS", 7)
+    counted: list[int] = []
+    pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
+    assert str(pieces)[:20] == str(whole)[:20]
+    for a, b in zip(flat(whole), flat(pieces), strict=True):
+        assert a == pytest.approx(b, rel=1e-12)
+    elements = sum(math.prod(shape) for shape in decoder_shapes().values())
+    assert sum(counted) == elements * 4 * 2 * 3
+
+
+def flat(units: object) -> list[float]:
+    assert isinstance(units, list)
+    return [unit[kind] for unit in units for kind in ("weights", "exp_avg", "exp_avg_sq")]
+
+
+def test_diff__of_one_checkpoint_with_itself_is_zero(tmp_path: Path) -> None:
+    make_pair(tmp_path, FORMATS["zero3"])
+    assert set(flat(api.diff(tmp_path / "old", tmp_path / "old").to_json()["units"])) == {0.0}
+
+
+def test_diff__compares_across_stages_and_world_sizes(tmp_path: Path) -> None:
+    known = known_states(decoder_shapes())
+    write_zero12(tmp_path / "a", known, decay_groups(known.shapes), 2)
+    write_zero3(tmp_path / "b", known, decay_groups(known.shapes), 3)
+    assert set(flat(api.diff(tmp_path / "a", tmp_path / "b").to_json()["units"])) == {0.0}
+
+
+def test_diff__says_when_there_was_nothing_before(tmp_path: Path) -> None:
+    known = known_states(decoder_shapes())
+    zeros = {key: np.zeros_like(a) if key[1] == "exp_avg" else a for key, a in known.arrays.items()}
+    write_zero3(tmp_path / "a", replace(known, arrays=zeros), decay_groups(known.shapes), 1)
+    write_zero3(tmp_path / "b", known, decay_groups(known.shapes), 1)
+    report = api.diff(tmp_path / "a", tmp_path / "b")
+    assert [u.exp_avg.relative for u in report.units if u.exp_avg] == [math.inf] * 6
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["units"][0]["exp_avg"] is None
+
+
+def test_diff__refuses_another_model(tmp_path: Path) -> None:
+    for name, width in (("a", 5), ("b", 6)):
+        known = known_states(decoder_shapes(width=width))
+        write_zero3(tmp_path / name, known, decay_groups(known.shapes), 1)
+    with pytest.raises(MismatchError):
+        api.diff(tmp_path / "a", tmp_path / "b")
+
+
+# --- strategies
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with three full checkpoints and other things beside them."""
+    for step in (3, 7, 9):
+        known = known_states(decoder_shapes(6), seed=step, step=step)
+        FORMATS["zero3"](tmp_path / "run" / f"global_step{step}", known)
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "latest").write_text("global_step9")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at", "default", "units"),
+    [
+        ("parity", None, "global_step9", ["layers odd", "embed", "norm"]),
+        ("parity", 8, "global_step7", ["layers odd", "embed", "norm"]),
+        ("filter", None, "global_step9", ["layers 2-3"]),
+        ("latest", 3, "global_step3", None),
+    ],
+)
+def test_recipe_text__composes_the_newest_checkpoints(
+    run: Path, strategy: str, at: int | None, default: str, units: list[str] | None
+) -> None:
+    import yaml
+
+    found = yaml.safe_load(api.recipe_text(strategy, run, at=at, folder=run))
+    assert (found["default"], [t["units"] for t in found.get("take", [])]) == (default, [units] if units else [])
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_recipe_text__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: Strategy) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(api.recipe_text(strategy.value, run, folder=tmp_path))
+    report = compose(recipe, tmp_path / "out", FULL, lambda *_: None)
+    assert report.plan.assignment.skeleton.step == 9
+    old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
+    older = {
+        Strategy.PARITY: (".layers.1.", ".layers.3.", ".layers.5.", "embed", "model.norm."),
+        Strategy.FILTER: (".layers.2.", ".layers.3."),
+        Strategy.LATEST: (),
+    }[strategy]
+    taken = [name for name in old.shapes if any(part in name for part in older)]
+    assert wrong_values(tmp_path / "out", Pair(tmp_path, old, new), taken) == []
+
+
+def test_recipe_text__says_when_there_are_too_few(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        api.recipe_text("latest", run, at=2)
+    with pytest.raises(NotFoundError):
+        api.recipe_text("latest", tmp_path / "nowhere")
+    with pytest.raises(RecipeError, match="needs two checkpoints"):
+        api.recipe_text("parity", run, at=3)
+
+
+def test_check__refuses_a_number_of_ranks_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(LimitError):
+        api.check(tmp_path / "recipe.yml", world_size=0)
+
+
+def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("default: run/global_step9\n")
+    phases: list[str] = []
+    report = api.compose(recipe, tmp_path / "out", self_check="full", on_progress=lambda p, *_: phases.append(p))
+    assert (report.out, set(phases)) == (tmp_path / "out", {"compose", "check"})
+    assert api.check(recipe, state_from=run / "global_step7").plan.assignment.skeleton.step == 7
+    assert [c.step for c in api.inspect(run, tmp_path / "out").checkpoints] == [9, 9]
+    with pytest.raises(MergePipeError):
+        api.compose(recipe, tmp_path / "out")

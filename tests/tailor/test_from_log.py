@@ -1,0 +1,156 @@
+"""The composition a log implies: newest at or before, for every unit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import NotFoundError
+from mergepipe.tailor.from_log import compose_from_log, unit_selectors
+from mergepipe.tailor.save_log import SaveRecord, start_line
+from mergepipe.tailor.selection import parse_selector, select_parameters
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, layer, model_units
+
+RUN = Path("run")
+MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)
+EVEN, ODD = (EMBED, layer(0), layer(2)), (layer(1), layer(3), NORM, LM_HEAD)
+
+
+def save(step: int, units: tuple[Unit, ...], *, full: bool = False, folder: str = "") -> str:
+    name = folder or (f"checkpoint-{step}" if full else f"partial-{step}")
+    return SaveRecord(step, units, name, full, MODEL).to_line()
+
+
+def paper(step: int, *flags: int) -> str:
+    return json.dumps({"step": step, "flag": list(flags)}) + "\n"
+
+
+LOG = save(10, MODEL, full=True) + save(20, EVEN) + save(30, ODD) + save(40, EVEN)
+
+
+def test_compose_from_log__takes_the_newest_at_or_before() -> None:
+    found = compose_from_log(LOG, RUN, 35)
+    assert [(str(s.unit), str(s.folder)) for s in found.sources] == [
+        ("embed", "run/partial-20"), ("layer 0", "run/partial-20"), ("layer 1", "run/partial-30"),
+        ("layer 2", "run/partial-20"), ("layer 3", "run/partial-30"), ("norm", "run/partial-30"),
+        ("lm_head", "run/partial-30"),
+    ]  # fmt: skip
+    assert (found.step, found.default, found.state_from) == (30, RUN / "checkpoint-10", RUN / "checkpoint-10")
+    assert "as new as step 30" in found.notes[0]
+
+
+@pytest.mark.parametrize(("at", "steps"), [(10, {10}), (20, {10, 20}), (29, {10, 20}), (30, {20, 30}), (99, {30, 40})])
+def test_compose_from_log__looks_no_further_than_asked(at: int, steps: set[int]) -> None:
+    assert {source.step for source in compose_from_log(LOG, RUN, at).sources} == steps
+
+
+def test_to_yaml__is_the_short_recipe() -> None:
+    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml())
+    assert recipe == {
+        "default": "run/checkpoint-10",
+        "take": [{"from": "run/partial-20", "units": ["layers 0,2", "embed"]}],
+        "state_from": "run/checkpoint-10",
+    }
+    assert yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml()) == {
+        "default": "run/checkpoint-10", "state_from": "run/checkpoint-10",
+    }  # fmt: skip
+
+
+def test_to_yaml__writes_paths_relative_to_the_recipe() -> None:
+    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Path("recipes")))
+    assert recipe["default"] == "../run/checkpoint-10"
+    assert recipe["take"][0]["from"] == "../run/partial-20"
+
+
+saves = st.lists(st.lists(st.sampled_from(MODEL), unique=True), min_size=1, max_size=8)
+
+
+@given(saves, st.integers(1, 9))
+def test_compose_from_log__agrees_with_a_replay(found: list[list[Unit]], at: int) -> None:
+    text = save(1, MODEL, full=True)
+    replay = dict.fromkeys(MODEL, 1)
+    for step, units in enumerate(found, 2):
+        text += save(step, tuple(units))
+        replay |= dict.fromkeys(units, step) if step <= at else {}
+    assert {s.unit: s.step for s in compose_from_log(text, RUN, at).sources} == replay
+
+
+def test_compose_from_log__reads_the_papers_form() -> None:
+    text = paper(1, *range(7)) + paper(2, 1, 3, 6) + paper(3, 0, 2, 4, 5)
+    found = compose_from_log(text, RUN, 2)
+    assert {str(s.unit) for s in found.sources if s.step == 2} == {"layer 0", "layer 2", "embed"}
+    assert (found.default, found.state_from) == (RUN / "checkpoint-1", RUN / "checkpoint-2")
+
+
+def test_compose_from_log__needs_no_full_save_in_the_papers_form_when_all_is_covered() -> None:
+    found = compose_from_log(paper(1, 1, 3, 6) + paper(2, 0, 2, 4, 5), RUN, 2)
+    assert (found.default, {s.step for s in found.sources}) == (RUN / "checkpoint-2", {1, 2})
+
+
+def test_compose_from_log__finds_our_partial_directories_for_the_papers_form() -> None:
+    text = paper(1, *range(7)) + paper(2, 1, 3, 6)
+    found = compose_from_log(text, RUN, 2, folders=["checkpoint-1", "partial-2", "partial-2-r1"])
+    assert {str(s.folder) for s in found.sources} == {"run/checkpoint-1", "run/partial-2-r1"}
+    assert found.state_from == RUN / "checkpoint-1"
+
+
+def test_compose_from_log__leaves_out_a_branch_that_was_given_up() -> None:
+    text = LOG + start_line(10) + save(20, ODD, folder="partial-20-r1")
+    found = compose_from_log(text, RUN, 40)
+    assert {str(s.folder) for s in found.sources} == {"run/checkpoint-10", "run/partial-20-r1"}
+    assert any("20, 30, 40" in note for note in found.notes)
+
+
+def test_compose_from_log__takes_a_units_list_for_tied_models() -> None:
+    tied = [unit for unit in MODEL if unit != LM_HEAD]
+    text = paper(1, 0, 1, 2, 3, 4, 6)
+    with pytest.raises(NotFoundError, match="lm_head"):
+        compose_from_log(text, RUN, 1)
+    assert [s.unit for s in compose_from_log(text, RUN, 1, units=tied).sources] == tied
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "code", "message"),
+    [
+        ("", 5, "empty", "no save at or before step 5"),
+        (LOG, 9, "empty", "the first is at step 10"),
+        (save(1, EVEN), 1, "uncovered", "layers 1,3, norm, lm_head"),
+        (paper(1, 0, 1, 2, 4, 6), 1, "uncovered", "layers 2, lm_head"),
+        (save(1, EVEN) + save(2, ODD), 2, "no_full", "before the partial one at step 1"),
+        (save(1, EVEN) + save(2, ODD) + save(3, MODEL, full=True), 2, "no_full", "needs one full checkpoint"),
+    ],
+)
+def test_compose_from_log__refuses(text: str, at: int, code: str, message: str) -> None:
+    with pytest.raises(NotFoundError, match=message) as caught:
+        compose_from_log(text, RUN, at)
+    assert caught.value.code == f"tailor.log.{code}"
+
+
+def test_compose_from_log__refuses_a_folder_that_is_gone() -> None:
+    with pytest.raises(NotFoundError, match="step 20 is not there: no partial-20"):
+        compose_from_log(LOG, RUN, 20, folders=["checkpoint-10"])
+    assert compose_from_log(LOG, RUN, 10, folders=["checkpoint-10"]).step == 10
+
+
+def test_compose_from_log__refuses_units_the_model_lacks() -> None:
+    with pytest.raises(NotFoundError, match="the log has layer 3"):
+        compose_from_log(LOG, RUN, 10, units=[unit for unit in MODEL if unit != layer(3)])
+
+
+PARAMETERS = model_units([
+    "model.embed_tokens.weight", *(f"model.layers.{i}.mlp.weight" for i in range(9)), "model.norm.weight",
+    "lm_head.weight", "vision[a].weight", "vision*.weight", "vision.weight",
+])  # fmt: skip
+
+
+@given(st.sets(st.sampled_from(tuple(PARAMETERS.parameters)), min_size=1))
+def test_unit_selectors__select_exactly_the_units(units: set[Unit]) -> None:
+    selectors = [parse_selector(text) for text in unit_selectors(units)]
+    selected = select_parameters(selectors, PARAMETERS)
+    assert {PARAMETERS.unit_of(name) for name in selected} == units
+    assert len(selected) == sum(len(PARAMETERS.parameters[unit]) for unit in units)

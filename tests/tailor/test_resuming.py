@@ -1,0 +1,117 @@
+"""Composites resumed by the frameworks themselves. Needs the environment of requirements/train.txt."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from composing import FULL
+
+from mergepipe.tailor.compose import ComposeOptions, compose
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
+FOLDERS = {"hf": "checkpoint-{}", "dcp": "step-{}", "hf-zero2": "checkpoint-{}", "hf-zero3": "checkpoint-{}"}
+KINDS = ("zero1-bf16", "zero2", "zero2-robin", "zero2-tied", "zero3", "zero3-bf16", "hf", "hf-zero2", "hf-zero3", "dcp")
+OLD, NEW = 2, 4
+TWIN, ITSELF, MIXED, OTHER = 50, 91, 92, 93  # "steps" that only name folders
+UNITS = "layers even, norm"
+needs_frameworks = pytest.mark.skipif(
+    not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"
+)
+
+
+def folder(kind: str, step: int) -> str:
+    return FOLDERS.get(kind, "global_step{}").format(step)
+
+
+def train(kind: str, out: Path) -> None:
+    subprocess.run([PYTHON, HERE / "make_checkpoints.py", kind, out], check=True, capture_output=True, timeout=600)
+
+
+def resume(kind: str, out: Path, *steps: int, ranks: int = 2) -> list[Mapping[str, Any]]:
+    """What the framework loads from each checkpoint, the losses of its next steps, and the states after them."""
+    environment = dict(os.environ, MERGEPIPE_TEST_RANKS=str(ranks))
+    command = [str(PYTHON), str(HERE / "resume.py"), kind, str(out), *map(str, steps)]
+    subprocess.run(command, check=True, capture_output=True, timeout=900, env=environment)
+    return [dict(np.load(out / f"resumed-{step}.npz")) for step in steps]
+
+
+def compose_as(kind: str, out: Path, step: int, text: str, options: ComposeOptions = FULL) -> None:
+    recipe = out / f"recipe-{step}.yml"
+    recipe.write_text(text)
+    compose(recipe, out / folder(kind, step), options, lambda *_: None)
+
+
+def mixed(kind: str) -> str:
+    return f"default: {folder(kind, NEW)}\ntake: [{{from: {folder(kind, OLD)}, units: [{UNITS}]}}]\n"
+
+
+def is_old(name: str) -> bool:
+    layer = re.search(r"layers\.(\d+)\.", name)
+    return int(layer[1]) % 2 == 0 if layer else name.endswith("model.norm.weight")
+
+
+def misplaced(loaded: Mapping[str, Any], out: Path, kind: str) -> tuple[list[str], int]:
+    """States that are not those that the framework loads from their source, and how many were compared.
+
+    DeepSpeed and the Trainer with it have one counter a flat group, which is the newest.
+    """
+    old, new = (np.load(out / f"truth-{step}.npz") for step in (OLD, NEW))
+    keys = [k for k in loaded if "/" in k and not k.startswith(("after/", "loss/"))]
+    wrong = [k for k in keys if not np.array_equal(loaded[k], (old if is_old(k.partition("/")[2]) else new)[k])]
+    assert kind in ("hf", "dcp") or not any(k.startswith("step/") for k in keys)
+    return wrong, len(keys)
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", KINDS)
+def test_composite__resumes_with_the_values_of_its_sources(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "run"
+    train(kind, out)
+    shutil.copytree(out / folder(kind, NEW), out / folder(kind, TWIN))
+    itself = f"default: {folder(kind, NEW)}\ntake: [{{from: {folder(kind, TWIN)}, units: [{UNITS}]}}]\n"
+    compose_as(kind, out, ITSELF, itself)
+    compose_as(kind, out, MIXED, mixed(kind))
+    original, same, mix = resume(kind, out, NEW, ITSELF, MIXED)
+
+    different = [key for key in original if not np.array_equal(original[key], same[key])]
+    assert (different, original.keys()) == ([], same.keys())
+    assert sum(key.startswith("loss/") for key in original) == (1 if kind == "hf" else 2)
+
+    wrong, compared = misplaced(mix, out, kind)
+    assert (wrong, compared >= 87) == ([], True)
+    assert not np.array_equal(mix["loss/0"], original["loss/0"])
+
+
+@needs_frameworks
+def test_linked_composite__resumes_with_the_values_of_its_sources(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train("dcp", out)
+    compose_as("dcp", out, OTHER, mixed("dcp"), replace(FULL, linked=True))
+    (loaded,) = resume("dcp", out, OTHER)
+    wrong, compared = misplaced(loaded, out, "dcp")
+    assert (wrong, compared >= 87) == ([], True)
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["zero2", "zero3-whole"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_composite__resumes_at_another_number_of_ranks(tmp_path: Path, kind: str, ranks: int) -> None:
+    out = tmp_path / "run"
+    train(kind, out)
+    compose_as(kind, out, OTHER, mixed(kind), replace(FULL, world_size=ranks))
+    (loaded,) = resume(kind, out, OTHER, ranks=ranks)
+    wrong, compared = misplaced(loaded, out, kind)
+    assert (wrong, compared >= 87, int(loaded["global_steps"])) == ([], True, NEW)
+    assert sum(key.startswith("loss/") for key in loaded) == ranks

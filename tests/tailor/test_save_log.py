@@ -1,0 +1,118 @@
+"""Logs of partial saves: read in both forms, refused where they lie."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError
+from mergepipe.tailor.save_log import SaveRecord, read_log, start_line
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+
+MODEL = (EMBED, layer(0), layer(1), layer(2), NORM, LM_HEAD, Unit(UnitKind.OTHER, name="vision.blocks.0"))
+names = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1).filter(
+    lambda n: n not in (".", "..") and not set(n) & {"/", "\\"}
+)
+records = st.builds(
+    SaveRecord,
+    step=st.integers(0, 10**9),
+    units=st.lists(st.sampled_from(MODEL), unique=True).map(lambda units: tuple(sorted(units))),
+    folder=names,
+    is_full=st.booleans(),
+    model_units=st.just(MODEL),
+    strategy=st.sampled_from(["parity", "filter", ""]),
+    saved_bytes=st.integers(0, 10**15),
+    full_bytes=st.integers(0, 10**15),
+    seconds=st.integers(0, 10**6).map(lambda n: n / 64),
+)
+
+
+def paper(step: int, *flags: int) -> str:
+    return json.dumps({"step": step, "flag": list(flags)}) + "\n"
+
+
+@given(records)
+def test_to_line__is_read_back_as_it_was(record: SaveRecord) -> None:
+    assert read_log(record.to_line()).records == (record,)
+
+
+@given(records)
+def test_to_paper_line__names_the_same_units(record: SaveRecord) -> None:
+    (found,) = read_log(record.to_paper_line(), n_layers=3).records
+    assert found == SaveRecord(record.step, tuple(u for u in record.units if u.kind is not UnitKind.OTHER))
+
+
+def test_read_log__knows_the_papers_numbers() -> None:
+    (first, second) = read_log(paper(1, 5, 4, 3, 2, 1, 0) + paper(2, 3, 0)).records
+    assert first.units == (EMBED, layer(0), layer(1), layer(2), NORM, LM_HEAD)
+    assert second.units == (layer(2), NORM)
+
+
+def test_read_log__gives_up_the_branch_that_training_went_back_from() -> None:
+    log = read_log(paper(1, 4) + paper(2, 4) + paper(3, 4) + paper(2, 3, 4))
+    assert [(r.step, len(r.units)) for r in log.records] == [(1, 1), (2, 2)]
+    assert log.dropped_steps == (3,)
+
+
+def test_read_log__gives_up_what_was_saved_past_a_start() -> None:
+    text = paper(2, 4) + paper(4, 4) + paper(6, 4) + start_line(4) + paper(9, 4)
+    assert [r.step for r in read_log(text).records] == [2, 4, 9]
+    assert read_log(text).dropped_steps == (6,)
+
+
+@pytest.mark.parametrize("tail", ['{"step": 7, "fl', "{", '{"step": 7}]'])
+def test_read_log__leaves_out_a_last_line_that_was_cut_short(tail: str) -> None:
+    log = read_log(paper(1, 4) + "\n" + tail)
+    assert ([r.step for r in log.records], log.cut_line) == ([1], 3)
+
+
+def test_read_log__reads_a_last_line_without_an_end() -> None:
+    assert [r.step for r in read_log((paper(1, 4) + paper(2, 4)).rstrip()).records] == [1, 2]
+
+
+OWN = SaveRecord(3, MODEL, "full-3", True, MODEL)
+
+
+def own(**changes: object) -> str:
+    return json.dumps(json.loads(OWN.to_line()) | changes) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("nonsense\n", "not_json", "log:2"),
+        ("[1]\n", "not_object", "log:2"),
+        ('{"step": 1, "step": 2, "flag": []}\n', "duplicate_key", "'step'"),
+        ("{}\n", "line", "neither"),
+        ('{"step": 1}\n', "line", "neither"),
+        ('{"event": "stop", "step": 1}\n', "line", "unknown event 'stop'"),
+        ('{"step": "1", "flag": [1]}\n', "line", "'step' must be a count"),
+        ('{"step": true, "flag": [1]}\n', "line", "'step' must be a count"),
+        ('{"step": -1, "flag": [1]}\n', "line", "'step' must be a count"),
+        ('{"step": 1, "flag": 3}\n', "line", "'flag' must be a list"),
+        ('{"step": 1, "flag": [-1]}\n', "line", "'flag' must be a count"),
+        ('{"step": 1, "flag": [99999999]}\n', "unit", "beyond any model"),
+        (own(folder="../elsewhere"), "line", "'folder'"),
+        (own(folder=None), "line", "'folder'"),
+        (own(full="yes"), "line", "'folder'"),
+        (own(units="embed"), "line", "list of names"),
+        (own(units=["layer x"]), "unit", "'layer x' names no unit"),
+        (own(units=["layer " + "9" * 5000]), "unit", "names no unit"),
+        (own(units=["other:"]), "unit", "'other:' names no unit"),
+        (own(model=[3]), "unit", "3 names no unit"),
+        (own(bytes=-1), "line", "'bytes'"),
+        ("\ud800\n", "not_utf8", "UTF-8"),
+    ],
+)
+def test_read_log__refuses(line: str, code: str, message: str) -> None:
+    with pytest.raises(CorruptError, match=message) as caught:
+        read_log(paper(1, 2) + line + paper(2, 2))
+    assert caught.value.code == f"tailor.log.{code}"
+
+
+def test_read_log__refuses_a_unit_beyond_the_model() -> None:
+    with pytest.raises(CorruptError, match="unit 6 of a model with 3 layers"):
+        read_log(paper(1, 6), n_layers=3)
