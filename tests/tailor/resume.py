@@ -75,7 +75,6 @@ def resume_dcp(kind: str, out: Path, step: int, rank: int) -> None:
         optimizer.zero_grad()
     arrays |= {f"after/{name}": parameter.full_tensor() for name, parameter in model.named_parameters()}
     save(out, step, arrays, losses)
-    import_module("torch").distributed.destroy_process_group()
 
 
 def resume_hf(kind: str, out: Path, step: int) -> None:
@@ -92,6 +91,7 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
             arrays.update({k: v.detach().clone() for k, v in frameworks._zero_states(trainer.model_wrapped, stage)})
             return
         optimizer = kwargs["optimizer"]
+        arrays["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups], dtype=torch.float32)
         for name, parameter in kwargs["model"].named_parameters():
             arrays[f"weight/{name}"] = parameter.clone()
             for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -156,7 +156,8 @@ def main() -> None:
         os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    groups = [[step] for step in steps] if kind.startswith("hf") else [steps]
+    one_each = kind == "dcp" or kind.startswith("hf")  # process groups and the Trainer are set up once a process
+    groups = [[step] for step in steps] if one_each else [steps]
     for group in groups:
         subprocess.run([*command, __file__, kind, str(out), *map(str, group)], env=environment, check=True)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from composing import FULL
 
+from mergepipe.tailor import api
 from mergepipe.tailor.compose import ComposeOptions, compose
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,35 @@ def test_linked_composite__resumes_with_the_values_of_its_sources(tmp_path: Path
     (loaded,) = resume("dcp", out, OTHER)
     wrong, compared = misplaced(loaded, out, "dcp")
     assert (wrong, compared >= 87) == ([], True)
+
+
+@needs_frameworks
+def test_composite__of_partial_checkpoints_resumes_at_their_step(tmp_path: Path) -> None:
+    """A plain Trainer run saved in full at step 2 and in part at 4; composed as its log says, with the state of 4."""
+    script = HERE.parent / "train" / "train_partially.py"
+    environment = dict(os.environ, PYTHONPATH=str(HERE.parents[1] / "src"))
+    subprocess.run([PYTHON, script, "hf", tmp_path], check=True, capture_output=True, timeout=600, env=environment)
+    out = tmp_path / "run"
+    log = out / "partial-saves.jsonl"
+    text, _ = api.recipe_from_log(log, out, at=4, folder=out)
+    recipe = out / "recipe.yml"
+    recipe.write_text(text)
+    report = compose(recipe, out / "checkpoint-99", replace(FULL, state_from=out / "partial-4"), lambda *_: None)
+    newer = {unit.unit for unit in report.plan.staleness if unit.sources[0][2] == 0}
+    assert (0 < len(newer) < len(report.plan.staleness), report.plan.assignment.state.step) == (True, 4)
+
+    (loaded,) = resume("hf", out, 99)
+    truths = {step: np.load(tmp_path / f"truth-{step}.npz") for step in (2, 4)}
+    units = report.plan.assignment.skeleton.units
+    keys = [key for key in loaded if "/" in key and not key.startswith(("after/", "loss/"))]
+    wrong = [
+        key
+        for key in keys
+        if not np.array_equal(loaded[key], truths[4 if str(units.unit_of(key.partition("/")[2])) in newer else 2][key])
+    ]
+    assert (wrong, len(keys) >= 100) == ([], True)
+    scheduled = 1e-2 * 2 / 6  # what the Trainer's linear schedule gives after step 4 of 6
+    assert loaded["lr"] == pytest.approx([scheduled, scheduled], rel=1e-6)
 
 
 @needs_frameworks

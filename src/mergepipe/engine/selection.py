@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mergepipe.operators.base import RawBlock
 
 WINDOW_BINS = 8
+FINE_CHUNKS = 256
 NOTHING_KEPT_BITS = 0xFFFFFFFF
 
 
@@ -51,10 +52,12 @@ class RankSearch:
             raise ValueError(f"rank {rank} is not decided")
         return answer
 
-    def add_counts(self, counts_B: NDArray[np.int64]) -> None:
-        """Take in a block's coarse histogram, made elsewhere."""
+    def move_counts(self, counts_B: NDArray[np.int64]) -> None:
+        """Take in a block's coarse histogram, made elsewhere, and clear it."""
+        from mergepipe.kernels.reduce import move_counts
+
         with self._lock:
-            self._coarse_B += counts_B
+            move_counts(counts_B, self._coarse_B)
 
     def count_coarse(self, block: RawBlock, place: int) -> None:
         """Take in the coarse histogram of a block."""
@@ -82,9 +85,10 @@ class RankSearch:
         """Take what was counted so far for a sample: watch around the ranks' expected bins and start again."""
         seen = int(self._coarse_B.sum())
         bins: set[int] = set()
+        from_top = _FromTop(self._coarse_B)
         for rank, answer in self._answers.items():
             if answer is None and seen:
-                center, _ = _bin_of_rank(self._coarse_B, max(1, round(rank * seen / self._n_elements)))
+                center, _ = from_top.bin_of_rank(max(1, round(rank * seen / self._n_elements)))
                 bins.update(range(max(0, center - WINDOW_BINS // 2), center + WINDOW_BINS // 2))
         self._watch(bins)
         self._coarse_B[:] = 0
@@ -96,9 +100,10 @@ class RankSearch:
         """
         self._coarse_B[0] += self._n_elements - self._coarse_B.sum()  # what was not shown equals the base
         missing: set[int] = set()
+        from_top = _FromTop(self._coarse_B)
         for rank, answer in self._answers.items():
             if answer is None:
-                bin_index, rank_inside = _bin_of_rank(self._coarse_B, rank)
+                bin_index, rank_inside = from_top.bin_of_rank(rank)
                 row = -1 if self._row_of_bin_B is None else int(self._row_of_bin_B[bin_index])
                 if all_coarse:
                     self._answers[rank] = bin_index << 16
@@ -111,9 +116,7 @@ class RankSearch:
 
     def _low_bits(self, row: int, bin_index: int, rank_inside: int) -> int:
         assert self._fine_RB is not None
-        fine_B = self._fine_RB[row].astype(np.int64)
-        fine_B[0] = self._coarse_B[bin_index] - fine_B[1:].sum()  # the kernel leaves out zero low bits
-        return _bin_of_rank(fine_B, rank_inside)[0]
+        return _fine_bin_of_rank(self._fine_RB[row], int(self._coarse_B[bin_index]), rank_inside)
 
     def _watch(self, bins: set[int]) -> None:
         from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
@@ -125,9 +128,32 @@ class RankSearch:
             self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
 
 
-def _bin_of_rank(counts_B: NDArray[np.int64], rank: int) -> tuple[int, int]:
-    """Bin that holds the `rank`-th largest element (1-based) of a histogram, and its rank from the top inside it."""
-    from_top = np.cumsum(counts_B[::-1])
-    index = int(np.searchsorted(from_top, rank))
-    above = int(from_top[index - 1]) if index else 0
-    return len(counts_B) - 1 - index, rank - above
+class _FromTop:
+    """A histogram's counts summed from the top: finds bins of ranks, each in logarithmic time."""
+
+    def __init__(self, counts_B: NDArray[np.int64]) -> None:
+        self._from_top_B = np.cumsum(counts_B[::-1])
+
+    def bin_of_rank(self, rank: int) -> tuple[int, int]:
+        """Bin that holds the `rank`-th largest element (1-based), and its rank from the top inside it."""
+        index = int(np.searchsorted(self._from_top_B, rank))
+        above = int(self._from_top_B[index - 1]) if index else 0
+        return len(self._from_top_B) - 1 - index, rank - above
+
+
+def _fine_bin_of_rank(counts_B: NDArray[np.int32], total: int, rank: int) -> int:
+    """As `_FromTop.bin_of_rank`, for `total` elements by 16 low bits: first by the upper 8 of them, then the lower.
+
+    Bin 0 is left out by the kernel: it holds what the others lack of the total.
+    """
+    from mergepipe.kernels.reduce import chunk_sums
+
+    sums_C = np.empty(FINE_CHUNKS, np.int64)
+    chunk_sums(counts_B, sums_C)
+    zeros = total - int(sums_C.sum())
+    sums_C[0] += zeros
+    chunk, inside = _FromTop(sums_C).bin_of_rank(rank)
+    fine_C = counts_B.reshape(FINE_CHUNKS, -1)[chunk].astype(np.int64)
+    if chunk == 0:
+        fine_C[0] += zeros
+    return chunk * len(fine_C) + _FromTop(fine_C).bin_of_rank(inside)[0]

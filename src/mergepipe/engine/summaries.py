@@ -58,6 +58,7 @@ class TensorSummary:
         self._records_EB = np.zeros((n_experts, grid.n_blocks), BLOCK_RECORD)
         self._fine_E = [0] * n_experts
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     def survey(self, block: RawBlock) -> None:
         """No sample is needed: what cannot be decided from one pass is decided by a second."""
@@ -78,14 +79,13 @@ class TensorSummary:
                 self._summarize(block, place, int(e), index)
 
     def _summarize(self, block: RawBlock, place: int, e: int, index: int) -> None:
-        from mergepipe.kernels.reduce import COARSE_BINS
         from mergepipe.kernels.summary import octave_energies, summarize_block
 
         span = self._grid.span(index)
         skip = span.start - block.first_element
         code = int(block.codes_E[place])
         offset = int(block.offsets_E[place]) + skip * _ITEMSIZE[code]
-        counts_B = np.zeros(COARSE_BINS, np.int64)
+        counts_B = self._scratch()
         cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
         sketch_S = np.zeros(N_SKETCH, np.float32)
         largest_bits, changed, fine = summarize_block(
@@ -99,9 +99,18 @@ class TensorSummary:
         stored = block.raw[offset : offset + span.n_elements * _ITEMSIZE[code]]
         record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
         fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
-        self._search_E[e].add_counts(counts_B)
+        self._search_E[e].move_counts(counts_B)
         with self._lock:
             self._fine_E[e] += fine
+
+    def _scratch(self) -> NDArray[np.int64]:
+        """A cleared histogram of this thread's own."""
+        from mergepipe.kernels.reduce import COARSE_BINS
+
+        if not hasattr(self._local, "counts_B"):
+            self._local.counts_B = np.zeros(COARSE_BINS, np.int64)
+        counts_B: NDArray[np.int64] = self._local.counts_B
+        return counts_B
 
     def refine(self, block: RawBlock) -> None:
         for place, e in enumerate(block.present_E):

@@ -75,3 +75,23 @@ def count_fine(
                         if row >= 0:
                             counts_RB[row, magnitude & np.uint32(0xFFFF)] += 1
         start += m
+
+
+@kernel
+def move_counts(counts_B: Counts, total_B: Counts) -> None:
+    """Add a histogram to another and clear it."""
+    for b in range(counts_B.shape[0]):
+        total_B[b] += counts_B[b]
+    for b in range(counts_B.shape[0]):
+        counts_B[b] = 0
+
+
+@kernel
+def chunk_sums(counts_B: NDArray[np.int32], sums_C: Counts) -> None:
+    """Sums of equal chunks of a histogram, one for each entry of `sums_C`."""
+    width = counts_B.shape[0] // sums_C.shape[0]
+    for c in range(sums_C.shape[0]):
+        total = 0
+        for b in range(c * width, (c + 1) * width):
+            total += counts_B[b]
+        sums_C[c] = total
