@@ -181,11 +181,43 @@ def overheads(bench: Bench) -> Table:
     return Table("Overheads (K = 6)", ("what", "measured"), rows)
 
 
+def blocks(bench: Bench) -> Table:
+    """Block sizes from 16 Ki to 1 Mi elements, K = 6: catalog, plan, time, and the bound that a linear plan states."""
+    recipe = bench.recipe("linear", 6)
+    names = [str(e) for e in bench.family.experts[:6]]
+    out = bench.work / "out"
+    rows = []
+    for kibi in BLOCKS:
+        home, option = bench.work / f"home-{kibi}", ("--block-elements", kibi * 1024)
+        _, analysis = bench.run("analyze", bench.family.base, *names, *option, experts=6, home=home)
+        plan, planning = bench.run("plan", recipe, "--budget", "30%", *option, experts=6, home=home)
+        seconds = []
+        for _ in range(bench.repeat):
+            _, cost = bench.run("merge", recipe, out, "--budget", "30%", *option, experts=6, home=home)
+            seconds.append(cost.wall_seconds)
+            shutil.rmtree(out)
+        bound = plan["bound"]
+        assert isinstance(bound, dict)
+        full_cost = plan["full_cost_bytes"]
+        assert isinstance(full_cost, int)
+        rows.append(
+            (
+                f"{kibi} Ki", f"{full_cost / 1e9:.3f}", f"{bound['relative']:.3f}",
+                f"{(home / 'catalog.sqlite3').stat().st_size / 1e6:.2f}", f"{analysis.wall_seconds:.1f}",
+                f"{planning.wall_seconds:.2f}", f"{statistics.median(seconds):.2f}",
+            )
+        )  # fmt: skip
+        shutil.rmtree(home)
+    header = ("block", "cost of all GB", "bound at 30 %", "catalog MB", "ANALYZE s", "plan s", "merge at 30 % s")
+    return Table("Block sizes (linear, K = 6)", header, tuple(rows))
+
+
 PARTS: dict[str, Callable[[Bench], Table]] = {
     "growth": growth,
     "sweep": sweep,
     "repeats": repeats,
     "overheads": overheads,
+    "blocks": blocks,
 }
 
 
