@@ -85,7 +85,7 @@ def test_merge__takes_these_parameters() -> None:
     parameters = inspect.signature(mergepipe.merge).parameters
     assert list(parameters) == [
         "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "select", "on_omit",
-        "adjust_min_density", "block_elements", "home", "catalog", "on_progress",
+        "adjust_min_density", "block_elements", "home", "catalog", "statistics", "on_progress",
     ]  # fmt: skip
     keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[2:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mergepipe.workflows.planning import PlanRequest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+SPARE_THREADS = 4
 DEFAULT_POLICY = "norm"
 DEFAULT_ON_OMIT = "keep"
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
@@ -76,6 +78,7 @@ def merge(
     block_elements: int | None = None,
     home: str | Path | None = None,
     catalog: bool = True,
+    statistics: bool | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
@@ -90,7 +93,9 @@ def merge(
         shard_bytes: largest output file, in bytes of tensor data.
         budget, select, on_omit, adjust_min_density, block_elements: see `plan`.
         home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
-        catalog: use the catalog, and record statistics and the snapshot in it.
+        catalog: use the catalog, and record the snapshot in it.
+        statistics: let a merge in full gather on its way what `analyze` would read for; by default where there are
+            at least `SPARE_THREADS` compute threads, because below that it costs time.
         on_progress: called about ten times a second, from the calling thread.
 
     Raises:
@@ -100,6 +105,8 @@ def merge(
     from mergepipe.workflows.merging import run_merge
 
     settings = _merge_settings(threads, memory_bytes, seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes)
+    gathers = settings.engine.threads >= SPARE_THREADS if statistics is None else statistics
+    settings = replace(settings, gathers=gathers)
     if budget is None:
         return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.workflows.planning import run_budgeted

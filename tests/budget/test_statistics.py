@@ -204,7 +204,7 @@ def test_merge_in_full__records_what_analyze_would(tmp_path: Path, name: str) ->
     ]
     family = write_family(tmp_path, models)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    session.merge(recipe, tmp_path / "out", home=tmp_path / "merged", threads=2)
+    session.merge(recipe, tmp_path / "out", home=tmp_path / "merged", threads=2, statistics=True)
     report = analyze(family, tmp_path / "analysed", block_elements=DEFAULT_BLOCK_ELEMENTS)
     assert sum(expert.analyzed_tensors for expert in report.experts) > 0
     merged = recorded(family, tmp_path / "merged")

@@ -121,14 +121,16 @@ def test_merge__defaults_are_those_of_the_session(monkeypatch: pytest.MonkeyPatc
 def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
     budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
-    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog", "--block-elements", 65536]
-    given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest)
+    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog"]
+    more = ["--gather", "--block-elements", 65536]
+    given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     assert given.options == {
         "threads": 3,
         "memory_bytes": 3 << 29,
         "seed": 7,
         "force": True,
         "block_elements": 65536,
+        "statistics": True,
         "shard_bytes": 2_000_000_000,
         "budget": "25%",
         "select": "random",
@@ -140,7 +142,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
 
 
 def test_merge__help_states_the_defaults_of_the_session(run: Runner) -> None:
-    text = run("merge", "--help").out
+    text = " ".join(run("merge", "--help").out.split())  # lines break where the widest option lets them
     assert session.DEFAULT_SHARD_BYTES == 5_000_000_000
     assert "[default: 5GB]" in text
     assert "4GiB, or half of" in text

@@ -66,6 +66,8 @@ def _system_failure(error: OSError) -> Failure:
 
 
 def _usage_problem(error: BaseException) -> Problem | None:
+    from difflib import get_close_matches
+
     import typer
 
     if not isinstance(error, typer.TyperException):
@@ -74,7 +76,8 @@ def _usage_problem(error: BaseException) -> Problem | None:
     hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
     near = getattr(error, "possibilities", None)
     if near:
-        hint = f"did you mean '{sorted(near)[0]}'?"
+        asked = str(getattr(error, "option_name", "") or getattr(error, "cmd_name", "") or error.message)
+        hint = f"did you mean '{get_close_matches(asked, sorted(near), n=1, cutoff=0.0)[0]}'?"
     message = error.message if near else error.format_message()
     return Problem("option.invalid", "", message.rstrip(". "), "" if "Did you mean" in message else hint)
 

@@ -35,6 +35,14 @@ from mergepipe.cli.running import optional_size, print_merge_report, progress_sh
 Budget = Annotated[
     str | None, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [default: everything is read]")
 ]
+Statistics = Annotated[
+    bool | None,
+    typer.Option(
+        "--gather/--no-gather",
+        help="Let a merge in full learn what `analyze` would.  [default: with 4 compute threads or more]",
+        show_default=False,
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +63,7 @@ def merge(
     block_elements: BlockElements = None,
     home: Home = None,
     no_catalog: NoCatalog = False,
+    statistics: Statistics = None,
     threads: Threads = None,
     memory: Memory = None,
     seed: Seed = 0,
@@ -99,6 +108,7 @@ def merge(
             block_elements=block_elements,
             home=home,
             catalog=not no_catalog,
+            statistics=statistics,
             on_progress=on_progress,
         )
     print_merge_report(report, as_json=as_json, quiet=quiet)

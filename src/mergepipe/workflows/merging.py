@@ -102,13 +102,17 @@ def _sidecar_bytes(base: Checkpoint) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog."""
+    """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog.
+
+    `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway.
+    """
 
     engine: EngineOptions
     seed: int
     force: bool
     shard_bytes: int
     home: Path | None
+    gathers: bool = False
 
 
 def run_merge(
@@ -242,7 +246,7 @@ class _Run:
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
-        if self._plan is not None or not self._inputs.experts:
+        if self._plan is not None or not self._inputs.experts or not self._settings.gathers:
             return None
         return self._link.use(self._make_recorder)
 
