@@ -223,4 +223,4 @@ def _loss(model: LmModel, windows: Windows) -> float:
             targets = batch[:, 1:].reshape(-1)
             flat = logits.reshape(len(targets), -1)
             total += float(torch.nn.functional.cross_entropy(flat, targets, reduction="sum"))
-    return total / (ids.shape[0] * (ids.shape[1] - 1))
+    return total / int(ids.shape[0] * (ids.shape[1] - 1))
