@@ -116,7 +116,7 @@ class _Sweep:
     def _full_merge(self, inputs: Inputs) -> _Reference:
         """Merge everything; the catalog keeps the statistics, and forgets an output that is about to go."""
         out = self._directory / "full"
-        settings = replace(self._settings, home=self._home)
+        settings = replace(self._settings, home=self._home, gathers=True)  # plans need what it learns
         started = time.perf_counter()
         report = run_merge(self._recipe, out, settings, started=started, on_progress=self._phase("full merge"))
         with closing(CatalogLink(self._home, required=True)) as link:
