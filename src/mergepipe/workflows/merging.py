@@ -317,6 +317,11 @@ class _Run:
             for role, model, checkpoint, identity in zip(roles, models, self._inputs.checkpoints, known, strict=True)
         )
 
+    def _budget_notices(self) -> tuple[str, ...]:
+        """What the plan says of the budget as a whole: that it reads nothing, or leaves some unspent."""
+        fallbacks = () if self._plan is None else self._plan.fallbacks
+        return tuple(f"{each.decision}: {each.reason}" for each in fallbacks if each.where == "budget")
+
     def report(self, out: Path, manifest: Manifest) -> MergeReport:
         """What was done, up to now."""
         usage = _realized(self._store.ledger.usage())
@@ -336,7 +341,7 @@ class _Run:
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
-            notices=tuple(self._link.notices),
+            notices=(*self._link.notices, *self._budget_notices()),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
