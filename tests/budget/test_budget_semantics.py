@@ -63,6 +63,8 @@ def test_budget__too_small_for_what_comes_first_gives_the_base_with_a_notice(
     merged, base = read_snapshot(setting.run(plan, "out")), setting.family.models[0]
     assert [tensor for tensor in base if not same_bytes(merged, base, tensor)] == []
     assert any(fallback.where == "budget" and "is the base" in fallback.decision for fallback in plan.fallbacks)
+    report = session.run(plan, tmp_path / "again", home=setting.home)
+    assert [notice for notice in report.notices if "is the base" in notice]
 
 
 @pytest.mark.parametrize("name", EVERY_OPERATOR)
