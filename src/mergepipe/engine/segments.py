@@ -205,16 +205,24 @@ class _Packer:
         for run in runs:
             start = run.span.start
             while start < run.span.stop:
-                room = self._cuts_that_fit(run)
-                if room == 0:
+                stop = self._furthest(run, start)
+                if stop == start:
+                    if not self.runs:
+                        raise ValueError(f"no buffer holds elements {start} to {run.span.stop} of task {index}")
                     segments.append(self._segment())
                     continue
-                stop = min(run.span.stop, (start // self._cut + room) * self._cut)
                 self.add((replace(run, span=Span(start, stop)),))
                 start = stop
         if self.runs:
             segments.append(self._segment())
         return JobShape((index,), tuple(segments))
+
+    def _furthest(self, run: Run, start: int) -> int:
+        """Where a piece of `run` from `start` on can end in this segment: its own end, or a cut; `start` if nowhere."""
+        if self.has_room((replace(run, span=Span(start, run.span.stop)),)):
+            return run.span.stop
+        cuts = self._cuts_that_fit(run)
+        return min(run.span.stop, (start // self._cut + cuts) * self._cut) if cuts else start
 
     def _cuts_that_fit(self, run: Run) -> int:
         task = self._tasks[run.task_index]
