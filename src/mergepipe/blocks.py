@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
+# Cuts inside a tensor fall on multiples of this, and sums are kept per stretch of it: totals do not depend on the cuts.
+GRAIN_ELEMENTS = 16 * 1024
 
 
 class DTypeKind(StrEnum):
@@ -48,6 +50,7 @@ _DTYPES = (
 )  # fmt: skip
 
 DTYPES: dict[str, DType] = {d.name: d for d in _DTYPES}
+ITEMSIZE_BY_KERNEL_CODE: dict[int, int] = {d.kernel_code: d.itemsize for d in _DTYPES if d.kernel_code >= 0}
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
 
 

@@ -407,8 +407,7 @@ def _engine_options(threads: int | None, memory_bytes: int | None) -> EngineOpti
 
 
 def _block_elements(asked: int | None) -> int:
-    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
-    from mergepipe.engine.segments import GRAIN_ELEMENTS
+    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 
     value = DEFAULT_BLOCK_ELEMENTS if asked is None else asked
     if value < 1 or value % GRAIN_ELEMENTS:

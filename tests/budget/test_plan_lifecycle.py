@@ -17,10 +17,9 @@ import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
 from mergepipe import session
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, F32
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.migrations import MIGRATIONS
-from mergepipe.engine.segments import GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
 from mergepipe.plan_reading import parse_plan
 from mergepipe.testing.budgets import GRAIN, TensorPlanOf, smallest_memory

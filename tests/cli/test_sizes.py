@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.sizes import MAX_SIZE_BYTES, parse_size
+from mergepipe.cli.sizes import parse_size
 from mergepipe.errors import RecipeError
+from mergepipe.sizes import MAX_SIZE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import F32, BlockGrid, Span
+from mergepipe.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
 from mergepipe.engine.reductions import InnerProductSums, MagnitudeCuts
-from mergepipe.engine.segments import GRAIN_ELEMENTS
 from mergepipe.engine.selection import NOTHING_KEPT_BITS
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut

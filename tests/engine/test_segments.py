@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, F32, F64, ByteRange, DType, Span
+from mergepipe.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
 from mergepipe.budget import Purpose
 from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
-    GRAIN_ELEMENTS,
     JobShape,
     Run,
     SegmentLayout,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS, BlockGrid
 from mergepipe.budget import Ledger
 from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
@@ -19,7 +19,6 @@ from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.probing import ProbeSummary, sample_runs
 from mergepipe.engine.reductions import Reduction, make_reduction
 from mergepipe.engine.segments import (
-    GRAIN_ELEMENTS,
     JobShape,
     Piece,
     Run,

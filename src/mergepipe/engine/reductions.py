@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.engine.segments import GRAIN_ELEMENTS
+from mergepipe.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.selection import RankSearch
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock, Reduced, ReductionRequest
 

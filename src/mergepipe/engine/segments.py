@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.blocks import Span
+from mergepipe.blocks import GRAIN_ELEMENTS, Span
 from mergepipe.budget import Purpose
 from mergepipe.errors import LimitError
 from mergepipe.readers.base import TensorEntry
 from mergepipe.recipe.resolve import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 
-GRAIN_ELEMENTS = 16 * 1024  # every cut inside a tensor falls on a multiple of this
 IDEAL_BUFFER_BYTES = 16 << 20
 LARGEST_SHARE_OF_MEMORY = 8  # a buffer takes at most 1/8 of the memory cap where it can
 FEWEST_BUFFERS = 3

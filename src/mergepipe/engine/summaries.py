@@ -13,9 +13,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BlockGrid
+from mergepipe.blocks import GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
 from mergepipe.engine.reductions import join_products
-from mergepipe.engine.segments import GRAIN_ELEMENTS
 from mergepipe.engine.selection import RankSearch
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock, Reduced, ReductionRequest
 from mergepipe.statistics import (
@@ -28,8 +27,6 @@ from mergepipe.statistics import (
     encode_octaves,
     rank_of_density,
 )
-
-_ITEMSIZE = {0: 8, 1: 4, 2: 2, 3: 2}
 
 
 class TensorSummary:
@@ -84,19 +81,20 @@ class TensorSummary:
         span = self._grid.span(index)
         skip = span.start - block.first_element
         code = int(block.codes_E[place])
-        offset = int(block.offsets_E[place]) + skip * _ITEMSIZE[code]
+        offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code]
         counts_B = self._scratch()
         cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
         sketch_S = np.zeros(N_SKETCH, np.float32)
+        base_offset = block.base_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.base_code]
         largest_bits, changed, fine = summarize_block(
-            block.raw, block.base_offset + skip * _ITEMSIZE[block.base_code], block.base_code, offset, code,
+            block.raw, base_offset, block.base_code, offset, code,
             span.n_elements, counts_B, cells_C2, sketch_S,
         )  # fmt: skip
         energies_O = np.zeros(N_OCTAVES, np.float64)
         octave_energies(counts_B, largest_bits, energies_O)
         n_cells = -(-span.n_elements // GRAIN_ELEMENTS)
         record = self._records_EB[e, index : index + 1]
-        stored = block.raw[offset : offset + span.n_elements * _ITEMSIZE[code]]
+        stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code]]
         record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
         fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
         self._search_E[e].move_counts(counts_B)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from mergepipe.blocks import GRAIN_ELEMENTS
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_delta
 from mergepipe.kernels.reduce import COARSE_BINS, COARSE_SHIFT
 
 LANES = 16
-CELL_ELEMENTS = 16 * 1024  # sums are kept per cell: the total does not depend on how the tensor was cut for reading
+CELL_ELEMENTS = GRAIN_ELEMENTS
 _TILE = TILE_ELEMENTS
 
 
