@@ -27,6 +27,7 @@ KINDS = (
     "zero2-robin",
     "hf",
     "dcp",
+    "dcp-tied",
     "hf-zero2",
     "hf-zero3",
 )
@@ -295,6 +296,36 @@ def fsdp_model(kind: str) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(parameter_groups(model), lr=1e-2)
 
 
+def rate_of_step(step: int) -> float:
+    """Another learning rate every step."""
+    return 1.0 / (1 + step)
+
+
+def noisy_step(model: Any, optimizer: Any, scheduler: Any, tokens: Any) -> Any:
+    """One step that depends on the learning rate and on this rank's random state; returns the loss."""
+    import torch
+
+    loss = model(input_ids=tokens, labels=tokens).loss * (1 + torch.rand(()))
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def loop_model(kind: str) -> tuple[Any, Any, Any]:
+    """A model for a loop of one's own: itself, what is trained (wrapped in DDP unless it is FSDP2's), its optimizer."""
+    import torch
+
+    if kind.startswith("fsdp2"):
+        model, optimizer = fsdp_model(kind)
+        return model, model, optimizer
+    torch.distributed.init_process_group("gloo")
+    inner = tiny_model(kind)
+    wrapped = torch.nn.parallel.DistributedDataParallel(inner)
+    return inner, wrapped, torch.optim.AdamW(parameter_groups(inner), lr=1e-2)
+
+
 def dcp_state(model: Any, optimizer: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -340,7 +371,7 @@ def run_rank(kind: str, out: Path, step: int) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    if kind == "dcp":
+    if kind.startswith("dcp"):
         train_dcp(kind, out, rank) if step == 0 else dump_dcp(kind, out, step, rank)
     elif kind.startswith("hf-"):
         train_hf_zero(kind, out) if step == 0 else dump_hf_zero(kind, out, step, rank)

@@ -77,6 +77,42 @@ def resume_dcp(kind: str, out: Path, step: int, rank: int) -> None:
     save(out, step, arrays, losses)
 
 
+def resume_loop(kind: str, out: Path, step: int, rank: int) -> None:
+    """Go on with everything that a loop of one's own had saved with `save_partial`."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    model, trained, optimizer = frameworks.loop_model(kind)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, frameworks.rate_of_step)
+    folder = out / f"step-{step}"
+    state = {**frameworks.dcp_state(model, optimizer), "step": 0, "scheduler": scheduler.state_dict()}
+    dcp.load(state, checkpoint_id=str(folder))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    scheduler.load_state_dict(state["scheduler"])
+    import_module("mergepipe.train").restore_random_state(folder)
+    arrays = loop_arrays(model, optimizer)
+    arrays["global_steps"] = torch.tensor(state["step"])
+    arrays["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups])
+    following = range(state["step"] + 1, state["step"] + 1 + N_STEPS)
+    losses = [
+        frameworks.noisy_step(trained, optimizer, scheduler, frameworks.batch(number, rank)) for number in following
+    ]
+    arrays |= {f"after/{key}": value for key, value in loop_arrays(model, optimizer).items()}
+    save(out, step, arrays, losses)
+
+
+def loop_arrays(model: Any, optimizer: Any) -> dict[str, Any]:
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        held = {"weight": parameter} | {
+            key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq", "step")
+        }
+        for key, value in held.items():
+            arrays[f"{key}/{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return arrays
+
+
 def resume_hf(kind: str, out: Path, step: int) -> None:
     """Let the Trainer resume, plain or with DeepSpeed."""
     import torch
@@ -86,16 +122,24 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
     losses: list[Any] = []
 
     def on_train_begin(*_: Any, **kwargs: Any) -> None:
+        groups = kwargs["optimizer"].param_groups
+        arrays["lr"] = torch.tensor([group["lr"] for group in groups], dtype=torch.float32)
+        arrays["scheduled"] = torch.tensor(kwargs["lr_scheduler"].last_epoch)
+        if kind != "hf":
+            arrays["global_steps"] = torch.tensor(trainer.model_wrapped.global_steps)
+            arrays["global_samples"] = torch.tensor(trainer.model_wrapped.global_samples)
+        arrays.update(held())
+
+    def held() -> dict[str, Any]:
         if kind != "hf":
             stage = int(kind.removeprefix("hf-zero")[0])
-            arrays.update({k: v.detach().clone() for k, v in frameworks._zero_states(trainer.model_wrapped, stage)})
-            return
-        optimizer = kwargs["optimizer"]
-        arrays["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups], dtype=torch.float32)
-        for name, parameter in kwargs["model"].named_parameters():
-            arrays[f"weight/{name}"] = parameter.clone()
+            return {k: v.detach().clone() for k, v in frameworks._zero_states(trainer.model_wrapped, stage)}
+        found = {}
+        for name, parameter in trainer.model.named_parameters():
+            found[f"weight/{name}"] = parameter.clone()
             for key in ("exp_avg", "exp_avg_sq", "step"):
-                arrays[f"{key}/{name}"] = torch.as_tensor(optimizer.state[parameter][key]).clone()
+                found[f"{key}/{name}"] = torch.as_tensor(trainer.optimizer.state[parameter][key]).clone()
+        return found
 
     spy = type("Spy", (transformers.TrainerCallback,), {"on_train_begin": on_train_begin})
     folder = out / f"checkpoint-{step}"
@@ -120,6 +164,7 @@ def resume_hf(kind: str, out: Path, step: int) -> None:
     trainer.add_callback(spy())
     trainer.train(resume_from_checkpoint=str(folder))
     assert len(losses) == N_STEPS
+    arrays |= {f"after/{key}": value for key, value in held().items()}
     save(out, step, arrays, losses)
 
 
@@ -129,8 +174,10 @@ def run_rank(kind: str, out: Path, steps: list[int]) -> None:
 
     rank = int(os.environ["RANK"])
     for step in steps:
-        if kind == "dcp":
+        if kind.startswith("dcp"):
             resume_dcp(kind, out, step, rank)
+        elif kind.startswith(("fsdp2", "plain")):
+            resume_loop(kind, out, step, rank)
         elif kind.startswith("hf"):
             resume_hf(kind, out, step)
         else:
@@ -156,7 +203,9 @@ def main() -> None:
         os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", DS_BUILD_OPS="0", ACCELERATE_TORCH_DEVICE="cpu"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    one_each = kind == "dcp" or kind.startswith("hf")  # process groups and the Trainer are set up once a process
+    one_each = kind.startswith(
+        ("dcp", "fsdp2", "hf", "plain")
+    )  # process groups and the Trainer are set up once a process
     groups = [[step] for step in steps] if one_each else [steps]
     for group in groups:
         subprocess.run([*command, __file__, kind, str(out), *map(str, group)], env=environment, check=True)

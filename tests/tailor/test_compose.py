@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from sys import modules
 from typing import Any
 
 import pytest
@@ -41,10 +42,9 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.readers.torch_zip import read_torch_zip
-from mergepipe.tailor import compose as composing_module
 from mergepipe.tailor.assignment import assign, giving_state
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
-from mergepipe.tailor.compose import ComposeOptions, check_recipe
+from mergepipe.tailor.compose import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.copy_plan import CopyRange
 from mergepipe.tailor.opening import open_training_checkpoint
 from mergepipe.tailor.pickle_node import Node
@@ -322,7 +322,7 @@ def test_compose__refuses_an_output_that_is_in_the_way(zero2: Pair) -> None:
 
 def test_compose__refuses_an_output_inside_a_source(zero2: Pair) -> None:
     with pytest.raises(OutputError, match="overlaps the input"):
-        composing_module.compose(zero2.recipe(PARITY), zero2.folder / "new" / "out", FULL, lambda *_: None)
+        compose(zero2.recipe(PARITY), zero2.folder / "new" / "out", FULL, lambda *_: None)
 
 
 def test_compose__refuses_too_little_memory(zero2: Pair) -> None:
@@ -470,7 +470,7 @@ def test_compose__notices_a_source_that_changes_meanwhile(zero2: Pair, during: s
 
         return called
 
-    with replaced(composing_module, during, touch), pytest.raises(ConflictError) as caught:
+    with replaced(modules[compose.__module__], during, touch), pytest.raises(ConflictError) as caught:
         zero2.compose(PARITY)
     assert (caught.value.code, zero2.out.exists()) == ("input.changed", False)
 
@@ -481,7 +481,7 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        composing_module.compose(zero2.recipe(PARITY), zero2.out, FULL, stop)
+        compose(zero2.recipe(PARITY), zero2.out, FULL, stop)
     assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
 
 
@@ -508,7 +508,7 @@ def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
     text = "default: new\ntake: [{from: out, units: [layers all]}]\n"
     again = dcp.folder / "again"
     for options in (FULL, replace(FULL, linked=True, force=True)):
-        composing_module.compose(dcp.recipe(text), again, options, lambda *_: None)
+        compose(dcp.recipe(text), again, options, lambda *_: None)
         old = [n for n in dcp.old.shapes if ".layers." in n and from_old(n)]
         assert wrong_values(again, dcp, old) == []
 
@@ -517,7 +517,7 @@ def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
 def test_linked_composite__must_lie_beside_its_sources_and_be_dcp(tmp_path: Path, place: str, code: str) -> None:
     pair = make_pair(tmp_path, FORMATS["dcp" if "deeper" in place else "zero3"])
     with pytest.raises(UnsupportedError) as caught:
-        composing_module.compose(pair.recipe(PARITY), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
+        compose(pair.recipe(PARITY), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
     assert (caught.value.code, hidden(pair.folder)) == (code, [])
 
 
@@ -568,7 +568,7 @@ def test_compose__refuses_units_that_a_partial_checkpoint_lacks(with_partial: Pa
 
 def test_compose__needs_the_full_base_of_a_partial_checkpoint(with_partial: Pair) -> None:
     assert refused(with_partial, "default: new\n").code == "tailor.incomplete"
-    assert refused(with_partial, "default: old\nstate_from: new\n").code == "tailor.state.format"
+    assert refused(with_partial, "default: old\nstate_from: new\n").code == "tailor.state.files"
 
 
 def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], *names: str) -> None:

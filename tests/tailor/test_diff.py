@@ -6,13 +6,16 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from sys import modules
 
 import numpy as np
 import pytest
+import yaml
 from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 
+from mergepipe import tailor
 from mergepipe.errors import LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
-from mergepipe.tailor import api, diff
+from mergepipe.tailor import api
 from mergepipe.tailor.compose import compose
 from mergepipe.tailor.strategies import Strategy
 from mergepipe.testing.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
@@ -34,7 +37,7 @@ def test_diff__is_the_relative_change_of_every_unit(tmp_path: Path, kind: str) -
 def test_diff__is_the_same_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path, FORMATS["zero2"])
     whole = api.diff(tmp_path / "old", tmp_path / "new").to_json()["units"]
-    monkeypatch.setattr(diff, "BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(modules["mergepipe.tailor.diff"], "BLOCK_ELEMENTS", 7)
     counted: list[int] = []
     pieces = api.diff(tmp_path / "old", tmp_path / "new", on_bytes=counted.append).to_json()["units"]
     assert str(pieces)[:20] == str(whole)[:20]
@@ -105,8 +108,6 @@ def run(tmp_path: Path) -> Path:
 def test_recipe_text__composes_the_newest_checkpoints(
     run: Path, strategy: str, at: int | None, default: str, units: list[str] | None
 ) -> None:
-    import yaml
-
     found = yaml.safe_load(api.recipe_text(strategy, run, at=at, folder=run))
     assert (found["default"], [t["units"] for t in found.get("take", [])]) == (default, [units] if units else [])
 
@@ -151,3 +152,23 @@ def test_compose__is_there_in_the_api(run: Path, tmp_path: Path) -> None:
     assert [c.step for c in api.inspect(run, tmp_path / "out").checkpoints] == [9, 9]
     with pytest.raises(MergePipeError):
         api.compose(recipe, tmp_path / "out")
+
+
+def test_recipe__is_written_by_a_strategy_or_from_a_log(run: Path, tmp_path: Path) -> None:
+    """As the command line does; what the user should know stands on top."""
+    assert tailor.recipe(run, strategy="latest", folder=tmp_path) == api.recipe_text("latest", run, folder=tmp_path)
+    log = tmp_path / "flags.jsonl"
+    log.write_text('{"step": 7, "flag": [0, 1, 2, 3, 4, 5, 6, 7, 8]}\n{"step"')
+    text = tailor.recipe(run, from_log=log, at=9, folder=tmp_path)
+    assert (text.splitlines()[0], yaml.safe_load(text)["default"]) == (
+        "# line 2 of the log was cut short by a crash", "run/global_step7",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "latest", "from_log": "log"}, {"from_log": "log"}, {"strategy": "newest"}]
+)
+def test_recipe__refuses_options_that_do_not_fit(run: Path, options: dict[str, str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        tailor.recipe(run, **options)  # type: ignore[arg-type]
+    assert caught.value.code == "option.invalid"

@@ -24,7 +24,13 @@ HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", HERE.parents[1] / ".venv-train" / "bin" / "python"))
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 STEPS = (2, 4)
-FOLDERS = {"hf": "checkpoint-{}", "dcp": "step-{}", "hf-zero2": "checkpoint-{}", "hf-zero3": "checkpoint-{}"}
+FOLDERS = {
+    "hf": "checkpoint-{}",
+    "dcp": "step-{}",
+    "dcp-tied": "step-{}",
+    "hf-zero2": "checkpoint-{}",
+    "hf-zero3": "checkpoint-{}",
+}
 KINDS = (
     "zero1",
     "zero2",
@@ -36,6 +42,7 @@ KINDS = (
     "zero2-robin",
     "hf",
     "dcp",
+    "dcp-tied",
     "hf-zero2",
     "hf-zero3",
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import NotFoundError
-from mergepipe.tailor.from_log import compose_from_log, unit_selectors
+from mergepipe.tailor.from_log import compose_from_log, composition_from_log_file, unit_selectors
 from mergepipe.tailor.save_log import SaveRecord, start_line
 from mergepipe.tailor.selection import parse_selector, select_parameters
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, layer, model_units
@@ -40,8 +40,27 @@ def test_compose_from_log__takes_the_newest_at_or_before() -> None:
         ("layer 2", "run/partial-20"), ("layer 3", "run/partial-30"), ("norm", "run/partial-30"),
         ("lm_head", "run/partial-30"),
     ]  # fmt: skip
-    assert (found.step, found.default, found.state_from) == (30, RUN / "checkpoint-10", RUN / "checkpoint-10")
-    assert "as new as step 30" in found.notes[0]
+    assert (found.step, found.default, found.state_from) == (30, RUN / "checkpoint-10", RUN / "partial-30")
+    assert found.notes == ()
+
+
+def test_compose_from_log__resumes_where_the_newest_save_with_a_state_is() -> None:
+    found = compose_from_log(LOG, RUN, 35, stateless=["partial-30"])
+    assert found.state_from == RUN / "partial-20"
+    assert "as new as step 30; step, scheduler and random state are those of step 20" in found.notes[0]
+    assert compose_from_log(LOG, RUN, 35, stateless=["partial-20", "partial-30"]).state_from == RUN / "checkpoint-10"
+
+
+def test_composition_from_log_file__sees_which_saves_hold_tensors_alone(tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "partial-20", "partial-30"):
+        (tmp_path / name).mkdir()
+    for name in ("partial-20", "partial-30"):
+        (tmp_path / name / "mergepipe-partial.json").touch()
+    (tmp_path / "partial-20" / "trainer_state.json").touch()
+    (tmp_path / "log").write_text(LOG)
+    assert composition_from_log_file(tmp_path / "log", tmp_path, 30).state_from == tmp_path / "partial-20"
+    (tmp_path / "partial-30" / ".metadata").touch()
+    assert composition_from_log_file(tmp_path / "log", tmp_path, 30).state_from == tmp_path / "partial-30"
 
 
 @pytest.mark.parametrize(("at", "steps"), [(10, {10}), (20, {10, 20}), (29, {10, 20}), (30, {20, 30}), (99, {30, 40})])
@@ -54,7 +73,7 @@ def test_to_yaml__is_the_short_recipe() -> None:
     assert recipe == {
         "default": "run/checkpoint-10",
         "take": [{"from": "run/partial-20", "units": ["layers 0,2", "embed"]}],
-        "state_from": "run/checkpoint-10",
+        "state_from": "run/partial-20",
     }
     assert yaml.safe_load(compose_from_log(LOG, RUN, 10).to_yaml()) == {
         "default": "run/checkpoint-10", "state_from": "run/checkpoint-10",
@@ -96,7 +115,7 @@ def test_compose_from_log__finds_our_partial_directories_for_the_papers_form() -
     text = paper(1, *range(7)) + paper(2, 1, 3, 6)
     found = compose_from_log(text, RUN, 2, folders=["checkpoint-1", "partial-2", "partial-2-r1"])
     assert {str(s.folder) for s in found.sources} == {"run/checkpoint-1", "run/partial-2-r1"}
-    assert found.state_from == RUN / "checkpoint-1"
+    assert found.state_from == RUN / "partial-2-r1"
 
 
 def test_compose_from_log__leaves_out_a_branch_that_was_given_up() -> None:

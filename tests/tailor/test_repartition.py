@@ -28,7 +28,7 @@ from mergepipe.tailor.pickle_node import Node
 from mergepipe.tailor.torch_writer import InertPickler
 from mergepipe.tailor.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import decay_groups, write_zero3, write_zero12
+from mergepipe.testing.training_trees import KnownStates, decay_groups, write_zero3, write_zero12
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed]}]\n"
 ZERO = ("zero1", "zero2", "zero2-regrouped", "zero3", "zero3-regrouped", "zero3-saved", "hf-zero2")
@@ -106,29 +106,53 @@ def test_compose__refuses_groups_too_small_for_the_ranks(tmp_path: Path) -> None
     assert (caught.value.code, hidden(tmp_path), tree(tmp_path / "new")) == ("tailor.world-size.small", [], before)
 
 
-def test_compose__refuses_a_number_of_ranks_that_does_not_fit(tmp_path: Path) -> None:
-    """The number is one byte in the pickle of the model file, which is patched in place."""
-    pair = make_pair(tmp_path, lambda p, k: write_zero3(p, k, decay_groups(k.shapes), 2))
-    for path in (tmp_path / "new").glob("*model_states.pt"):
-        shrink_counts(path)
-    with pytest.raises(UnsupportedError) as caught:
-        pair.compose("default: new", replace(FULL, world_size=256))
-    assert caught.value.code == "tailor.world-size.count"
+@pytest.mark.parametrize("limit", [40, 100, 1000])
+@pytest.mark.parametrize("ranks", [(1, 3), (2, 1), (3, 2), (2, 2)])
+def test_compose__cuts_sub_groups_anew(tmp_path: Path, limit: int, ranks: tuple[int, int]) -> None:
+    """Parameter groups are cut into sub-groups by the size of a rank's part: as if it had been saved by so many."""
+    before, after = ranks
+    pair = make_pair(tmp_path, lambda p, k: write_sub_groups(p, k, before, limit))
+    pair.compose(PARITY, replace(FULL, world_size=after))
+    assert wrong_values(pair.out, pair, from_old(pair)) == []
+    write_sub_groups(tmp_path / "native", pair.new, after, limit)
+    made, native = (open_training_checkpoint(MetadataStore(), path) for path in (pair.out, tmp_path / "native"))
+    assert (made.flat_groups, made.world_size) == (native.flat_groups, after)
+    for path in sorted((tmp_path / "native").glob("*_optim_states.pt")):
+        found, wanted = options_of(pair.out / path.name), options_of(path)
+        assert (found, flat_tensors(pair.out / path.name).keys()) == (wanted, flat_tensors(path).keys())
+    shared = {step.parameters: step.value for step in made.steps}
+    old = set(from_old(pair))
+    assert shared == {names: 7.0 if old.issuperset(names) else 9.0 for names in native.flat_groups}
 
 
-def shrink_counts(path: Path) -> None:
-    """Write small integers as torch does, in one byte."""
-    archive = read_torch_zip(MetadataStore(), path)
-    members = [literal_member("data.pkl", InertPickler().dump(archive.root))]
-    content = path.read_bytes()
-    members += [
-        literal_member(name.partition("/")[2], content[m.offset : m.offset + m.nbytes])
-        for name, m in archive.members.items()
-        if not name.endswith("data.pkl")
-    ]
-    plan = lay_out_archive(path.name, archive.stem, members)
-    path.unlink()
-    Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, path)
+def write_sub_groups(folder: Path, known: KnownStates, world_size: int, limit: int) -> None:
+    """ZeRO-3 with a `sub_group_size`."""
+    members: list[list[int]] = []
+    cut: list[list[str]] = []
+    for group in decay_groups(known.shapes):
+        first, n_elements = len(cut), limit
+        for name in group:
+            if n_elements >= limit:
+                cut.append([])
+                n_elements = 0
+            cut[-1].append(name)
+            n_elements += -(-known.arrays[name, "fp32"].size // world_size)
+        members.append(list(range(first, len(cut))))
+    config = {"zero_optimization": {"sub_group_size": limit}}
+    write_zero3(folder, known, cut, world_size, members=members, config=config)
+
+
+def options_of(path: Path) -> object:
+    inner = ("optimizer_state_dict", "optimizer_state_dict", "param_groups")
+    return Node(read_torch_zip(MetadataStore(), path).root, path.name).at(inner).value
+
+
+def test_compose__refuses_sub_groups_that_its_settings_do_not_make(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"sub_group_size": 7}}
+    pair = make_pair(tmp_path, lambda p, k: write_zero3(p, k, decay_groups(k.shapes), 2, config=config))
+    with pytest.raises(UnsupportedError, match="sub_group_size of 7") as caught:
+        pair.compose("default: new", replace(FULL, world_size=3))
+    assert caught.value.code == "tailor.world-size.sub-groups"
 
 
 # --- the writer
@@ -182,7 +206,7 @@ def test_lay_out_archive__uses_zip64_beyond_four_gibibytes(tmp_path: Path) -> No
     """Not written: laid over a sparse file, whose zeros are what the plan would fill in."""
     large = 5 << 30
     plan = lay_out_archive(
-        "file.pt", "stem", [MemberPlan("data/0", (Fill(large),)), MemberPlan("data/1", (Literal(b"after"),))]
+        "file.pt", "stem", [MemberPlan("data/0", (Fill(large),)), literal_member("data/1", b"after")]
     )
     path = tmp_path / "file.pt"
     with path.open("wb") as stream:

@@ -19,7 +19,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tailor"))
 make: Any = import_module("make_checkpoints")
 
-KINDS = ("hf", "hf-ddp", "hf-zero1", "hf-zero2", "hf-zero3", "hf-zero2-bf16", "hf-zero2-tied", "plain", "fsdp2")
+KINDS = (
+    "hf",
+    "hf-ddp",
+    "hf-zero1",
+    "hf-zero2",
+    "hf-zero3",
+    "hf-zero2-bf16",
+    "hf-zero2-tied",
+    "plain",
+    "fsdp2",
+    "fsdp2-tied",
+)
 EVERY, LAST = 2, 6
 
 
@@ -29,6 +40,7 @@ def strategy(name: str) -> Any:
         "parity": train.Parity(),
         "filter": train.Filter(edge_layers=1, every=2),
         "latest-changed": train.LatestChanged(budget_bytes=60_000),
+        "everything": train.Filter(edge_layers=3, every=1),
     }[name]
 
 
@@ -43,7 +55,8 @@ def trainer_of(kind: str, out: Path) -> Any:
     if "zero" in kind:
         return make.hf_zero_trainer(kind, out / "run", **options)
     transformers: Any = import_module("transformers")
-    rows = [{"input_ids": t, "labels": t} for t in torch.cat([make.batch(s, 0) for s in range(16)])]
+    n_batches = 8 if kind == "hf" else 16  # as `resume.py` has them: the order depends on it
+    rows = [{"input_ids": t, "labels": t} for t in torch.cat([make.batch(s, 0) for s in range(n_batches)])]
     arguments = transformers.TrainingArguments(
         output_dir=str(out / "run"), per_device_train_batch_size=2, learning_rate=1e-2, weight_decay=0.1,
         report_to=[], disable_tqdm=True, use_cpu=True, **options,
@@ -89,24 +102,20 @@ def train_by_hand(kind: str, out: Path, chosen: str, rank: int) -> None:
     import torch
 
     train: Any = import_module("mergepipe.train")
-    if kind == "fsdp2":
-        model, optimizer = make.fsdp_model(kind)
-    else:
-        torch.distributed.init_process_group("gloo")
-        inner = make.tiny_model(kind)
-        model = torch.nn.parallel.DistributedDataParallel(inner)
-        optimizer = torch.optim.AdamW(make.parameter_groups(inner), lr=1e-2)
+    inner, model, optimizer = make.loop_model(kind)
     tracker = train.ChangeTracker()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, make.rate_of_step)
+    torch.manual_seed(rank)
     for step in range(1, LAST + 1):
-        tokens = make.batch(step, rank)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make.noisy_step(model, optimizer, scheduler, make.batch(step, rank))
         if step % EVERY == 0:
-            arrays = optimizer_arrays(getattr(model, "module", model), optimizer)
+            arrays = optimizer_arrays(inner, optimizer)
             if rank == 0:
                 make.write_truth(out / f"truth-{step}.npz", arrays)
-            train.save_partial(out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker)
+            state = {"step": step, "scheduler": scheduler.state_dict()}
+            train.save_partial(
+                out / "run", model, optimizer, step=step, strategy=strategy(chosen), tracker=tracker, state=state
+            )
 
 
 def crash_at(step: int, place: str, rank: int) -> None:
@@ -120,7 +129,7 @@ def crash_at(step: int, place: str, rank: int) -> None:
             os._exit(9)
 
     def dying_publish(self: Any) -> None:
-        if place == "publish" and f"partial-{step}." in self.path.name:
+        if place == "publish" and f"partial-{step}." in str(self.path):
             os._exit(9)
         publish(self)
 

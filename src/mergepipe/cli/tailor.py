@@ -24,7 +24,7 @@ StateFrom = Annotated[
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", metavar="N", help="Write shards for N ranks (DeepSpeed ZeRO-2 and ZeRO-3)."),
+    typer.Option("--world-size", metavar="N", help="Write shards for N ranks (DeepSpeed ZeRO)."),
 ]
 Link = Annotated[bool, typer.Option("--link", help="Copy no tensor: point into the sources (torch DCP).")]
 Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Cap on buffers.  [default: 256MiB]")]
@@ -44,7 +44,6 @@ AtStep = Annotated[int | None, typer.Option("--at", metavar="STEP", help="Look a
 Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that filter takes new.")]
 
 _THOROUGHNESS = ("sampled", "full", "off")
-_STRATEGIES = ("parity", "filter", "latest")
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +54,7 @@ def register(app: typer.Typer) -> None:
     group.command("compose")(compose)
     group.command("recipe")(recipe)
     group.command("diff")(diff)
-    app.add_typer(group, name="tailor", help="Compose resumable training checkpoints out of parts of several.")
+    app.add_typer(group, name="tailor", help="Compose resumable training checkpoints of parts of several.")
 
 
 def inspect(
@@ -152,21 +151,9 @@ def recipe(
 
     Its paths are relative to the working directory: save it there.
     """
-    from mergepipe.errors import RecipeError
-
-    if (strategy is None) == (from_log is None):
-        raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
-    if strategy is not None:
-        _require(strategy, _STRATEGIES, "--strategy")
-    if from_log is not None and at is None:
-        raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
     from mergepipe.tailor import api
 
-    if from_log is not None and at is not None:
-        text, notes = api.recipe_from_log(from_log, run, at=at, folder=Path.cwd())
-        print("".join(f"# {note}\n" for note in notes) + text, end="")
-    elif strategy is not None:
-        print(api.recipe_text(strategy, run, at=at, ends=ends, folder=Path.cwd()), end="")
+    print(api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd()), end="")
 
 
 def diff(

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe.errors import LimitError
+from mergepipe.errors import LimitError, RecipeError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +67,8 @@ def compose(
     """Compose a training checkpoint as the recipe says and publish it at `out`, complete or not at all.
 
     Args:
-        state_from: the checkpoint that gives scheduler, random states and step; default, the newest source.
-        world_size: write native shards for this many ranks (ZeRO-2 and -3); default, that of the sources.
+        state_from: the checkpoint that gives scheduler, random states and step; default, the newest that has them.
+        world_size: write native shards for this many ranks (DeepSpeed ZeRO); default, that of the sources.
         link: write metadata only, pointing into the sources (torch DCP).
         self_check: `sampled`, `full` or `off`: how much is read back and compared before publishing.
         memory_bytes: cap on buffers; default 256 MiB.
@@ -103,6 +103,40 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     store = LocalStore()
     a, b = (open_training_checkpoint(store, absolute(path)) for path in (first, second))
     return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
+
+
+def recipe(
+    run: str | Path,
+    *,
+    strategy: str | None = None,
+    from_log: str | Path | None = None,
+    at: int | None = None,
+    ends: int = DEFAULT_ENDS,
+    folder: str | Path = ".",
+) -> str:
+    """Write a recipe over a run's checkpoints: by a strategy, or as its log of partial saves implies.
+
+    What the user should know stands in comments on top.
+
+    Raises:
+        RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
+        MergePipeError: as `recipe_text` and `recipe_from_log`.
+    """
+    from mergepipe.tailor.strategies import Strategy
+
+    if (strategy is None) == (from_log is None):
+        raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
+    if strategy is not None:
+        known = [each.value for each in Strategy]
+        if strategy not in known:
+            raise RecipeError.of(
+                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, known)
+            )
+        return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
+    if from_log is None or at is None:
+        raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
+    text, notes = recipe_from_log(from_log, run, at=at, folder=folder)
+    return "".join(f"# {note}\n" for note in notes) + text
 
 
 def recipe_text(

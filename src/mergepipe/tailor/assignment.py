@@ -70,8 +70,18 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
     for index in sorted({*source_of.values()} - {skeleton}):
         _check_fit(opened[skeleton], opened[index], [n for n, i in source_of.items() if i == index], findings)
     findings.raise_any()
-    asked = None if recipe.state_from is None else places[real_place(recipe.state_from)]
-    return Assignment(opened, skeleton, MappingProxyType(source_of), asked if asked != skeleton else None)
+    state = _state(recipe, opened, places, skeleton)
+    return Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
+
+
+def _state(
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], skeleton: int
+) -> int:
+    """The source that training resumes at: as asked for, else the newest that can tell."""
+    if recipe.state_from is not None:
+        return places[real_place(recipe.state_from)]
+    newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
+    return max(newer, key=lambda index: opened[index].step, default=skeleton)
 
 
 def _skeleton(

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mergepipe.blocks import DType, Span, element_count
+from mergepipe.tailor.pickle_node import PicklePath
 from mergepipe.tailor.units import ModelUnits
 
 FP32 = "fp32"  # the master weight an optimizer updates
@@ -94,13 +95,15 @@ class StoredState:
 class AdamStep:
     """One step counter of the optimizer: its value and the parameters it serves.
 
-    `cells` are the byte ranges that hold it, one a rank; none where the value is part of the pickle itself.
+    `cells` are the byte ranges that hold it, one a rank. Where the value is part of the pickle itself, `entries` are
+    its places there: file and path.
     """
 
     value: float
     parameters: tuple[str, ...]
     dtype: DType
     cells: tuple[Piece, ...] = ()
+    entries: tuple[tuple[Path, PicklePath], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class TrainingCheckpoint:
 
     `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
-    a complete checkpoint would hold and this one does not.
+    a complete checkpoint would hold and this one does not. `has_state` says whether training can resume at its step:
+    only a partial checkpoint may lack scheduler, random states and the like.
     """
 
     path: Path
@@ -125,6 +129,7 @@ class TrainingCheckpoint:
     steps: tuple[AdamStep, ...]
     flat_groups: tuple[tuple[str, ...], ...] = ()
     missing: tuple[str, ...] = ()
+    has_state: bool = True
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -19,14 +19,13 @@ from mergepipe.storage.output import write_durably
 from mergepipe.tailor.assignment import Assignment, assign
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
-from mergepipe.tailor.copy_plan import CastRange, CopyRange, FilePlan
+from mergepipe.tailor.copy_plan import FilePlan
 from mergepipe.tailor.copying import Copier, WrittenFile
 from mergepipe.tailor.opening import open_training_checkpoint
 from mergepipe.tailor.planning import CompositionPlan, plan_composition
 from mergepipe.tailor.recipe import CompositionRecipe, load_composition, real_place
 from mergepipe.tailor.self_check import SelfCheck, Thoroughness, check_composite
 from mergepipe.tailor.sources import open_source
-from mergepipe.tailor.values import allow_open_files
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
@@ -100,7 +99,7 @@ def compose(path: Path, out: Path, options: ComposeOptions, on_progress: OnProgr
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
     plan = plan_recipe(store, opened, options, out)
     check_free_space(out, plan.output_bytes + _MARGIN_BYTES)
-    run = _Run(store, opened.recipe, plan, options, on_progress, started)
+    run = _Run(store, opened.recipe, plan, out, options, on_progress, started)
     with Staging(out, force=options.force) as staging:
         manifest = run.fill(staging.path)
         staging.publish()
@@ -115,6 +114,7 @@ class _Run:
         store: LocalStore,
         recipe: CompositionRecipe,
         plan: CompositionPlan,
+        out: Path,
         options: ComposeOptions,
         on_progress: OnProgress,
         started: float,
@@ -122,6 +122,7 @@ class _Run:
         self._store = store
         self._recipe = recipe
         self._plan = plan
+        self._out = out
         self._options = options
         self._on_progress = on_progress
         self._started = started
@@ -131,9 +132,8 @@ class _Run:
         """Write everything but the name; return the manifest that was written."""
         self._on_progress("compose", 0, self._plan.output_bytes)
         inputs = self._inputs()
-        allow_open_files(64 + max((len(_source_files(plan)) for plan in self._plan.files), default=0))
         copier = Copier(self._store, self._options.memory_bytes, self._advance)
-        written = tuple(self._write(copier, plan, directory) for plan in self._plan.files)
+        written = copier.write_all([(plan, _place(plan, directory)) for plan in self._plan.files])
         checked = self._self_check(directory)
         self._check_unchanged(inputs)
         manifest = self._manifest(inputs, written, checked)
@@ -144,13 +144,8 @@ class _Run:
         self._done += nbytes
         self._on_progress("compose", self._done, self._plan.output_bytes)
 
-    def _write(self, copier: Copier, plan: FilePlan, directory: Path) -> WrittenFile:
-        path = directory / plan.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return copier.write(plan, path)
-
     def _self_check(self, directory: Path) -> SelfCheck:
-        made = open_training_checkpoint(self._store, directory)
+        made = open_training_checkpoint(self._store, directory, self._out)
         return check_composite(
             self._store, made, self._plan.assignment, self._plan.steps, self._options.thoroughness,
             lambda: self._on_progress("check", self._done, self._plan.output_bytes),
@@ -158,7 +153,7 @@ class _Run:
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
         """Every source with its files that are read, as they are now."""
-        files = {path for plan in self._plan.files for path in _source_files(plan)} | set(self._plan.linked_files)
+        files = {path for plan in self._plan.files for path in plan.source_files} | set(self._plan.linked_files)
         assignment = self._plan.assignment
         by_source: dict[int, list[Fingerprint]] = {}
         for path in sorted(files):
@@ -206,8 +201,10 @@ class _Run:
         )
 
 
-def _source_files(plan: FilePlan) -> set[Path]:
-    return {segment.file for segment in plan.segments if isinstance(segment, CopyRange | CastRange)}
+def _place(plan: FilePlan, directory: Path) -> Path:
+    path = directory / plan.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _owner(path: Path, assignment: Assignment) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from mergepipe.canonical import digest_of
+from mergepipe.manifest_reading import COMPOSITE_NAME
 from mergepipe.readers.strict_json import JsonValue
 from mergepipe.storage.base import Store
 from mergepipe.tailor.assignment import Assignment
@@ -17,7 +18,7 @@ from mergepipe.tailor.copying import WrittenFile
 from mergepipe.tailor.self_check import SelfCheck
 from mergepipe.tailor.staleness import UnitStaleness
 
-COMPOSITE_FORMAT = "mergepipe-composite/1"
+COMPOSITE_FORMAT = f"{COMPOSITE_NAME}/1"
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 64 << 10
 

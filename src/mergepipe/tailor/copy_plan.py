@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -80,15 +80,23 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One output file: its segments in order, and the checksums to be renewed. `name` is relative, with slashes."""
+    """One output file: its segments in order, and the checksums to be renewed. `name` is relative, with slashes.
+
+    `size_bytes` is counted once: progress asks for it with every chunk.
+    """
 
     name: str
     segments: tuple[Segment, ...]
     checksums: tuple[Checksum, ...] = ()
+    size_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", sum(segment.nbytes for segment in self.segments))
 
     @property
-    def size_bytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
+    def source_files(self) -> frozenset[Path]:
+        """The files its segments read."""
+        return frozenset(s.file for s in self.segments if isinstance(s, CopyRange | CastRange))
 
     @property
     def read_bytes(self) -> int:

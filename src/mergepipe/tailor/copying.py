@@ -1,21 +1,22 @@
-"""Writes one planned file: parts read ahead by several threads, checksums renewed on the way, one ordered writer."""
+"""Writes planned files: parts read ahead by several threads, checksums renewed on the way, one ordered writer."""
 
 from __future__ import annotations
 
 import heapq
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.budget import Purpose
+from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import CorruptError, LimitError
 from mergepipe.storage.base import RangeFile, Store
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
@@ -23,6 +24,7 @@ from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.tailor.casting import cast_bytes
 from mergepipe.tailor.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.copy_plan import CastRange, Checksum, CopyRange, FilePlan, Fill
+from mergepipe.tailor.values import allow_open_files
 
 Bytes = NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -31,6 +33,8 @@ FEWEST_BYTES = 16 << 20
 _LARGEST_CHUNK_BYTES = 4 << 20
 _MOST_BUFFERS = 32
 _READERS = 8
+_FILES_AHEAD = 3
+_SPARE_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class WrittenFile:
 
 
 class Copier:
-    """Writes planned files one after another. Memory: at most `memory_bytes`, whatever their size.
+    """Writes planned files in their order. Memory: at most `memory_bytes`, whatever their size.
 
     Raises (when made):
         LimitError: the cap is too small.
@@ -64,35 +68,109 @@ class Copier:
         self._on_advance = on_advance
 
     def write(self, plan: FilePlan, path: Path) -> WrittenFile:
-        """Write the file that `plan` describes at `path`, durably.
+        """Write one file; see `write_all`."""
+        return self.write_all([(plan, path)])[0]
+
+    def write_all(self, jobs: Sequence[tuple[FilePlan, Path]]) -> tuple[WrittenFile, ...]:
+        """Write the file that each plan describes at its path, durably; the next is read while one is written.
 
         Raises:
             CorruptError: a source is shorter than it was.
             StorageError: the operating system refused.
         """
-        renewal = ChecksumRenewal(plan.checksums)
+        targets = [_Target(plan, path, self._store.ledger) for plan, path in jobs]
+        written: list[WrittenFile] = []
         with (
-            self._open_sources(plan) as files,
-            OutputFile(path, plan.size_bytes, self._store.ledger) as output,
+            _Sources(self._store, [plan for plan, _ in jobs]) as sources,
             ThreadPoolExecutor(_READERS, "mergepipe-tailor-read") as readers,
             ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
         ):
-            flow = _Flow(self._pool, readers, writer, files, output)
-            for views in flow.run(cut_chunks(plan.segments, self._chunk_bytes)):
-                renewal.pass_through(views)
-                self._on_advance(sum(view.size for view in views))
-            output.close()
-        return WrittenFile(plan.name, plan.size_bytes, renewal.digest())
+            flow = _Flow(self._pool, readers, writer, sources, targets)
+            steps = _steps([plan for plan, _ in jobs], self._chunk_bytes)
+            for index, found in groupby(flow.run(steps), key=lambda pair: pair[0].index):
+                plan = jobs[index][0]
+                renewal = ChecksumRenewal(plan.checksums)
+                for _, views in found:
+                    renewal.pass_through(views)
+                    self._on_advance(sum(view.size for view in views))
+                written.append(WrittenFile(plan.name, plan.size_bytes, renewal.digest()))
+        return tuple(written)
 
-    @contextmanager
-    def _open_sources(self, plan: FilePlan) -> Iterator[Mapping[Path, RangeFile]]:
-        paths = {s.file for s in plan.segments if isinstance(s, CopyRange | CastRange)}
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One chunk of the output with this index; a file without bytes has one empty chunk."""
+
+    index: int
+    chunk: Chunk
+    is_last: bool
+
+
+def _steps(plans: Iterable[FilePlan], chunk_bytes: int) -> Iterator[_Step]:
+    for index, plan in enumerate(plans):
+        chunks = cut_chunks(plan.segments, chunk_bytes)
+        current = next(chunks, Chunk(()))
+        for following in chunks:
+            yield _Step(index, current, is_last=False)
+            current = following
+        yield _Step(index, current, is_last=True)
+
+
+class _Sources:
+    """The files that plans read, each open from the first plan that needs it to the last. A context manager."""
+
+    def __init__(self, store: Store, plans: Sequence[FilePlan]) -> None:
+        self._store = store
+        self._paths = [plan.source_files for plan in plans]
+        self._last_use = {path: index for index, paths in enumerate(self._paths) for path in paths}
+        self._open: dict[Path, RangeFile] = {}
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
-            files: dict[Path, RangeFile] = {}
-            for path in sorted(paths):
-                files[path] = self._store.open(path, direct=True)
-                stack.callback(files[path].close)
-            yield files
+            for file in self._open.values():
+                stack.callback(file.close)
+            self._open.clear()
+
+    def of(self, index: int) -> Mapping[Path, RangeFile]:
+        """What the plan with this index reads."""
+        for path in sorted(self._paths[index] - self._open.keys()):
+            allow_open_files(len(self._open) + _SPARE_DESCRIPTORS)
+            self._open[path] = self._store.open(path, direct=True)
+        return {path: self._open[path] for path in self._paths[index]}
+
+    def close_after(self, index: int) -> None:
+        """Close what no later plan reads; nobody reads for this one any more."""
+        for path in self._paths[index]:
+            if self._last_use[path] == index:
+                self._open.pop(path).close()
+
+
+class _Target:
+    """One output file: made when its first bytes arrive, durable and closed after the last. Used from one thread."""
+
+    def __init__(self, plan: FilePlan, path: Path, ledger: Ledger) -> None:
+        self._size_bytes = plan.size_bytes
+        self._path = path
+        self._ledger = ledger
+        self._output: OutputFile | None = None
+
+    def append(self, views: Iterable[Bytes], *, is_last: bool) -> None:
+        if self._output is None:
+            self._output = OutputFile(self._path, self._size_bytes, self._ledger)
+        for view in views:
+            self._output.append(view)
+        if is_last:
+            self._output.close()
+            self._output = None  # and its buffer with it
+
+    def abandon(self) -> None:
+        """Close what is open; the file stays incomplete."""
+        if self._output is not None:
+            self._output.__exit__(None, None, None)
+            self._output = None
 
 
 class _Flow:
@@ -103,40 +181,45 @@ class _Flow:
         pool: BufferPool,
         readers: ThreadPoolExecutor,
         writer: ThreadPoolExecutor,
-        files: Mapping[Path, RangeFile],
-        output: OutputFile,
+        sources: _Sources,
+        targets: Sequence[_Target],
     ) -> None:
         self._pool = pool
         self._readers = readers
         self._writer = writer
-        self._files = files
-        self._output = output
-        self._reads: deque[tuple[Future[list[Bytes]], Bytes]] = deque()
+        self._sources = sources
+        self._targets = targets
+        self._reads: deque[tuple[_Step, Future[list[Bytes]], Bytes]] = deque()
         self._writes: deque[tuple[Future[None], Bytes]] = deque()
+        self._upcoming: _Step | None = None
 
-    def run(self, chunks: Iterable[Chunk]) -> Iterator[list[Bytes]]:
+    def run(self, steps: Iterator[_Step]) -> Iterator[tuple[_Step, list[Bytes]]]:
         """Yield the contents of each chunk, to be changed in place if need be; it is written on the next step."""
-        waiting = iter(chunks)
         try:
-            self._read_ahead(waiting)
+            self._upcoming = next(steps, None)
+            self._read_ahead(steps, 0)
             while self._reads:
-                reading, buffer = self._reads.popleft()
+                step, reading, buffer = self._reads.popleft()
                 views = reading.result()
-                yield views
-                self._writes.append((self._writer.submit(_append, self._output, views), buffer))
+                yield step, views
+                append = self._targets[step.index].append
+                self._writes.append((self._writer.submit(append, views, is_last=step.is_last), buffer))
+                if step.is_last:
+                    self._sources.close_after(step.index)
                 self._collect(at_most=self._pool.limit // 2)
-                self._read_ahead(waiting)
+                self._read_ahead(steps, step.index)
             self._collect(at_most=0)
         finally:
             self._settle()
 
-    def _read_ahead(self, waiting: Iterator[Chunk]) -> None:
-        while (buffer := self._pool.take()) is not None:
-            chunk = next(waiting, None)
-            if chunk is None:
-                self._pool.give_back(buffer)
+    def _read_ahead(self, steps: Iterator[_Step], current: int) -> None:
+        while (step := self._upcoming) is not None and step.index <= current + _FILES_AHEAD:
+            files = self._sources.of(step.index)
+            buffer = self._pool.take()
+            if buffer is None:
                 return
-            self._reads.append((self._readers.submit(_fill, chunk, buffer, self._files), buffer))
+            self._reads.append((step, self._readers.submit(_fill, step.chunk, buffer, files), buffer))
+            self._upcoming = next(steps, None)
 
     def _collect(self, *, at_most: int) -> None:
         """Take back the buffers of finished writes, waiting until no more than `at_most` are under way."""
@@ -147,7 +230,7 @@ class _Flow:
 
     def _settle(self) -> None:
         """After a failure: wait for what is under way, so that nobody touches a buffer any more."""
-        for reading, buffer in self._reads:
+        for _, reading, buffer in self._reads:
             if not reading.cancel():
                 reading.exception()
             self._pool.give_back(buffer)
@@ -157,11 +240,8 @@ class _Flow:
             self._pool.give_back(buffer)
         self._reads.clear()
         self._writes.clear()
-
-
-def _append(output: OutputFile, views: list[Bytes]) -> None:
-    for view in views:
-        output.append(view)
+        for target in self._targets:
+            target.abandon()
 
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Path, RangeFile]) -> list[Bytes]:

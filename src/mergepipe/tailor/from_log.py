@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,11 +12,15 @@ import yaml
 
 from mergepipe.errors import NotFoundError, UnsupportedError
 from mergepipe.storage.local import os_error
+from mergepipe.tailor.formats.dcp import METADATA_NAME
+from mergepipe.tailor.partial_manifest import MANIFEST_NAME
 from mergepipe.tailor.save_log import SaveLog, SaveRecord, read_log
+from mergepipe.tailor.trainer_files import TRAINER_STATE_NAME
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 _MAX_LOG_BYTES = 256 << 20
 _PARTIAL_PREFIX = "partial-"
+_STATE_MARKS = (TRAINER_STATE_NAME, METADATA_NAME)
 _FULL_NAMES = ("checkpoint-{}", "full-{}", "global_step{}", "step-{}")
 
 
@@ -34,8 +38,8 @@ class LoggedComposition:
     """Every unit's source, in the model's order.
 
     `step` is that of the newest save used. `default` is the newest full checkpoint (where the log has none: the
-    source of most units); `state_from` is the newest that is no partial one, since only such a one has the structure
-    a framework resumes from. `notes` say in words what to know.
+    source of most units), which gives the structure; `state_from` is the newest save that scheduler, random states
+    and step can be taken from: training resumes at its step. `notes` say in words what to know.
     """
 
     step: int
@@ -87,12 +91,19 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 def compose_from_log(
-    text: str, run: Path, at: int, *, folders: Collection[str] | None = None, units: Iterable[Unit] | None = None
+    text: str,
+    run: Path,
+    at: int,
+    *,
+    folders: Collection[str] | None = None,
+    units: Iterable[Unit] | None = None,
+    stateless: Collection[str] = (),
 ) -> LoggedComposition:
     """Compose the state of the run at step `at` from its log: each unit from its newest save at or before.
 
     `folders` are the names of the directories in `run`; None takes what the log says on trust, and `checkpoint-STEP`
-    for the paper's form, which names none. `units` are the model's; None takes what the log says of them. Pure.
+    for the paper's form, which names none. `units` are the model's; None takes what the log says of them. `stateless`
+    are folders that training cannot resume from, whatever their step. Pure.
 
     Raises:
         CorruptError: a line is not of either form, or names a unit the model cannot have.
@@ -111,7 +122,8 @@ def compose_from_log(
     base = _base(run, records, newest, frozenset(model))
     folders_by_step = {r.step: run / _folder(run, r, folders) for r in (base, *newest.values())}
     sources = tuple(UnitSource(u, folders_by_step[newest[u].step], newest[u].step) for u in sorted(model))
-    state = next((r for r in reversed(records) if _has_structure(r, folders_by_step)), base)
+    usable = [r for r in records if r.step in folders_by_step and folders_by_step[r.step].name not in stateless]
+    state = usable[-1] if usable else base
     return LoggedComposition(
         step=max(source.step for source in sources),
         default=folders_by_step[base.step],
@@ -119,13 +131,6 @@ def compose_from_log(
         sources=sources,
         notes=tuple(_notes(log, at, state.step, max(source.step for source in sources))),
     )
-
-
-def _has_structure(record: SaveRecord, folders_by_step: Mapping[int, Path]) -> bool:
-    folder = folders_by_step.get(record.step)
-    if folder is None or record.is_full is not None:
-        return folder is not None and bool(record.is_full)
-    return not folder.name.startswith(_PARTIAL_PREFIX)
 
 
 def _model_units(log: SaveLog) -> tuple[Unit, ...]:
@@ -192,7 +197,7 @@ def _notes(log: SaveLog, at: int, state_step: int, newest_step: int) -> Iterator
     if state_step != newest_step:
         yield (
             f"units are as new as step {newest_step}; step, scheduler and random state are those of step {state_step}, "
-            "the newest checkpoint that is not partial"
+            "the newest save that training can resume from"
         )
     dropped = [step for step in log.dropped_steps if step <= at]
     if dropped:
@@ -219,4 +224,10 @@ def composition_from_log_file(
         folders = frozenset(entry.name for entry in run.iterdir() if entry.is_dir())
     except OSError as error:
         raise os_error(error, log, "reading it") from error
-    return compose_from_log(text, run, at, folders=folders, units=units)
+    stateless = frozenset(name for name in folders if _is_stateless(run / name))
+    return compose_from_log(text, run, at, folders=folders, units=units, stateless=stateless)
+
+
+def _is_stateless(folder: Path) -> bool:
+    """Whether it is a partial save that holds tensors alone."""
+    return (folder / MANIFEST_NAME).is_file() and not any((folder / name).is_file() for name in _STATE_MARKS)

@@ -8,25 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.readers.inert_values import Record
 from mergepipe.storage.base import Store
 from mergepipe.tailor.assignment import Assignment
 from mergepipe.tailor.checkpoint import Format, Packing, Piece, TrainingCheckpoint
 from mergepipe.tailor.copy_plan import FilePlan, Literal, patched_file
+from mergepipe.tailor.dcp_metadata import read_dcp_metadata
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.pickle_node import Node
 from mergepipe.tailor.planning import CompositionPlan
 from mergepipe.tailor.skeleton_files import list_skeleton
 from mergepipe.tailor.staleness import choose_steps, staleness_of
 from mergepipe.tailor.state_overlay import require_own_state
-from mergepipe.tailor.torch_writer import InertPickler, Size
+from mergepipe.tailor.torch_writer import InertPickler
 
-_SIZED_FIELDS = {
-    "TensorStorageMetadata": ("size",),
-    "ChunkStorageMetadata": ("offsets", "sizes"),
-    "MetadataIndex": ("offset",),
-}
 _Place = tuple[Path, int, int]  # file, offset, bytes
 
 
@@ -42,7 +36,7 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
     require_own_state(assignment)
     home = Path(os.path.normpath((out or skeleton.path.with_name("composite")).absolute()))
     moved = dict(_moves(assignment))
-    metadata = load_inert(_read(store, skeleton.path / METADATA_NAME), str(skeleton.path / METADATA_NAME))
+    metadata = read_dcp_metadata(store, skeleton.path)
     linked = _relink(metadata, skeleton, moved, home)
     steps = choose_steps(assignment)
     files = list_skeleton(skeleton)
@@ -62,10 +56,6 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
     )
 
 
-def _read(store: Store, path: Path) -> bytes:
-    return store.read_metadata(path, 0, store.size_bytes(path))
-
-
 def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
     """Where each chunk of the skeleton is to be looked for instead."""
     skeleton = assignment.skeleton
@@ -75,6 +65,11 @@ def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
         if index == assignment.skeleton_index:
             continue
         given = assignment.sources[index].states[name, kind]
+        if any(piece.packing is not Packing.TORCH_ZIP for piece in given.pieces):
+            raise UnsupportedError.of(
+                "tailor.link.partial", assignment.sources[index].path, "is partial: it has no chunks to point to",
+                "compose without --link",
+            )  # fmt: skip
         if [p.span for p in given.pieces] != [p.span for p in target.pieces]:
             raise UnsupportedError.of(
                 "tailor.link.chunks", assignment.sources[index].path,
@@ -121,25 +116,4 @@ def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Plac
             "tailor.link.place", home, f"is not beside its sources: {outside[0]} lies elsewhere",
             f"choose a directory in {outside[0].parent.parent}, or compose without --link",
         )  # fmt: skip
-    _restore_sizes(metadata)
     return _Linked(tuple(sorted(files)), frozenset(own))
-
-
-def _restore_sizes(root: object) -> None:
-    """Make shapes `torch.Size` again, which the inert reader turns into tuples."""
-    waiting, seen = [root], set()
-    while waiting:
-        value = waiting.pop()
-        if not isinstance(value, dict | list | tuple | Record) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            waiting.extend([*value, *value.values()])
-        elif isinstance(value, Record):
-            waiting.append(value.state)
-            state = value.state if isinstance(value.state, dict) else {}
-            for field in _SIZED_FIELDS.get(value.kind.name, ()):
-                if isinstance(state.get(field), tuple):
-                    state[field] = Size(state[field])
-        else:
-            waiting.extend(value)

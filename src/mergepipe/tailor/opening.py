@@ -10,7 +10,7 @@ from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.readers.contained import is_plain_name
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.storage.base import Store
-from mergepipe.tailor.checkpoint import EXPORT, Framework, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import EXPORT, Format, Framework, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import METADATA_NAME, read_dcp
 from mergepipe.tailor.formats.deepspeed import list_zero_files, read_zero
 from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME, read_hf_checkpoint
@@ -22,10 +22,10 @@ LATEST_NAME = "latest"
 _MAX_TAG_BYTES = 200
 
 
-def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
+def open_training_checkpoint(store: Store, path: Path, home: Path | None = None) -> TrainingCheckpoint:
     """Open a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint of ours.
 
-    Reads structure and step counters, never another tensor byte.
+    Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.
 
     Raises:
         NotFoundError: there is no such directory, or no training checkpoint in it.
@@ -35,9 +35,9 @@ def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
     if not path.is_dir():
         raise NotFoundError.of("tailor.path", path, "there is no such directory")
     if (path / MANIFEST_NAME).is_file():  # first: a partial checkpoint holds some of the Trainer's files too
-        return read_partial(store, path)
+        return _with_state(read_partial(store, path))
     if (path / METADATA_NAME).is_file():
-        return read_dcp(store, path)
+        return read_dcp(store, path, home)
     if (path / TRAINER_STATE_NAME).is_file():
         return _open_trainer_directory(store, path)
     if list_zero_files(path) is not None:
@@ -48,6 +48,13 @@ def open_training_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
         "tailor.none", path, "no training checkpoint is here",
         "give a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint",
     )  # fmt: skip
+
+
+def _with_state(partial: TrainingCheckpoint) -> TrainingCheckpoint:
+    """A partial checkpoint that knows whether its framework could resume at its step, if it were whole."""
+    needed = METADATA_NAME if partial.format is Format.DCP else TRAINER_STATE_NAME
+    is_resumed = partial.framework is Framework.TRANSFORMERS or partial.format is Format.DCP
+    return replace(partial, has_state=is_resumed and (partial.path / needed).is_file())
 
 
 def _open_trainer_directory(store: Store, path: Path) -> TrainingCheckpoint:
@@ -70,7 +77,7 @@ def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckp
     if not any(checkpoint.path.glob("*.safetensors")):
         return checkpoint
     model = open_checkpoint(store, checkpoint.path)
-    exported = {(t.name, EXPORT): weight_state(t, EXPORT) for t in model.tensors.values()}
+    exported = {(e.name, EXPORT): weight_state(e, EXPORT) for t in model.tensors.values() for e in t.stored}
     wrong = [
         name
         for (name, _), state in exported.items()

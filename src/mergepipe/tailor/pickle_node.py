@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.readers.inert_values import Global, PickledTensor, Record
+
+PicklePath: TypeAlias = tuple[str | int, ...]  # keys of mappings and places in lists, from the root on
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,19 @@ class Node:
         if key not in self.mapping():
             raise self.error(f"{str(key)!r} is missing")
         return self._child(key, self.mapping()[key])
+
+    def at(self, path: PicklePath) -> Node:
+        """The value at a path, which must be there."""
+        node = self
+        for step in path:
+            node = node._item(step) if isinstance(step, int) and isinstance(node.value, list) else node.get(step)
+        return node
+
+    def _item(self, index: int) -> Node:
+        items = self.elements()
+        if index >= len(items):
+            raise self.error(f"{len(items)} items, number {index} is needed")
+        return items[index]
 
     def items(self) -> Iterator[tuple[object, Node]]:
         """The entries of a mapping."""

@@ -16,11 +16,12 @@ from mergepipe.tailor.archives import stale_checksums
 from mergepipe.tailor.assignment import Assignment, giving_state
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.edited_archive import plan_edited
 from mergepipe.tailor.formats.dcp import unpack_piece
-from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME
+from mergepipe.tailor.pickle_node import PicklePath
 from mergepipe.tailor.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
-from mergepipe.tailor.state_overlay import overlay_state
+from mergepipe.tailor.state_overlay import StateOverlay, overlay_state
 
 _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
@@ -64,23 +65,19 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     for choice in steps:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(assignment.skeleton))
-    files = overlay.files
-    if overlay.rates:
-        patches.by_file[assignment.skeleton.root / OPTIMIZER_NAME] += overlay.rates
-    plans = tuple(
-        plan_file(store, file, patches.by_file.get(file.path, []), patches.windows.get(file.path, {})) for file in files
-    )
-    _check_all_used(patches.by_file, files)
-    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans, files)
+    plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
+    _check_all_used(patches.by_file, overlay.files)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans, overlay.files)
 
 
 class PatchCollector:
-    """Collects patches by the skeleton's file, and the archives inside files that hold many."""
+    """Collects patches and edits by the skeleton's file, and the archives inside files that hold many."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.by_file: dict[Path, list[Patch]] = defaultdict(list)
         self.windows: dict[Path, dict[int, Window]] = defaultdict(dict)
+        self.edits: dict[Path, dict[PicklePath, object]] = defaultdict(dict)
 
     def state(self, given: StoredState, target: StoredState) -> None:
         """Put the values of `given` at the places of `target`."""
@@ -97,6 +94,8 @@ class PatchCollector:
         for cell in counter.cells:
             inside = cell if cell.packing is Packing.RAW else unpack_piece(self._store, cell, counter.dtype)
             self.by_file[inside.file].append(Patch(inside.offset, Literal(pack_step(choice))))
+        for file, path in counter.entries:
+            self.edits[file][path] = int(choice.value)
 
     def _note_windows(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -118,11 +117,18 @@ def unpacked(store: Store, state: StoredState) -> StoredState:
     return replace(state, pieces=tuple(pieces))
 
 
-def plan_file(store: Store, file: SkeletonFile, patches: list[Patch], windows: Mapping[int, Window]) -> FilePlan:
-    """Plan a patched copy of one file; `windows` are the archives inside it, by offset, if it is none itself."""
-    touched = [ByteRange(patch.offset, patch.stop) for patch in patches]
+def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay: StateOverlay) -> FilePlan:
+    """Plan a copy of one file with its patches, and what the state changes in it."""
+    if file.name in overlay.contents:
+        return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
+    own = patches.by_file.get(file.path, [])
+    edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
+    if edits:
+        return plan_edited(store, file, own, edits)
+    touched = [ByteRange(patch.offset, patch.stop) for patch in own]
+    windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
     checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
-    return patched_file(file.name, file.path, file.size_bytes, patches, checksums)
+    return patched_file(file.name, file.path, file.size_bytes, own, checksums)
 
 
 def _check_all_used(patches: Mapping[Path, list[Patch]], files: Iterable[SkeletonFile]) -> None:

@@ -124,7 +124,11 @@ def _optional_source(reading: Reading, root: dict[str, Value], key: str) -> Path
 
 def _source(reading: Reading, value: Value, key_path: KeyPath) -> Path | None:
     reference = read_reference(reading, value, key_path)
-    return Path(os.path.normpath(reference[1])) if reference is not None else None
+    if reference is None:
+        return None
+    if reference.adapter is not None:
+        reading.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
+    return Path(os.path.normpath(reference.path))
 
 
 def _take(reading: Reading, entry: Value, at: KeyPath) -> Take | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mergepipe.blocks import DType, Span, element_count
@@ -15,17 +14,18 @@ from mergepipe.readers.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.storage.base import Store
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, giving_state
 from mergepipe.tailor.checkpoint import FP32, Format, Piece, StoredState
-from mergepipe.tailor.copy_plan import FilePlan, Fill, Literal, Patch, Segment, patch_states
-from mergepipe.tailor.formats.deepspeed import ZeroFiles, list_zero_files
+from mergepipe.tailor.copy_plan import FilePlan, Fill, Literal, Segment, patch_states
+from mergepipe.tailor.formats.deepspeed import ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.pickle_node import Node
 from mergepipe.tailor.planning import CompositionPlan, PatchCollector, pack_step, plan_file, unpacked
 from mergepipe.tailor.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.staleness import StepChoice, choose_steps, staleness_of
-from mergepipe.tailor.state_overlay import require_own_state
-from mergepipe.tailor.torch_writer import InertPickler
+from mergepipe.tailor.state_overlay import Edits, StateOverlay, overlay_state
+from mergepipe.tailor.sub_groups import FlatGroup, regrouped
+from mergepipe.tailor.torch_writer import InertPickler, Size
 from mergepipe.tailor.zip_layout import MemberPlan, lay_out_archive, literal_member
 
-_DEFAULT_SUB_GROUP_ELEMENTS = 1_000_000_000
+_STAGE12_MASTERS = "single_partition_of_fp32_groups"
 _RANK_FILE = re.compile(r"(.*zero_pp_rank_)\d+(_mp_rank_00_(?:optim|model)_states\.pt)", re.ASCII)
 _RANDOM_STATE = re.compile(r"rng_state_(\d+)\.pth", re.ASCII)
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -47,12 +47,13 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
             "tailor.world-size.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are written for another "
             f"number of ranks; this is {skeleton.format.value}",
         )  # fmt: skip
-    require_own_state(assignment)
-    steps = choose_steps(assignment)
-    work = _Work(store, assignment, zero, steps, world_size)
-    files = list_skeleton(skeleton)
-    plans = sorted([*work.other_files(files), *work.optimizer_files()], key=lambda plan: plan.name)
-    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans), files)
+    overlay = overlay_state(store, assignment, list_skeleton(skeleton))
+    first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
+    groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)
+    steps = choose_steps(assignment, [group.names for group in groups])
+    work = _Work(store, assignment, zero, overlay, groups, steps, world_size)
+    plans = sorted([*work.other_files(), *work.optimizer_files()], key=lambda plan: plan.name)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans), overlay.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class _Work:
     store: Store
     assignment: Assignment
     zero: ZeroFiles
+    overlay: StateOverlay
+    groups: tuple[FlatGroup, ...]
     steps: tuple[StepChoice, ...]
     world_size: int
 
@@ -76,78 +79,67 @@ class _Work:
     def prefix(self) -> str:
         """The tag directory inside the checkpoint."""
         skeleton = self.assignment.skeleton
-        return "" if skeleton.root == skeleton.path else f"{skeleton.root.relative_to(skeleton.path).as_posix()}/"
+        return "" if skeleton.root == skeleton.path else f"{self.overlay.tag or skeleton.root.name}/"
 
     # --- files that are copied
 
-    def other_files(self, files: Sequence[SkeletonFile]) -> Iterator[FilePlan]:
+    def other_files(self) -> Iterator[FilePlan]:
         """Everything but the optimizer files: weights patched, the number of ranks changed, the rest as it is."""
-        patches = self._weight_patches()
-        by_path = {file.path: file for file in files}
-        old_ranks = {path for path in by_path if _RANK_FILE.fullmatch(path.name)}
-        for path, file in by_path.items():
-            state = _RANDOM_STATE.fullmatch(path.name)
-            if path in old_ranks or (state and int(state[1]) >= self.world_size):
-                continue
-            if path == self.zero.model:
-                patches.by_file[path].append(self._rank_count(path))
-            yield plan_file(self.store, file, patches.by_file.get(path, []), {})
+        patches = self._patches()
+        for file in self.overlay.files:
+            state = _RANDOM_STATE.fullmatch(file.path.name)
+            if not _RANK_FILE.fullmatch(file.path.name) and not (state and int(state[1]) >= self.world_size):
+                yield plan_file(self.store, file, patches, self.overlay)
         if self.assignment.skeleton.stage == 3:
-            yield from self._model_files(by_path)
+            yield from self._model_files(patches)
 
-    def _weight_patches(self) -> PatchCollector:
+    def _patches(self) -> PatchCollector:
+        """Weights from their sources; in every model file, the number of ranks and what follows from it."""
         patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
             owner = skeleton.units.tied.get(name, name)
             if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
                 patches.state(_given(self.assignment, name, kind), target)
+        shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
+        is_cut_anew = tuple(group.names for group in self.groups) != skeleton.flat_groups
+        for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
+            patches.edits[path]["dp_world_size",] = self.world_size
+            if is_cut_anew:
+                patches.edits[path]["param_shapes",] = shapes
         return patches
 
-    def _model_files(self, files: Mapping[Path, SkeletonFile]) -> Iterator[FilePlan]:
-        """Stage 3 has a model file a rank, all alike: new ranks get that of an old one."""
-        old = sorted(p for p in files if (m := _RANK_FILE.fullmatch(p.name)) and "model_states" in m[2])
-        for rank in range(self.world_size):
-            path = old[rank % len(old)]
-            file = files[path]
-            name = self.prefix + _RANK_FILE.sub(rf"\g<1>{rank}\g<2>", path.name)
-            renamed = SkeletonFile(name, path, file.size_bytes, file.mtime_ns)
-            yield plan_file(self.store, renamed, [self._rank_count(path)], {})
+    def _old_model_files(self) -> list[SkeletonFile]:
+        found = ((file, _RANK_FILE.fullmatch(file.path.name)) for file in self.overlay.files)
+        return [file for file, match in found if match and "model_states" in match[2]]
 
-    def _rank_count(self, path: Path) -> Patch:
-        """Change the number of ranks inside a model file's pickle, in place."""
-        pickle = read_torch_zip(self.store, path).pickle
-        raw = self.store.read_metadata(path, pickle.offset, pickle.nbytes)
-        key = rb"X\x0d\x00\x00\x00dp_world_size(?:q.|r....)?"
-        found = list(re.finditer(key + rb"(K.|M..|J....)", raw, re.DOTALL))
-        if len(found) != 1 or len(re.findall(key, raw, re.DOTALL)) != 1:
-            raise UnsupportedError.of("tailor.world-size.count", path, "does not hold the number of ranks just once")
-        number = found[0][1]
-        forms = {b"K": "<B", b"M": "<H", b"J": "<i"}
-        if self.world_size >= 1 << (8 * (len(number) - 1)):
-            raise UnsupportedError.of(
-                "tailor.world-size.count", path, f"{self.world_size} ranks do not fit into the {len(number) - 1} "
-                "bytes that hold their number",
-            )  # fmt: skip
-        content = struct.pack(forms[number[:1]], self.world_size)
-        return Patch(pickle.offset + found[0].start(1) + 1, Literal(content))
+    def _model_files(self, patches: PatchCollector) -> Iterator[FilePlan]:
+        """Stage 3 has a model file a rank, all alike: new ranks get that of an old one."""
+        old = self._old_model_files()
+        for rank in range(self.world_size):
+            file = old[rank % len(old)]
+            name = self.prefix + _RANK_FILE.sub(rf"\g<1>{rank}\g<2>", file.path.name)
+            yield plan_file(self.store, replace(file, name=name), patches, self.overlay)
 
     # --- optimizer files
 
     def optimizer_files(self) -> Iterator[FilePlan]:
         """One file a rank, with the structure of the skeleton's first."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
-        _check_sub_groups(self.assignment, read_torch_zip(self.store, first), self.world_size)
+        counters = {
+            path: int(choice.value) for choice in self.steps for file, path in choice.counter.entries if file == first
+        }
         for rank in range(self.world_size):
             archive = read_torch_zip(self.store, first)
+            _apply({**self.overlay.edits_of(first), **counters}, Node(archive.root, first.name))
             shard = _Shard(self, archive, rank)
             name = self.prefix + _RANK_FILE.sub(rf"\g<1>{rank}\g<2>", first.name)
             yield shard.plan(name)
 
-    def shares(self, group: int, rank: int) -> tuple[list[_Share], int, int]:
+    def shares(self, group: FlatGroup, rank: int) -> tuple[list[_Share], int, int]:
         """What a rank holds of a group: shares in order, elements with padding, elements of padding at the end."""
         skeleton = self.assignment.skeleton
-        sizes = [(name, element_count(skeleton.parameters[name])) for name in skeleton.flat_groups[group]]
+        sizes = [(name, element_count(skeleton.parameters[name])) for name in group.names]
         if skeleton.stage == 3:
             return self._own_shares(sizes, rank)
         return self._cut_shares(sizes, rank)
@@ -191,30 +183,10 @@ def _given(assignment: Assignment, name: str, kind: str) -> StoredState:
     return given
 
 
-def _check_sub_groups(assignment: Assignment, archive: TorchArchive, world_size: int) -> None:
-    """Stage 3 cuts large groups into sub-groups by the size of a rank's part: refuse where that would change."""
-    skeleton = assignment.skeleton
-    if skeleton.stage != 3:
-        return
-    root = Node(archive.root, archive.file.name)
-    options = root.get("optimizer_state_dict").get("optimizer_state_dict").get("param_groups").elements()
-    config = root.find("ds_config")
-    zero = config.find("zero_optimization") if config is not None else None
-    limit = zero.find("sub_group_size") if zero is not None else None
-    most = (
-        int(limit.value) if limit is not None and isinstance(limit.value, int | float) else _DEFAULT_SUB_GROUP_ELEMENTS
-    )
-    needed = [
-        sum(-(-element_count(skeleton.parameters[name]) // world_size) for name in group)
-        for group in skeleton.flat_groups
-    ]
-    if len(skeleton.flat_groups) != len(options) or any(n > most for n in needed):
-        raise UnsupportedError.of(
-            "tailor.world-size.sub-groups", skeleton.path,
-            f"{len(options)} parameter groups are cut into sub-groups of {most} elements a rank, which another number "
-            "of ranks cuts differently",
-            "train with a larger sub_group_size to change the number of ranks",
-        )  # fmt: skip
+def _apply(edits: Edits, root: Node) -> None:
+    """Change values of a pickle that is written anew anyway."""
+    for path, value in edits.items():
+        root.at(path[:-1]).mapping()[path[-1]] = value
 
 
 @dataclass(slots=True)
@@ -227,12 +199,14 @@ class _Shard:
     members: list[MemberPlan] = field(default_factory=list)
 
     def plan(self, name: str) -> FilePlan:
-        optimizer = Node(self.archive.root, self.archive.file.name).get("optimizer_state_dict")
-        is_stage3 = self.work.assignment.skeleton.stage == 3
-        masters = optimizer.get("fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups")
-        states = optimizer.get("optimizer_state_dict" if is_stage3 else "base_optimizer_state").get("state")
-        for group in range(len(self.work.assignment.skeleton.flat_groups)):
-            self._group(group, masters, states.find(group), optimizer)
+        root = Node(self.archive.root, self.archive.file.name)
+        optimizer = root.get("optimizer_state_dict")
+        stage = self.work.assignment.skeleton.stage
+        base = root.at(base_optimizer_path(stage))
+        self._flat_groups(optimizer.get("fp32_flat_groups" if stage == 3 else _STAGE12_MASTERS), base.get("state"))
+        for number, group in enumerate(base.get("param_groups").elements() if stage == 3 else ()):
+            group.mapping()["params"] = [i for i, each in enumerate(self.work.groups) if each.options == number]
+        self._cuts(optimizer)
         self._count_ranks(optimizer)
         head = [
             literal_member("data.pkl", InertPickler().dump(self.archive.root)),
@@ -240,24 +214,44 @@ class _Shard:
         ]
         return lay_out_archive(name, self.archive.stem, [*head, *self.members, literal_member("version", b"3\n")])
 
-    def _group(self, group: int, masters: Node, states: Node | None, optimizer: Node) -> None:
-        shares, n_elements, n_padding = self.work.shares(group, self.rank)
-        flats = masters.value
-        if not isinstance(flats, list):
+    def _flat_groups(self, masters: Node, states: Node) -> None:
+        """Put this rank's masters and states in the place of the skeleton's."""
+        old_flats, old_states = masters.elements(), states.mapping()
+        flats: list[object] = []
+        entries: dict[object, object] = {}
+        for number, group in enumerate(self.work.groups):
+            shares, n_elements, n_padding = self.work.shares(group, self.rank)
+            flats.append(self._flat(old_flats[group.like].value, FP32, shares, n_elements - n_padding))
+            entry = states.find(group.like)
+            if entry is not None:
+                entries[number] = dict(self._entry(number, entry, shares, n_elements))
+        if not isinstance(masters.value, list):
             raise masters.error("a list is needed")
-        flats[group] = self._flat(flats[group], FP32, shares, n_elements - n_padding)
-        if states is not None:
-            entry = states.mapping()
-            for kind, value in list(entry.items()):
-                if isinstance(value, PickledTensor) and isinstance(kind, str):
-                    is_counter = kind == "step" or value.shape == ()
-                    entry[kind] = (
-                        self._counter(group, value) if is_counter else self._flat(value, kind, shares, n_elements)
-                    )
-        for key, replacement in (("group_paddings", n_padding), ("param_slice_mappings", _fragments(shares))):
-            node = optimizer.find(key)
-            if node is not None and isinstance(node.value, list):
-                node.value[group] = replacement
+        masters.value[:] = flats
+        old_states.clear()
+        old_states.update(entries)
+
+    def _entry(
+        self, number: int, entry: Node, shares: Sequence[_Share], n_elements: int
+    ) -> Iterator[tuple[object, object]]:
+        """The states of one flat group."""
+        for kind, node in entry.named_items():
+            value = node.value
+            if not isinstance(value, PickledTensor):
+                yield kind, int(self._choice(number).value) if kind == "step" else value
+            elif kind == "step" or value.shape == ():
+                yield kind, self._counter(number, value)
+            else:
+                yield kind, self._flat(value, kind, shares, n_elements)
+
+    def _cuts(self, optimizer: Node) -> None:
+        """What stages 1 and 2 note of where the group was cut."""
+        for number, group in enumerate(self.work.groups):
+            shares, _, n_padding = self.work.shares(group, self.rank)
+            for key, replacement in (("group_paddings", n_padding), ("param_slice_mappings", _fragments(shares))):
+                node = optimizer.find(key)
+                if node is not None and isinstance(node.value, list):
+                    node.value[number] = replacement
 
     def _count_ranks(self, optimizer: Node) -> None:
         count = optimizer.get("partition_count").value
@@ -279,10 +273,12 @@ class _Shard:
         segments += _gap(n_elements - position, old.dtype)
         return self._member(segments, old.dtype, (n_elements,))
 
-    def _counter(self, group: int, old: PickledTensor) -> PickledTensor:
-        names = self.work.assignment.skeleton.flat_groups[group]
-        choice = next(c for c in self.work.steps if set(c.counter.parameters) == set(names))
-        return self._member([Literal(pack_step(choice))], old.dtype, old.shape)
+    def _choice(self, number: int) -> StepChoice:
+        names = set(self.work.groups[number].names)
+        return next(c for c in self.work.steps if set(c.counter.parameters) == names)
+
+    def _counter(self, number: int, old: PickledTensor) -> PickledTensor:
+        return self._member([Literal(pack_step(self._choice(number)))], old.dtype, old.shape)
 
     def _member(self, segments: Sequence[Segment], dtype: DType, shape: tuple[int, ...]) -> PickledTensor:
         key = str(len(self.members))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,7 +17,6 @@ class StepPolicy(StrEnum):
 
     EXACT = "exact"  # the counter's parameters come from one source: that source's value
     NEWEST = "newest"  # one counter serves parameters of several sources: the largest of their values
-    KEPT = "kept"  # the counter is part of the pickle, which is not rewritten: the skeleton's value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,25 @@ class UnitStaleness:
         }
 
 
-def choose_steps(assignment: Assignment) -> tuple[StepChoice, ...]:
-    """Choose the value of every step counter of the skeleton.
+def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None = None) -> tuple[StepChoice, ...]:
+    """Choose the value of every step counter: of the skeleton's, or of one for each of `groups`.
 
-    Law: where all of a counter's parameters come from one source and the counter can be written, its value is that
-    source's.
+    Law: where all of a counter's parameters come from one source, its value is that source's.
     """
     counters = [_counters(source) for source in assignment.sources]
-    return tuple(_choose(assignment, counters, counter) for counter in assignment.skeleton.steps)
+    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
+    return tuple(_choose(assignment, counters, counter) for counter in wanted)
+
+
+def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> Iterator[AdamStep]:
+    """One counter for each group that any counter serves."""
+    by_name = {name: step for step in steps for name in step.parameters}
+    for names in groups:
+        served = [by_name[name] for name in names if name in by_name]
+        if served:
+            newest = max(served, key=lambda step: step.value)
+            entries = dict.fromkeys(entry for step in served for entry in step.entries)
+            yield replace(newest, parameters=tuple(names), cells=(), entries=tuple(entries))
 
 
 def _counters(source: TrainingCheckpoint) -> dict[str, float]:
@@ -75,8 +85,6 @@ def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: A
         if name in assignment.source_of
     ]
     value = max(found, default=counter.value)
-    if not counter.cells and value != counter.value:
-        return StepChoice(counter, counter.value, StepPolicy.KEPT)
     return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
 
 

@@ -38,6 +38,7 @@ class InertPickler:
     def __init__(self) -> None:
         self._out: list[bytes] = []
         self._memo: dict[str | Global, int] = {}
+        self._memoizes = True
 
     def dump(self, value: object) -> bytes:
         """Return the whole pickle.
@@ -47,8 +48,21 @@ class InertPickler:
         """
         self._out = [b"\x80\x02"]
         self._memo = {}
+        self._memoizes = True
         self._put(value)
         return b"".join([*self._out, b"."])
+
+    def fragment(self, value: object) -> bytes:
+        """Return the instructions that push a value, to be put inside another pickle: nothing is memoized.
+
+        Raises:
+            TypeError: a value of another type.
+        """
+        self._out = []
+        self._memo = {}
+        self._memoizes = False
+        self._put(value)
+        return b"".join(self._out)
 
     def _put(self, value: object) -> None:
         if value is None or isinstance(value, bool):
@@ -91,8 +105,9 @@ class InertPickler:
         else:
             raw = value.encode("utf-8")
             self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
-        self._memo[value] = len(self._memo)
-        self._out.append(b"r" + struct.pack("<I", self._memo[value]))
+        if self._memoizes:
+            self._memo[value] = len(self._memo)
+            self._out.append(b"r" + struct.pack("<I", self._memo[value]))
 
     def _object(self, value: object) -> None:
         if isinstance(value, Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from bisect import bisect_right
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -52,10 +53,10 @@ class StateReader:
         itemsize = state.dtype.itemsize
         out = np.empty(span.n_elements * itemsize, np.uint8)
         done = 0
-        for piece in state.pieces:
+        place = bisect_right(state.pieces, span.start, key=lambda piece: piece.span.stop)
+        while place < len(state.pieces) and (piece := state.pieces[place]).span.start < span.stop:
+            place += 1
             first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
-            if first >= last:
-                continue
             at, nbytes = (first - span.start) * itemsize, (last - first) * itemsize
             offset = piece.offset + (first - piece.span.start) * itemsize
             if self._open(piece.file).read_into(offset, out.data[at : at + nbytes], Purpose.ANALYSIS) != nbytes:

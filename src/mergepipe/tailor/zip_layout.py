@@ -17,10 +17,11 @@ _ALL_ONES_16, _ALL_ONES_32 = 0xFFFF, 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
-    """One member: its name without the archive's stem, and its content."""
+    """One member: its name without the archive's stem, its content, and the content's checksum where it is known."""
 
     name: str
     segments: tuple[Segment, ...]
+    crc32: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -30,7 +31,7 @@ class MemberPlan:
 def lay_out_archive(file: str, stem: str, members: Iterable[MemberPlan]) -> FilePlan:
     """Plan the archive `file`. Data of every member starts on a multiple of 64 bytes, as torch writes it.
 
-    Law: `zipfile` and torch read back what the members hold; checksums are taken as the file is written.
+    Law: `zipfile` and torch read back what the members hold; checksums not known are taken as the file is written.
     """
     layout = _Layout(stem)
     for member in members:
@@ -40,7 +41,7 @@ def lay_out_archive(file: str, stem: str, members: Iterable[MemberPlan]) -> File
 
 def literal_member(name: str, content: bytes) -> MemberPlan:
     """A member whose bytes are known."""
-    return MemberPlan(name, (Literal(content),))
+    return MemberPlan(name, (Literal(content),), zlib.crc32(content))
 
 
 class _Layout:
@@ -49,7 +50,7 @@ class _Layout:
     def __init__(self, stem: str) -> None:
         self.segments: list[Segment] = []
         self._entries: list[tuple[str, int, int, int]] = []  # name, header offset, bytes, checksum if known
-        self._ranges: list[tuple[int, int, int]] = []  # start, stop, place of the first checksum; of unknown ones
+        self._ranges: list[tuple[int, int, int] | None] = []  # start, stop, place of the first checksum; if unknown
         self._stem = stem
         self._position = 0
 
@@ -63,10 +64,11 @@ class _Layout:
         start = self._position
         for segment in member.segments:
             self._append(segment)
-        crc = _known_checksum(member.segments)
+        crc = member.crc32 or 0
         self._append(Literal(b"PK\x07\x08" + struct.pack("<I", crc) + _sizes(member.nbytes)))
         self._entries.append((name.decode(), header, member.nbytes, crc))
-        self._ranges.append((start, start + member.nbytes, start + member.nbytes + 4))
+        behind = (start, start + member.nbytes, start + member.nbytes + 4)
+        self._ranges.append(behind if member.crc32 is None else None)
 
     def _append(self, segment: Segment) -> None:
         if segment.nbytes:
@@ -91,19 +93,14 @@ class _Layout:
 
     @property
     def checksums(self) -> Sequence[Checksum]:
-        """Every member's checksum, behind the member and in the directory."""
+        """Every unknown checksum, behind its member and in the directory."""
         found, place = [], self._position
-        for (start, stop, behind), entry in zip(self._ranges, self._entries, strict=True):
-            found.append(Checksum(start, stop, (behind, place + 16)))
+        for unknown, entry in zip(self._ranges, self._entries, strict=True):
+            if unknown is not None:
+                start, stop, behind = unknown
+                found.append(Checksum(start, stop, (behind, place + 16)))
             place += len(_central(*entry))
         return found
-
-
-def _known_checksum(segments: Sequence[Segment]) -> int:
-    """The checksum of literal content; 0 where it is only known once it was read."""
-    if not all(isinstance(segment, Literal) for segment in segments):
-        return 0
-    return zlib.crc32(b"".join(segment.content for segment in segments if isinstance(segment, Literal)))
 
 
 def _sizes(nbytes: int) -> bytes:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from mergepipe.testing.safetensors_bytes import file_bytes, record
 from mergepipe.testing.torch_bytes import Array, Call, Named, PickleWriter, View, torch_bytes
 
 STATES = ("exp_avg", "exp_avg_sq")
+RATE = 0.1
+SAMPLES_A_STEP = 8
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -67,6 +70,10 @@ def _adam(step: int, average: Array, square: Array) -> dict[str, object]:
     return {"step": _step(step), "exp_avg": average, "exp_avg_sq": square}
 
 
+def _options(members: Sequence[Sequence[int]]) -> list[dict[str, object]]:
+    return [{"lr": RATE, "betas": (0.9, 0.999), "params": list(numbers)} for numbers in members]
+
+
 def _stage(number: int) -> Call:
     return Call(Named("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))
 
@@ -80,7 +87,9 @@ def _model_file(known: KnownStates, groups: Sequence[Sequence[str]], world_size:
         "module": module,
         "param_shapes": [{n: _size(known.shapes[n]) for n in group} for group in groups],
         "shared_params": {},
+        "lr_scheduler": None,
         "global_steps": known.step,
+        "global_samples": known.step * SAMPLES_A_STEP,
         "dp_world_size": world_size,
     })  # fmt: skip
 
@@ -109,7 +118,7 @@ def write_zero12(
             i: _adam(known.step, parts[i, "exp_avg"][rank], parts[i, "exp_avg_sq"][rank]) for i in range(len(groups))
         }
         optimizer = {
-            "base_optimizer_state": {"state": state, "param_groups": [{"params": [i]} for i in range(len(groups))]},
+            "base_optimizer_state": {"state": state, "param_groups": _options([[i] for i in range(len(groups))])},
             "single_partition_of_fp32_groups": [parts[i, "fp32"][rank] for i in range(len(groups))],
             "zero_stage": _stage(stage),
             "partition_count": [world_size] * len(groups),
@@ -118,8 +127,20 @@ def write_zero12(
         (folder / name).write_bytes(torch_bytes({"optimizer_state_dict": optimizer}))
 
 
-def write_zero3(folder: Path, known: KnownStates, groups: Sequence[Sequence[str]], world_size: int) -> None:
-    """A DeepSpeed tag directory of stage 3: every parameter padded and cut by itself."""
+def write_zero3(
+    folder: Path,
+    known: KnownStates,
+    groups: Sequence[Sequence[str]],
+    world_size: int,
+    *,
+    members: Sequence[Sequence[int]] | None = None,
+    config: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """A DeepSpeed tag directory of stage 3: every parameter padded and cut by itself.
+
+    `members` are the flat groups of each parameter group, which are one each unless given.
+    """
+    options = _options(members or [[i] for i in range(len(groups))])
     folder.mkdir(parents=True)
     module = {n: np.zeros(0, np.float32) for n in known.shapes}
     for rank in range(world_size):
@@ -128,11 +149,12 @@ def write_zero3(folder: Path, known: KnownStates, groups: Sequence[Sequence[str]
         optimizer = {
             "zero_stage": _stage(3),
             "partition_count": world_size,
-            "optimizer_state_dict": {"state": state, "param_groups": [{"params": [i]} for i in range(len(groups))]},
+            "optimizer_state_dict": {"state": state, "param_groups": options},
             "fp32_flat_groups": [flat["fp32"] for flat in flats],
         }
         prefix = f"zero_pp_rank_{rank}_mp_rank_00"
-        (folder / f"{prefix}_optim_states.pt").write_bytes(torch_bytes({"optimizer_state_dict": optimizer}))
+        content = torch_bytes({"optimizer_state_dict": optimizer, "ds_config": dict(config)})
+        (folder / f"{prefix}_optim_states.pt").write_bytes(content)
         (folder / f"{prefix}_model_states.pt").write_bytes(_model_file(known, groups, world_size, module))
 
 
@@ -166,14 +188,25 @@ def write_hf(folder: Path, known: KnownStates, *, tied: bool = False) -> None:
     names = [n for group in groups for n in group]
     state = {i: _adam(known.step, *(known.arrays[n, k] for k in STATES)) for i, n in enumerate(names)}
     numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(names)))]
-    options = [{"lr": 0.1, "params": n} for n in numbers]
+    options = [{"lr": RATE, "params": n} for n in numbers]
     (folder / "optimizer.pt").write_bytes(torch_bytes({"state": state, "param_groups": options}))
 
 
-def write_dcp(folder: Path, known: KnownStates, world_size: int) -> None:
-    """A DCP directory: rows of every tensor spread over the ranks, one archive a chunk, one file a rank."""
-    folder.mkdir(parents=True)
+def write_dcp(
+    folder: Path,
+    known: KnownStates,
+    world_size: int,
+    *,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    plain: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """A DCP directory: rows of every tensor spread over the ranks, one archive a chunk, one file a rank.
+
+    `tied` adds weights that are copies of others, by name; `plain` values that are no tensors, by key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     keyed = {f"model.{n}": known.arrays[n, "fp32"] for n in known.shapes}
+    keyed |= {f"model.{alias}": known.arrays[owner, "fp32"] for alias, owner in tied.items()}
     keyed |= {f"optim.state.{n}.{k}": known.arrays[n, k] for n in known.shapes for k in STATES}
     keyed |= {f"optim.state.{n}.step": _step(known.step) for n in known.shapes}
     files = [bytearray() for _ in range(world_size)]
@@ -192,6 +225,11 @@ def write_dcp(folder: Path, known: KnownStates, world_size: int) -> None:
         described[key] = _dcp(
             "TensorStorageMetadata", {"properties": properties, "size": _size(array.shape), "chunks": chunks}
         )
+    for key, value in plain.items():
+        item = torch_bytes(value)
+        described[key] = _dcp("BytesStorageMetadata", None)
+        stored.append((_dcp("MetadataIndex", {"fqn": key, "index": None}), _place(0, len(files[0]), len(item))))
+        files[0] += item
     for rank, content in enumerate(files):
         (folder / f"__{rank}_0.distcp").write_bytes(content)
     (folder / ".metadata").write_bytes(_metadata(described, stored))

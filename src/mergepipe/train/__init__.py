@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mergepipe.train.callback import PartialCheckpointCallback
     from mergepipe.train.changes import ChangeTracker
     from mergepipe.train.choice import Filter, LatestChanged, Parity, Strategy
+    from mergepipe.train.frameworks import restore_random_state
     from mergepipe.train.function import save_partial
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Parity",
     "PartialCheckpointCallback",
     "Strategy",
+    "restore_random_state",
     "save_partial",
 ]
 
@@ -28,6 +30,7 @@ _HOMES = {
     "Parity": "choice",
     "PartialCheckpointCallback": "callback",
     "Strategy": "choice",
+    "restore_random_state": "frameworks",
     "save_partial": "function",
 }
 

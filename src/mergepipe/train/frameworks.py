@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.blocks import DType, Span
-from mergepipe.errors import MergePipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.readers.inert_values import TORCH_DTYPES
 from mergepipe.readers.strict_json import JsonValue
 from mergepipe.train.engine_view import LocalShard, Ranks, SingleRank, Value
@@ -126,6 +127,34 @@ def save_random_state(path: Path) -> None:
     torch.save(states, path)
 
 
+def restore_random_state(folder: Path) -> None:
+    """Take up this process's random states from a checkpoint written by `save_partial`, or a composite of such.
+
+    Raises:
+        NotFoundError: it has none of this rank.
+    """
+    import torch
+
+    ranks = current_ranks()
+    path = folder / f"rng_state_{ranks.rank}.pth"
+    if not path.is_file():
+        raise NotFoundError.of("train.random", folder, f"holds no random states of rank {ranks.rank}")
+    with torch.serialization.safe_globals(_random_types()):
+        states = torch.load(path, weights_only=True)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and "cuda" in states:
+        one = isinstance(states["cuda"], torch.Tensor)
+        torch.cuda.set_rng_state(states["cuda"]) if one else torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _random_types() -> list[Any]:
+    """What numpy's random state is pickled of, for a loader that calls nothing else."""
+    rebuild = np.empty(0, np.uint32).__reduce__()[0]
+    return [rebuild, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+
+
 def save_object(value: object, path: Path) -> None:
     """`torch.save`."""
     import torch
@@ -133,10 +162,21 @@ def save_object(value: object, path: Path) -> None:
     torch.save(value, path)
 
 
-def save_distributed(model: Any, optimizer: Any, folder: Path) -> None:
-    """Write model and optimizer as torch.distributed.checkpoint does, on all ranks together."""
+def save_distributed(model: Any, optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
+    """Write model, optimizer and `state` as torch.distributed.checkpoint does, on all ranks together."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
     weights, states = get_state_dict(model, optimizer)
-    save({"model": weights, "optim": states}, checkpoint_id=str(folder))
+    save({**state, "model": weights, "optim": states}, checkpoint_id=str(folder))
+
+
+def save_distributed_state(model: Any, optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
+    """Write what `save_distributed` writes beside tensors: options of the optimizer, and `state`. One rank alone."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it saves in a single process
+        save({**state, "optim": {"param_groups": groups}}, checkpoint_id=str(folder), no_dist=True)

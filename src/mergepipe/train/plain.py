@@ -29,9 +29,6 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
         UnsupportedError: tensors cut otherwise than by rows; optimizer states of another shape than their parameter's.
     """
     module = module_tensors(model)
-    is_dcp = is_sharded(model)
-    if is_dcp and module.tied:
-        raise UnsupportedError.of("train.tied", next(iter(module.tied)), "tied parameters under FSDP2 are not saved")
     shards = [s for n, t in module.stored.items() for s in _shards(n, WEIGHT, t, ranks)]
     counters = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -43,7 +40,7 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
                 _check_shape(name, kind, value, parameter)
                 shards += _shards(name, kind, value, ranks)
     return EngineView(
-        origin=Format.DCP if is_dcp else Format.HF_OPTIMIZER,
+        origin=Format.DCP if framework is Framework.TORCH else Format.HF_OPTIMIZER,
         framework=framework,
         stage=None,
         world_size=ranks.world_size,

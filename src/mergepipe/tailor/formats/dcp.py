@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from mergepipe.readers.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.readers.inert_values import TORCH_DTYPES, PickledTensor, Record
 from mergepipe.readers.strict_json import shown
 from mergepipe.readers.torch_zip import read_torch_zip
-from mergepipe.readers.zip_directory import Window
+from mergepipe.readers.zip_directory import Window, read_zip_directory
 from mergepipe.storage.base import Store
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
@@ -36,6 +37,8 @@ from mergepipe.tailor.units import model_units
 METADATA_NAME = ".metadata"
 _NAME_LIMIT = 200
 _STATE_KEY = re.compile(r"(?:|.*?\.)state\.(?P<name>.+)\.(?P<kind>[a-z_]+)", re.ASCII)
+_ELEMENTS = "/data/0"
+_LEAST_TIED_DIMENSIONS = 2
 _FILE_NAME = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
 
 
@@ -60,8 +63,10 @@ class _Tensor:
     chunks: tuple[_Chunk, ...]
 
 
-def read_dcp(store: Store, folder: Path) -> TrainingCheckpoint:
+def read_dcp(store: Store, folder: Path, home: Path | None = None) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
+
+    `home` is where the directory will lie if that is elsewhere: links into siblings lead from there.
 
     Its pieces are packed (`Packing.TORCH_ZIP`): `unpack_piece` finds the elements inside one.
 
@@ -71,12 +76,13 @@ def read_dcp(store: Store, folder: Path) -> TrainingCheckpoint:
         UnsupportedError: tensors cut other than by rows, or a state dict without optimizer state.
     """
     metadata = _read_metadata(store, folder)
-    tensors = {t.key: t for t in _tensors(metadata, folder)}
+    tensors = {t.key: t for t in _tensors(metadata, _Place(folder, home or folder))}
     optimizer, weights = _classify(tensors, folder)
     states = {(name, WEIGHT): _state(tensor, name, WEIGHT) for name, tensor in weights.items()}
     states |= {(n, k): _state(t, n, k) for (n, k), t in optimizer.items() if k != "step"}
     steps = tuple(_step(store, name, tensor) for (name, kind), tensor in optimizer.items() if kind == "step")
-    parameters = {name: tensor.shape for name, tensor in weights.items()}
+    tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
+    parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
     files = sorted({c.file for t in tensors.values() for c in t.chunks})
     missing = [f"file {path.name}" for path in files if not path.is_file()]
     missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
@@ -88,7 +94,7 @@ def read_dcp(store: Store, folder: Path) -> TrainingCheckpoint:
         stage=None,
         world_size=len({m[1] for f in files if (m := _FILE_NAME.fullmatch(f.name))}) or 1,
         step=int(max((s.value for s in steps), default=0)),
-        units=model_units(parameters),
+        units=model_units(parameters, tied),
         parameters=MappingProxyType(parameters),
         states=MappingProxyType(states),
         steps=steps,
@@ -126,9 +132,9 @@ def _read_metadata(store: Store, folder: Path) -> Node:
     return Node(root, str(path)).fields("Metadata")
 
 
-def _tensors(metadata: Node, folder: Path) -> Iterator[_Tensor]:
+def _tensors(metadata: Node, at: _Place) -> Iterator[_Tensor]:
     """Join what tensors there are with where their chunks lie."""
-    stored = _storage(metadata, folder)
+    stored = _storage(metadata, at)
     for key, node in metadata.get("state_dict_metadata").named_items():
         if not isinstance(node.value, Record) or node.value.kind.name != "TensorStorageMetadata":
             continue  # bytes: options and the like, of no parameter
@@ -159,7 +165,7 @@ def _dtype(fields: Node) -> DType:
     return TORCH_DTYPES[name.name]
 
 
-def _storage(metadata: Node, folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
+def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
     """Where each (tensor, offsets) lies: file, offset, bytes."""
     found = {}
     files: dict[str, Path] = {}
@@ -172,19 +178,26 @@ def _storage(metadata: Node, folder: Path) -> dict[tuple[str, tuple[int, ...]], 
         name = (index.get("fqn").text(), offsets.shape() if offsets is not None else ())
         relative = place.get("relative_path").text()
         if relative not in files:
-            files[relative] = _contained(folder, relative, place)
+            files[relative] = at.contained(relative, place)
         found[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
     return found
 
 
-def _contained(folder: Path, relative: str, node: Node) -> Path:
-    """A file of this directory or of a sibling, which a linked composite points into; never elsewhere."""
-    home = os.path.normpath(folder.absolute().parent)
-    path = os.path.normpath(folder.absolute() / relative)
-    named = all(part == ".." or (is_plain_name(part) and len(part) < _NAME_LIMIT) for part in relative.split("/"))
-    if not named or not Path(path).is_relative_to(home):
-        raise node.error(f"the file {shown(relative)} lies outside of the run's directory")
-    return Path(path)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the directory is, and where it will be."""
+
+    folder: Path
+    home: Path
+
+    def contained(self, relative: str, node: Node) -> Path:
+        """A file of this directory or of a sibling, which a linked composite points into; never elsewhere."""
+        base = (self.home if relative.startswith("../") else self.folder).absolute()
+        path = os.path.normpath(base / relative)
+        named = all(part == ".." or (is_plain_name(part) and len(part) < _NAME_LIMIT) for part in relative.split("/"))
+        if not named or not Path(path).is_relative_to(os.path.normpath(base.parent)):
+            raise node.error(f"the file {shown(relative)} lies outside of the run's directory")
+        return Path(path)
 
 
 def _classify(
@@ -211,6 +224,33 @@ def _classify(
     prefix = min(complete, key=len)
     weights = {key.removeprefix(prefix): tensors[key] for key in tensors if key in others and key.startswith(prefix)}
     return states, weights
+
+
+def _aliases(store: Store, weights: Mapping[str, _Tensor], trained: AbstractSet[str]) -> Iterator[tuple[str, str]]:
+    """Weights that are stored under two names, as (alias, owner): the alias has no optimizer state of its own.
+
+    Bytes are compared by the checksums of their archives; vectors, which can be alike by chance, are not looked at.
+    """
+    for alias, tensor in weights.items():
+        if alias in trained or len(tensor.shape) < _LEAST_TIED_DIMENSIONS:
+            continue
+        alike = (name for name in weights if name in trained and _layout(weights[name]) == _layout(tensor))
+        owner = next((name for name in alike if _checksums(store, weights[name]) == _checksums(store, tensor)), None)
+        if owner is not None:
+            yield alias, owner
+
+
+def _layout(tensor: _Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, frozenset((chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
+
+
+def _checksums(store: Store, tensor: _Tensor) -> dict[tuple[int, ...], int]:
+    """The CRC-32 of every chunk's elements, as its archive has noted it."""
+    found = {}
+    for chunk in tensor.chunks:
+        members = read_zip_directory(store, Window(chunk.file, chunk.offset, chunk.nbytes)) if chunk.nbytes else {}
+        found[chunk.offsets] = next((m.crc32 for name, m in members.items() if name.endswith(_ELEMENTS)), 0)
+    return found
 
 
 def _state(tensor: _Tensor, name: str, kind: str) -> StoredState:

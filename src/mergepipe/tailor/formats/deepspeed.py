@@ -156,6 +156,11 @@ def _assemble(
     )
 
 
+def base_optimizer_path(stage: int | None) -> tuple[str, str]:
+    """Where an optimizer file keeps the state of the optimizer that ZeRO wraps."""
+    return "optimizer_state_dict", "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+
+
 def _open_rank(store: Store, rank: int, path: Path) -> _Rank:
     archive = read_torch_zip(store, path)
     return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
@@ -230,6 +235,7 @@ class _Reader:
     def states(self) -> Iterator[StoredState]:
         """Every state of every parameter, in the order of the groups."""
         for index, group in enumerate(self.groups):
+            per_rank = self._partition_elements(index)
             by_kind: dict[str, list[_GroupState]] = {}
             for rank in self.ranks:
                 for state in self._group_states(rank, index):
@@ -237,10 +243,9 @@ class _Reader:
             for kind, parts in by_kind.items():
                 if len({p.tensor.dtype for p in parts}) > 1:
                     raise _lies(parts[0], "ranks hold different dtypes")
-                yield from (self._state(parameter, kind, parts, index) for parameter in group)
+                yield from (self._state(parameter, kind, parts, per_rank) for parameter in group)
 
-    def _state(self, parameter: FlatParameter, kind: str, parts: list[_GroupState], group: int) -> StoredState:
-        per_rank = self._partition_elements(group)
+    def _state(self, parameter: FlatParameter, kind: str, parts: list[_GroupState], per_rank: int) -> StoredState:
         pieces = [piece for part in parts if (piece := self._piece(parameter, part, per_rank))]
         return StoredState(parameter.name, kind, parts[0].tensor.dtype, parameter.shape, tuple(pieces))
 
@@ -301,7 +306,7 @@ class _Reader:
         return nodes
 
     def _base_optimizer(self, rank: _Rank) -> Node:
-        node = rank.optimizer.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+        node = rank.optimizer.get(base_optimizer_path(self.stage)[-1])
         if isinstance(node.value, list):
             raise UnsupportedError.of("tailor.zero.elastic", node.file, "an elastic ZeRO checkpoint")
         return node
@@ -318,19 +323,21 @@ class _Reader:
                 raise CorruptError.of("tailor.zero.step", self.ranks[0].optimizer.file, f"ranks are at steps {values}")
             if found:
                 cells = tuple(cell for step in found for cell in step.cells)
-                yield replace(found[0], parameters=tuple(p.name for p in group), cells=cells)
+                entries = tuple(entry for step in found for entry in step.entries)
+                yield replace(found[0], parameters=tuple(p.name for p in group), cells=cells, entries=entries)
 
     def _step(self, rank: _Rank, group: int) -> AdamStep | None:
         """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""
-        entry = self._base_state(rank, group)
+        entry, place = self._base_state(rank, group), "state"
         node = entry.find("step") if entry is not None else None
         if node is None:
-            options = self._base_optimizer(rank).get("param_groups").elements()
+            options, place = self._base_optimizer(rank).get("param_groups").elements(), "param_groups"
             node = options[group].find("step") if group < len(options) else None
         if node is None:
             return None
         if not isinstance(node.value, PickledTensor):
-            return AdamStep(float(node.integer()), (), DTYPES["I64"])
+            path = (*base_optimizer_path(self.stage), place, group, "step")
+            return AdamStep(float(node.integer()), (), DTYPES["I64"], entries=((rank.archive.file, path),))
         tensor = rank.locate(node)
         if tensor.n_elements != 1:
             raise node.error(f"a step counter has shape {tensor.shape}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,7 +25,7 @@ from mergepipe.tailor.checkpoint import (
     TrainingCheckpoint,
 )
 from mergepipe.tailor.parameter_order import defined_order, trainer_order
-from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.pickle_node import Node, PicklePath
 from mergepipe.tailor.scalars import read_scalar
 from mergepipe.tailor.trainer_files import read_global_step, read_json, tied_aliases, weight_state
 from mergepipe.tailor.transformers_names import ask_transformers
@@ -48,14 +48,16 @@ def read_hf_checkpoint(store: Store, folder: Path) -> TrainingCheckpoint:
     optimizer = Node(archive.root, OPTIMIZER_NAME)
     config = read_json(store, folder / "config.json")
     names = _numbered_names(folder, config, model, optimizer)
-    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in model.tensors.values()}
+    entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
+    states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
     steps = []
     for number, name in enumerate(names):
         entry = optimizer.get("state").find(number)
-        for state in _states(entry, archive, model.tensors[name]) if entry is not None else ():
+        for state in _states(entry, archive, entries[name]) if entry is not None else ():
             states[(name, state.kind)] = state
         if entry is not None and (step := _step(store, entry, archive, name)):
-            steps.append(step)
+            path: PicklePath = ("state", number, "step")
+            steps.append(step if step.cells else replace(step, entries=((archive.file, path),)))
     parameters = {t.name: t.shape for t in model.tensors.values()}
     return TrainingCheckpoint(
         path=folder,

@@ -1,0 +1,332 @@
+"""Command that trains a small language model, resumes it from composites, and compares the losses with no interruption.
+
+Run with the interpreter of requirements/train.txt and PYTHONPATH=src: `python -m benchmarks.tailor_resuming WORK`. For
+every seed, one run saves in full and goes on to the end; others save in part, each with its strategy. Composites are
+made of all of them by `mergepipe tailor` and resumed by the Trainer: the same batches, rates and random states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks import tiny_lm
+from benchmarks.local_text import gather
+from mergepipe.tailor import api
+from mergepipe.tailor.compose import CompositionReport
+from mergepipe.train.journal import LOG_NAME, read_journal
+
+_SHAPE = tiny_lm.LmShape(vocab=1024, hidden=96, layers=8, kv_heads=2, head_dim=24, intermediate=256, context=64)
+_WINDOW_TOKENS, _BATCH, _HELDOUT_WINDOWS = 64, 8, 96
+_CHARACTERS = 2_000_000
+_WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
+_PARTIAL = ("parity", "filter", "latest-changed, half", "latest-changed, a quarter")
+_BUDGET_FRACTIONS = {"half": 0.5, "a quarter": 0.25}  # of a full save, for latest-changed
+_WINDOWS = ((1, 5), (6, 20), (21, 50), (51, 100))  # steps after resuming, both ends included
+_RECOVERED_NATS, _RECOVERED_STEPS = 0.01, 10
+_RESULT = "resuming.json"
+
+Losses = dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One experiment: saves every `every` steps, an interruption at step `at`, `after` steps from there on."""
+
+    at: int
+    every: int
+    after: int
+    rate: float
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token windows to train on and to score with."""
+
+    training: tuple[tuple[int, ...], ...]
+    heldout: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """One checkpoint, resumed. `ages` are those of its units in steps; `excess` what each step's loss is above that of
+    the run that was not interrupted, on the same batch; `saved_fraction` what a partial save has of a full one's bytes.
+    """
+
+    name: str
+    seed: int
+    ages: tuple[int, ...]
+    saved_fraction: float | None
+    heldout_at: float
+    heldout_after: float | None
+    excess: tuple[float, ...]
+
+    @property
+    def recovered_after(self) -> int | None:
+        """Steps until the mean excess of the next `_RECOVERED_STEPS` steps is within `_RECOVERED_NATS`."""
+        for step in range(len(self.excess) - _RECOVERED_STEPS + 1):
+            if mean(self.excess[step : step + _RECOVERED_STEPS]) < _RECOVERED_NATS:
+                return step
+        return None
+
+
+def read_text(n_windows: int) -> Text:
+    """Cut windows, without overlap, out of general text of this machine."""
+    (general,) = gather(0, general_characters=_CHARACTERS)
+    tokenizer = tiny_lm.make_tokenizer([general.training], _SHAPE.vocab)
+
+    def windows(text: str, count: int) -> tuple[tuple[int, ...], ...]:
+        ids = tiny_lm.tokens_of(tokenizer, text)
+        found = [tuple(ids[i : i + _WINDOW_TOKENS]) for i in range(0, len(ids) - _WINDOW_TOKENS, _WINDOW_TOKENS)]
+        if len(found) < count:
+            raise SystemExit(f"error: {count} windows of text needed, this machine has {len(found)}")
+        return tuple(found[:: len(found) // count][:count])
+
+    return Text(windows(general.training, n_windows), windows(general.heldout, _HELDOUT_WINDOWS))
+
+
+class Experiment:
+    """The runs and composites of one seed, in `work`."""
+
+    def __init__(self, work: Path, setting: Setting, text: Text, seed: int) -> None:
+        self._work = work
+        self._setting = setting
+        self._text = text
+        self._seed = seed
+        self._full = work / "full"
+        self._last = setting.at + setting.after
+        self._uninterrupted: Losses = {}
+
+    def run(self) -> Iterator[Resumed]:
+        """Train, compose, resume; yield each result as it is there."""
+        at, every = self._setting.at, self._setting.every
+        steps = [at, at - every, at - 2 * every, at - 4 * every]
+        self._uninterrupted = self._train(self._full, self._last, saved_at=steps)
+        for age in (0, every, 2 * every, 4 * every):
+            if age:  # what going back would lose; it is not resumed: its losses are those of the uninterrupted run
+                yield self._scored(f"whole checkpoint, {age} steps before", age)
+        yield self._resumed("the checkpoint itself", (), self._checkpoint(at))
+        for strategy in _PARTIAL:
+            yield self._partial(strategy)
+        for age in (2 * every, 4 * every):
+            yield self._parity(age)
+        yield from self._taken_apart(4 * every)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self._full / f"checkpoint-{step}"
+
+    def _partial(self, strategy: str) -> Resumed:
+        """Save in part up to the interruption, compose what the log implies, resume that."""
+        at, run = self._setting.at, self._work / strategy
+        self._train(run, at, strategy=strategy)
+        recipe = run / "recipe.yml"
+        recipe.write_text(api.recipe_from_log(run / LOG_NAME, run, at=at, folder=run)[0])
+        report = api.compose(recipe, run / f"checkpoint-{at}", state_from=run / f"partial-{at}", self_check="full")
+        records = [record for record in read_journal(run).records if not record.is_full]
+        fraction = mean(record.saved_bytes / record.full_bytes for record in records)
+        name = f"{strategy}: a save every {self._setting.every}"
+        return self._resumed(name, _ages(report), run / f"checkpoint-{at}", saved_fraction=fraction)
+
+    def _parity(self, age: int) -> Resumed:
+        at, out = self._setting.at, self._parity_folder(age)
+        recipe = self._work / f"parity-{age}.yml"
+        recipe.write_text(
+            f"default: full/checkpoint-{at}\n"
+            f"take: [{{from: full/checkpoint-{at - age}, units: [layers odd, embed, norm]}}]\n"
+        )
+        out.parent.mkdir()
+        report = api.compose(recipe, out, self_check="full")
+        return self._resumed(f"parity of full saves {age} apart", _ages(report), out)
+
+    def _taken_apart(self, age: int) -> Iterator[Resumed]:
+        """The oldest parity composite with only its weights old, with only its optimizer old; and no optimizer."""
+        composite, whole = self._parity_folder(age), self._checkpoint(self._setting.at)
+        for name, weights, optimizer in (("weights", composite, whole), ("moments", whole, composite)):
+            out = self._work / name
+            shutil.copytree(whole, out)
+            shutil.copyfile(weights / _WEIGHTS, out / _WEIGHTS)
+            shutil.copyfile(optimizer / _OPTIMIZER, out / _OPTIMIZER)
+            yield self._resumed(f"the same {age} apart, {name} alone old", (), out)
+        out = self._work / "no-moments"
+        shutil.copytree(whole, out)
+        _forget_moments(out / _OPTIMIZER)
+        yield self._resumed("all moments lost, all weights new", (), out)
+
+    def _parity_folder(self, age: int) -> Path:
+        return self._work / f"parity-{age}" / f"checkpoint-{self._setting.at}"
+
+    def _scored(self, name: str, age: int) -> Resumed:
+        heldout = self._heldout(self._checkpoint(self._setting.at - age))
+        return Resumed(name, self._seed, (), None, heldout, None, ())
+
+    def _resumed(
+        self, name: str, ages: tuple[int, ...], checkpoint: Path, *, saved_fraction: float | None = None
+    ) -> Resumed:
+        at, out = self._setting.at, self._work / "resumed"
+        found = self._train(out, self._last, saved_at=[self._last], resume=checkpoint)
+        excess = tuple(found[step] - self._uninterrupted[step] for step in range(at + 1, self._last + 1))
+        after = self._heldout(out / f"checkpoint-{self._last}")
+        shutil.rmtree(out)
+        return Resumed(name, self._seed, ages, saved_fraction, self._heldout(checkpoint), after, excess)
+
+    def _heldout(self, checkpoint: Path) -> float:
+        return tiny_lm.losses(tiny_lm.load_model(checkpoint), {"heldout": self._text.heldout})["heldout"]
+
+    def _train(
+        self, out: Path, last: int, *, saved_at: Sequence[int] = (), strategy: str = "", resume: Path | None = None
+    ) -> Losses:
+        """Train under the Trainer up to step `last`; return the loss of every step."""
+        transformers: Any = import_module("transformers")
+        model = tiny_lm.new_model(_SHAPE, self._seed)
+        torch: Any = import_module("torch")
+        rows = [{"input_ids": t, "labels": t} for t in torch.tensor(self._text.training)]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(out), max_steps=self._last, save_strategy="no", per_device_train_batch_size=_BATCH,
+            learning_rate=self._setting.rate, lr_scheduler_type=self._setting.schedule, warmup_steps=50,
+            weight_decay=0.1, logging_steps=1, seed=self._seed, report_to=[], disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.add_callback(_steering(transformers.TrainerCallback, saved_at, last))
+        if strategy:
+            train: Any = import_module("mergepipe.train")
+            trainer.add_callback(
+                train.PartialCheckpointCallback(self._setting.every, _strategy(train, strategy, model))
+            )
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def _ages(report: CompositionReport) -> tuple[int, ...]:
+    return tuple(max(age for _, _, age in unit.sources) for unit in report.plan.staleness)
+
+
+def _steering(base: Any, saved_at: Sequence[int], last: int) -> Any:
+    """A callback that saves at some steps and stops after one."""
+
+    def on_step_end(_: Any, __: Any, state: Any, control: Any, **___: Any) -> Any:
+        control.should_save |= state.global_step in saved_at
+        control.should_training_stop |= state.global_step >= last
+        return control
+
+    return type("Steering", (base,), {"on_step_end": on_step_end})()
+
+
+def _strategy(train: Any, name: str, model: Any) -> Any:
+    if name == "parity":
+        return train.Parity()
+    if name == "filter":
+        return train.Filter(edge_layers=2, every=5)
+    n_elements = sum(parameter.numel() for parameter in model.parameters())
+    fraction = _BUDGET_FRACTIONS[name.partition(", ")[2]]
+    return train.LatestChanged(budget_bytes=int(fraction * 12 * n_elements))
+
+
+def _forget_moments(path: Path) -> None:
+    torch: Any = import_module("torch")
+    document = torch.load(path, weights_only=True)
+    for state in document["state"].values():
+        for value in state.values():
+            value.zero_()
+    torch.save(document, path)
+
+
+def print_table(setting: Setting, found: Sequence[Resumed]) -> None:
+    """Means over the seeds, with the lowest and highest."""
+    by_name: dict[str, list[Resumed]] = {}
+    for each in found:
+        by_name.setdefault(each.name, []).append(each)
+    windows = [(first, last) for first, last in _WINDOWS if last <= setting.after]
+    head = " | ".join(f"steps {first}-{last}" for first, last in windows)
+    print(f"| resumed from | of a full save | old units (oldest) | held-out | {head} | recovered | held-out after |")
+    print("|---" * (len(windows) + 6) + "|")
+    for name, runs in by_name.items():
+        print(f"| {name} | {_origin(runs)} | {_row(runs, windows)} |")
+
+
+def _origin(runs: Sequence[Resumed]) -> str:
+    fractions = [run.saved_fraction for run in runs if run.saved_fraction is not None]
+    ages = runs[0].ages
+    old = f"{sum(age > 0 for age in ages)} of {len(ages)} ({max(ages)})" if ages else ""
+    return f"{mean(fractions):.0%} | {old}" if fractions else f" | {old}"
+
+
+def _row(runs: Sequence[Resumed], windows: Sequence[tuple[int, int]]) -> str:
+    at = _spread([run.heldout_at for run in runs], "{:.3f}")
+    if not runs[0].excess:
+        return " | ".join([at, *("" for _ in windows), "", ""])
+    excess = [_spread([mean(run.excess[a - 1 : b]) for run in runs], "{:+.3f}") for a, b in windows]
+    steps = [run.recovered_after for run in runs]
+    recovered = "not" if None in steps else _spread([float(step) for step in steps if step is not None], "{:.0f}")
+    after = _spread([run.heldout_after for run in runs if run.heldout_after is not None], "{:.3f}")
+    return " | ".join([at, *excess, recovered, after])
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if max(values) == min(values):
+        return form.format(values[0])
+    return f"{form} ({form}..{form})".format(mean(values), min(values), max(values))
+
+
+def run_all(work: Path, setting: Setting, seeds: Sequence[int], on_result: Callable[[Resumed], None]) -> list[Resumed]:
+    """Run every seed in a directory of its own, which is removed."""
+    text = read_text(_BATCH * (setting.at + setting.after))
+    found: list[Resumed] = []
+    for seed in seeds:
+        folder = work / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        for each in Experiment(folder, setting, text, seed).run():
+            on_result(each)
+            found.append(each)
+        shutil.rmtree(folder)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path, help="a directory for the runs; the results stay in it")
+    parser.add_argument("--at", type=int, default=400, help="the step of the interruption")
+    parser.add_argument("--every", type=int, default=50, help="steps between two saves")
+    parser.add_argument("--after", type=int, default=100, help="steps after resuming")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate after 50 steps of warm-up")
+    parser.add_argument("--schedule", default="constant_with_warmup", help="the Trainer's name of it")
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    if given.at % given.every or given.at <= 4 * given.every:
+        parser.error(f"--at {given.at}: give a multiple of --every, beyond its fourth ({4 * given.every})")
+    setting = Setting(given.at, given.every, given.after, given.rate, given.schedule)
+    tiny_lm.use_threads(1)
+    _be_quiet()
+    started = time.process_time()
+    found = run_all(given.work, setting, range(1, given.seeds + 1), _tell)
+    document: Mapping[str, object] = {"setting": asdict(setting), "results": [asdict(each) for each in found]}
+    (given.work / _RESULT).write_text(json.dumps(document, indent=1))
+    print_table(setting, found)
+    print(f"{time.process_time() - started:.0f} s of processor time", file=sys.stderr)
+
+
+def _be_quiet() -> None:
+    """Keep progress bars and the notice about tied embeddings off the terminal."""
+    logging: Any = import_module("transformers.utils.logging")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _tell(each: Resumed) -> None:
+    first = f"{mean(each.excess[:5]):+.4f}" if each.excess else "-"
+    print(f"seed {each.seed}: {each.name}: held-out {each.heldout_at:.3f}, first losses {first}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

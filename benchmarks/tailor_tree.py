@@ -1,0 +1,146 @@
+"""Command that writes 8B-shaped ZeRO-3 checkpoints scaled to a size: every byte a real one has, no framework needed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe.blocks import F32
+from mergepipe.readers.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.storage.local import LocalStore
+from mergepipe.tailor.copy_plan import CopyRange, Literal, Segment
+from mergepipe.tailor.copying import Copier
+from mergepipe.tailor.torch_writer import InertPickler, Size
+from mergepipe.tailor.zip_layout import MemberPlan, lay_out_archive, literal_member
+
+LAYERS = 32
+_BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights
+_POOL_BYTES = 64 << 20
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def checkpoint_name(index: int) -> str:
+    """The directory of the checkpoint with this number, from 0, the oldest."""
+    return f"global_step{100 * (index + 1)}"
+
+
+def scaled_shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
+    """Llama-3-8B's shapes with every width scaled so that a checkpoint has about `size_bytes`."""
+    scale = 1.0
+    for _ in range(60):
+        shapes = _shapes(scale)
+        total = sum(math.prod(shape) for shape in shapes.values()) * _BYTES_PER_PARAMETER
+        scale *= (size_bytes / total) ** 0.5
+    return shapes
+
+
+def _shapes(scale: float) -> dict[str, tuple[int, ...]]:
+    def width(full: int) -> int:
+        return max(1, round(full * scale))
+
+    h, ffn, kv, vocabulary = width(4096), width(14336), width(1024), width(128256)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, h)}
+    for index in range(LAYERS):
+        for module, shape in (
+            ("self_attn.q_proj", (h, h)), ("self_attn.k_proj", (kv, h)), ("self_attn.v_proj", (kv, h)),
+            ("self_attn.o_proj", (h, h)), ("mlp.gate_proj", (ffn, h)), ("mlp.up_proj", (ffn, h)),
+            ("mlp.down_proj", (h, ffn)), ("input_layernorm", (h,)), ("post_attention_layernorm", (h,)),
+        ):  # fmt: skip
+            shapes[f"model.layers.{index}.{module}.weight"] = shape
+    return shapes | {"model.norm.weight": (h,), "lm_head.weight": (vocabulary, h)}
+
+
+def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]], ranks: int, step: int, pool: Path) -> None:
+    """Write a ZeRO-3 tag directory whose tensors are cut out of `pool`."""
+    folder.mkdir(parents=True)
+    copier = Copier(LocalStore(), 256 << 20, lambda _: None)
+    groups = [[n for n in shapes if "norm" not in n], [n for n in shapes if "norm" in n]]
+    for rank in range(ranks):
+        prefix = f"zero_pp_rank_{rank}_mp_rank_00"
+        for kind, (root, members) in (
+            ("optim", _optimizer(shapes, groups, ranks, step, pool)),
+            ("model", _model(shapes, groups, ranks, step)),
+        ):
+            head = [literal_member("data.pkl", InertPickler().dump(root)), literal_member("byteorder", b"little")]
+            name = f"{prefix}_{kind}_states.pt"
+            plan = lay_out_archive(name, "archive", [*head, *members, literal_member("version", b"3\n")])
+            copier.write(plan, folder / name)
+
+
+def _model(
+    shapes: dict[str, tuple[int, ...]], groups: list[list[str]], ranks: int, step: int
+) -> tuple[object, list[MemberPlan]]:
+    root = {
+        "module": {},
+        "param_shapes": [{n: Size(shapes[n]) for n in group} for group in groups],
+        "shared_params": {},
+        "global_steps": step,
+        "dp_world_size": ranks,
+    }
+    return root, []
+
+
+def _optimizer(
+    shapes: dict[str, tuple[int, ...]], groups: list[list[str]], ranks: int, step: int, pool: Path
+) -> tuple[object, list[MemberPlan]]:
+    members: list[MemberPlan] = []
+
+    def flat(n_elements: int) -> PickledTensor:
+        segments = tuple(_from_pool(pool, n_elements * 4, len(members)))
+        return tensor(segments, (n_elements,))
+
+    def tensor(segments: tuple[Segment, ...], shape: tuple[int, ...]) -> PickledTensor:
+        key, n_elements = str(len(members)), math.prod(shape)
+        members.append(MemberPlan(f"data/{key}", segments))
+        return PickledTensor(PickledStorage(key, F32, n_elements), F32, 0, shape, (1,) * len(shape))
+
+    sizes = [sum(-(-math.prod(shapes[n]) // ranks) for n in group) for group in groups]
+    counter = (Literal(np.float32(step).tobytes()),)
+    root = {
+        "optimizer_state_dict": {
+            "zero_stage": Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,)),
+            "partition_count": ranks,
+            "optimizer_state_dict": {
+                "state": {
+                    i: {"step": tensor(counter, ()), **{k: flat(n) for k in _STATES}} for i, n in enumerate(sizes)
+                },
+                "param_groups": [{"params": [i], "lr": 1e-4} for i in range(len(groups))],
+            },
+            "fp32_flat_groups": [flat(n) for n in sizes],
+        }
+    }
+    return root, members
+
+
+def _from_pool(pool: Path, nbytes: int, seed: int) -> Iterator[CopyRange]:
+    start = seed * 4096 % _POOL_BYTES
+    while nbytes:
+        take = min(nbytes, _POOL_BYTES - start)
+        yield CopyRange(pool, start, take, is_skeleton=True)
+        nbytes, start = nbytes - take, 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--size-gb", type=float, required=True, help="bytes of one checkpoint")
+    parser.add_argument("--checkpoints", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4)
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    pool: Path = options.directory / "pool"
+    values = np.random.default_rng(0).standard_normal(_POOL_BYTES // 4).astype(np.float32)
+    pool.write_bytes(values.tobytes())
+    shapes = scaled_shapes(int(options.size_gb * 1e9))
+    for index in range(options.checkpoints):
+        step = 100 * (index + 1)
+        write_checkpoint(options.directory / checkpoint_name(index), shapes, options.ranks, step, pool)
+    pool.unlink()
+
+
+if __name__ == "__main__":
+    main()

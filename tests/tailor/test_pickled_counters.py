@@ -1,0 +1,79 @@
+"""Step counters that are numbers in the pickle itself, as fused optimizers keep them: written like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from composing import FULL, Pair, make_pair, wrong_values
+
+from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.storage.local import LocalStore
+from mergepipe.tailor.copying import Copier
+from mergepipe.tailor.edited_archive import plan_edited
+from mergepipe.tailor.formats.deepspeed import base_optimizer_path
+from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.tailor.pickle_node import Node, PicklePath
+from mergepipe.tailor.skeleton_files import SkeletonFile
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
+
+TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}]\n"
+
+
+def edit(path: Path, edits: dict[PicklePath, object]) -> None:
+    status = path.stat()
+    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, path, status.st_size, status.st_mtime_ns), [], edits)
+    Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, path.with_name("edited"))
+    path.with_name("edited").replace(path)
+
+
+def write_hf_with_numbers(folder: Path, known: KnownStates) -> None:
+    write_hf(folder, known)
+    edit(folder / "optimizer.pt", {("state", i, "step"): known.step for i in range(len(known.shapes))})
+
+
+def write_fused(folder: Path, known: KnownStates, stage: int) -> None:
+    """ZeRO around a fused optimizer: the counter is an option of the parameter group."""
+    groups = decay_groups(known.shapes)
+    if stage == 3:
+        write_zero3(folder, known, groups, 2)
+    else:
+        write_zero12(folder, known, groups, 2, stage=stage)
+    for path in folder.glob("*optim_states.pt"):
+        edit(path, dict(fused(Node(read_torch_zip(MetadataStore(), path).root, path.name), known, stage)))
+
+
+def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePath, object]]:
+    base = base_optimizer_path(stage)
+    for number, entry in root.at((*base, "state")).items():
+        assert isinstance(number, int)
+        yield (*base, "state", number), {k: v for k, v in entry.mapping().items() if k != "step"}
+    options = [{"lr": 0.1, "step": known.step, "params": [i]} for i in range(2)]
+    yield (*base, "param_groups"), options
+
+
+def counters(pair: Pair) -> dict[str, float]:
+    made = open_training_checkpoint(MetadataStore(), pair.out)
+    return {name: step.value for step in made.steps for name in step.parameters}
+
+
+def test_compose__writes_counters_of_optimizer_pt_that_are_numbers(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, write_hf_with_numbers)
+    pair.compose(TAKE_NORMS)
+    old = [name for name in pair.old.shapes if name != "lm_head.weight"]
+    assert wrong_values(pair.out, pair, old) == []
+    assert counters(pair) == dict.fromkeys(old, 7.0) | {"lm_head.weight": 9.0}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [None, 3])
+def test_compose__writes_counters_of_fused_optimizers(tmp_path: Path, stage: int, world_size: int | None) -> None:
+    pair = make_pair(tmp_path, lambda folder, known: write_fused(folder, known, stage))
+    pair.compose(TAKE_NORMS, replace(FULL, world_size=world_size))
+    old = [name for name in pair.old.shapes if name != "lm_head.weight"]
+    assert wrong_values(pair.out, pair, old) == []
+    norms, others = 7.0, 9.0  # all norms are old, and lm_head shares its counter with old weights
+    assert counters(pair) == {name: norms if "norm" in name else others for name in pair.old.shapes}

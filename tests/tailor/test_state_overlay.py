@@ -1,0 +1,298 @@
+"""Composites that resume at the step of a partial checkpoint: DeepSpeed and DCP trees written without frameworks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from composing import FULL, Pair, make_pair, stored_values, tree, wrong_values
+
+from mergepipe.errors import MergePipeError
+from mergepipe.readers.inert_pickle import load_inert
+from mergepipe.readers.strict_json import JsonValue
+from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.storage.local import LocalStore
+from mergepipe.tailor.checkpoint import FP32, Format, Framework, TrainingCheckpoint
+from mergepipe.tailor.compose import CompositionReport
+from mergepipe.tailor.copying import Copier
+from mergepipe.tailor.edited_archive import plan_edited
+from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.tailor.pickle_node import Node
+from mergepipe.tailor.skeleton_files import SkeletonFile
+from mergepipe.testing.engine_views import known_view, on_ranks
+from mergepipe.testing.stores import MetadataStore
+from mergepipe.testing.torch_bytes import torch_bytes
+from mergepipe.testing.training_trees import (
+    RATE,
+    SAMPLES_A_STEP,
+    KnownStates,
+    decay_groups,
+    decoder_shapes,
+    write_dcp,
+    write_trainer_files,
+    write_zero3,
+    write_zero12,
+)
+from mergepipe.train.engine_view import EngineView, Ranks
+from mergepipe.train.saving import PartialJob, write_partial
+
+LATE = 1900  # a step that takes more bytes than that of the skeleton
+RECIPE = "default: old\ntake: [{from: new, units: [layers all]}]\n"
+OPTIONS: tuple[dict[str, JsonValue], ...] = (
+    {"lr": 0.25, "betas": [0.5, 0.999], "new": 1},
+    {"lr": 0.5, "betas": [0.9, 0.999]},
+)
+ZERO = {
+    "1": lambda folder, known, groups: write_zero12(folder, known, groups, 2, stage=1),
+    "2": lambda folder, known, groups: write_zero12(folder, known, groups, 2),
+    "3": lambda folder, known, groups: write_zero3(folder, known, groups, 2),
+}
+
+
+def save_partially(folder: Path, known: KnownStates, change: Callable[[EngineView], EngineView], *files: str) -> None:
+    """A partial save of every unit by two ranks, with small files of the given names."""
+
+    def extra(staged: Path) -> list[Path]:
+        for name in files:
+            content = json.dumps({"global_step": known.step}).encode() if name.endswith("json") else name.encode()
+            (staged / name).write_bytes(torch_bytes({"last": [known.step]}) if name == "scheduler.pt" else content)
+        return [staged / name for name in files]
+
+    def write(ranks: Ranks) -> int:
+        view = change(known_view(known, ranks.rank, 2))
+        given = extra if ranks.rank == 0 else lambda _: []
+        return write_partial(PartialJob(view, tuple(view.units.parameters), known.step, folder, given), ranks)
+
+    assert all(isinstance(result, int) for result in on_ranks(2, write))
+
+
+STATE_NAMES = ("trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
+
+
+def zero_pair(folder: Path, stage: str, *, scheduler: object = None) -> Pair:
+    """A Trainer's DeepSpeed checkpoint `old` at step 7, and a partial one `new` at a late step."""
+    pair = make_pair(folder, lambda path, known: write_trainer_zero(path, known, stage, scheduler))
+    pair = replace(pair, new=replace(pair.new, step=LATE))
+    shutil.rmtree(folder / "new")
+    for name in STATE_NAMES[1:]:
+        (folder / "old" / name).write_text("old")
+
+    def change(view: EngineView) -> EngineView:
+        groups = decay_groups(pair.new.shapes)
+        return replace(
+            view, framework=Framework.TRANSFORMERS, stage=int(stage), options=OPTIONS,
+            flat_groups=tuple(map(tuple, groups)),
+        )  # fmt: skip
+
+    save_partially(folder / "new", pair.new, change, *STATE_NAMES)
+    return pair
+
+
+def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: object) -> None:
+    write_trainer_files(path, known)
+    tag = f"global_step{known.step}"
+    ZERO[stage](path / tag, known, decay_groups(known.shapes))
+    (path / "latest").write_text(tag)
+    for file in (path / tag).glob("*model_states.pt") if scheduler is not None else ():
+        status = file.stat()
+        found = SkeletonFile(file.name, file, status.st_size, status.st_mtime_ns)
+        plan = plan_edited(MetadataStore(), found, [], {("lr_scheduler",): scheduler})
+        Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, file.with_name("changed"))
+        file.with_name("changed").rename(file)
+
+
+def refused(pair: Pair, text: str = RECIPE) -> MergePipeError:
+    before = tree(pair.folder / "old")
+    with pytest.raises(MergePipeError) as caught:
+        pair.compose(text)
+    assert (tree(pair.folder / "old"), pair.out.exists()) == (before, False)
+    return caught.value
+
+
+def root_of(path: Path) -> Node:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    return Node(read_torch_zip(MetadataStore(), path).root, path.name)
+
+
+def ages(report: CompositionReport) -> Mapping[str, int]:
+    return {unit.unit: unit.sources[0][2] for unit in report.plan.staleness}
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("world_size", [None, 3])
+def test_compose__resumes_deepspeed_at_the_step_of_a_partial_checkpoint(
+    tmp_path: Path, stage: str, world_size: int | None
+) -> None:
+    pair = zero_pair(tmp_path, stage)
+    report = pair.compose(RECIPE, replace(FULL, world_size=world_size))
+    old = [name for name in pair.old.shapes if ".layers." not in name]
+    assert wrong_values(pair.out, pair, old) == []
+    assert open_training_checkpoint(MetadataStore(), pair.out).step == LATE
+    assert (ages(report)["layer 1"], ages(report)["embed"]) == (0, LATE - 7)
+
+    tag = pair.out / f"global_step{LATE}"
+    assert ((pair.out / "latest").read_text(), [path.name for path in pair.out.glob("global*")]) == (
+        tag.name,
+        [tag.name],
+    )
+    for path in tag.glob("*model_states.pt"):
+        root = root_of(path)
+        counters = [root.get(key).value for key in ("global_steps", "global_samples", "lr_scheduler", "dp_world_size")]
+        assert counters == [LATE, LATE * SAMPLES_A_STEP, None, world_size or 2]
+    inner = "optimizer_state_dict" if stage == "3" else "base_optimizer_state"
+    for path in tag.glob("*optim_states.pt"):
+        groups = root_of(path).at(("optimizer_state_dict", inner, "param_groups")).elements()
+        assert [group.get("lr").value for group in groups] == [0.25, 0.5]
+        assert [group.get("betas").value for group in groups] == [(0.5, 0.999), (0.9, 0.999)]
+        assert all("new" not in group.mapping() for group in groups)
+    assert json.loads((pair.out / "trainer_state.json").read_text()) == {"global_step": LATE}
+    assert (pair.out / "rng_state_1.pth").read_text() == "rng_state_1.pth"
+    assert not (pair.out / "mergepipe-partial.json").exists()
+
+
+def test_compose__puts_the_scheduler_where_the_engine_keeps_it(tmp_path: Path) -> None:
+    pair = zero_pair(tmp_path, "2", scheduler={"last": [7]})
+    pair.compose(RECIPE)
+    path = pair.out / f"global_step{LATE}" / "mp_rank_00_model_states.pt"
+    assert root_of(path).get("lr_scheduler").value == {"last": [LATE]}
+    (tmp_path / "new" / "scheduler.pt").unlink()
+    (tmp_path / "old" / "scheduler.pt").unlink()
+    shutil.rmtree(pair.out)
+    assert refused(pair).code == "tailor.state.files"
+
+
+def test_compose__takes_the_complete_checkpoint_where_a_partial_one_has_no_state(tmp_path: Path) -> None:
+    pair = zero_pair(tmp_path, "3")
+    (tmp_path / "new" / "trainer_state.json").unlink()
+    report = pair.compose(RECIPE)
+    assert (report.plan.assignment.state.step, ages(report)["layer 1"]) == (7, 7 - LATE)
+    shutil.rmtree(pair.out)
+    assert refused(pair, RECIPE + "state_from: new\n").code == "tailor.state.files"
+
+
+def test_compose__refuses_random_states_of_fewer_ranks(tmp_path: Path) -> None:
+    pair = zero_pair(tmp_path, "3")
+    (tmp_path / "new" / "rng_state_1.pth").unlink()
+    assert "rng_state_1.pth" in str(refused(pair))
+
+
+# --- torch DCP
+
+PLAIN = {"optim.param_groups.0.lr": RATE, "step": 7, "scheduler.last_epoch": 7}
+
+
+def dcp_pair(folder: Path, plain: Mapping[str, object]) -> Pair:
+    """A DCP directory `old` at step 7 with values that are no tensors, and a partial one `new` with `plain`."""
+    pair = make_pair(folder, lambda path, known: write_dcp(path, known, 2, plain=PLAIN))
+    shutil.rmtree(folder / "new")
+    (folder / "old" / "rng_state_0.pth").write_text("old")
+
+    def change(view: EngineView) -> EngineView:
+        shards = tuple(replace(s, kind="weight") if s.kind == FP32 else s for s in view.shards)
+        counters = tuple(replace(view.counters[0], parameters=(name,)) for name in view.parameters)
+        return replace(
+            view, origin=Format.DCP, framework=Framework.TORCH, stage=None, flat_groups=(), shards=shards,
+            counters=counters,
+        )  # fmt: skip
+
+    save_partially(folder / "new", pair.new, change, "rng_state_0.pth")
+    write_dcp(folder / "new", replace(pair.new, shapes={}), 1, plain=plain)
+    return pair
+
+
+def plain_values(folder: Path) -> dict[str, object]:
+    """Values of a DCP directory that are no tensors, by key, read through its metadata."""
+    metadata = Node(load_inert((folder / ".metadata").read_bytes(), "metadata"), "metadata").fields("Metadata")
+    described = metadata.get("state_dict_metadata").mapping()
+    found: dict[str, object] = {}
+    for index, place in metadata.get("storage_data").items():
+        key = Node(index, "metadata").fields("MetadataIndex").get("fqn").text()
+        if getattr(described[key], "kind").name == "BytesStorageMetadata":  # noqa: B009 - an inert record
+            fields = place.fields("_StorageInfo")
+            start = fields.get("offset").integer()
+            item = folder / "item.pt"
+            whole = (folder / fields.get("relative_path").text()).read_bytes()
+            item.write_bytes(whole[start : start + fields.get("length").integer()])
+            found[key] = read_torch_zip(MetadataStore(), item).root
+            item.unlink()
+    return found
+
+
+def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path) -> None:
+    plain = {"optim.param_groups.0.lr": 0.25, "step": 9, "scheduler.last_epoch": 9, "scheduler.new": "x"}
+    pair = dcp_pair(tmp_path, plain)
+    before = tree(tmp_path / "new")
+    report = pair.compose(RECIPE)
+    old = [name for name in pair.old.shapes if ".layers." not in name]
+    assert (wrong_values(pair.out, pair, old), plain_values(pair.out)) == ([], plain)
+    assert (report.plan.assignment.state.step, ages(report)["layer 1"], ages(report)["embed"]) == (9, 0, 2)
+    assert (pair.out / "rng_state_0.pth").read_text() == "rng_state_0.pth"
+    assert tree(tmp_path / "new") == before
+    made = open_training_checkpoint(MetadataStore(), pair.out)
+    piece = made.states["model.norm.weight", "weight"].pieces[0]
+    assert (made.world_size, unpack_piece(MetadataStore(), piece, made.states["model.norm.weight", "weight"].dtype).file
+            == piece.file) == (2, True)  # fmt: skip
+
+
+def test_compose__refuses_a_dcp_state_that_lacks_a_value(tmp_path: Path) -> None:
+    pair = dcp_pair(tmp_path, {key: value for key, value in PLAIN.items() if key != "step"})
+    error = refused(pair)
+    assert (error.code, "lacks step" in str(error)) == ("tailor.state.files", True)
+
+
+def test_compose__refuses_to_link_what_a_partial_checkpoint_gives(tmp_path: Path) -> None:
+    pair = dcp_pair(tmp_path, PLAIN)
+    linked = replace(FULL, linked=True)
+    with pytest.raises(MergePipeError) as caught:
+        pair.compose(RECIPE, linked)
+    assert caught.value.code == "tailor.state.link"
+    with pytest.raises(MergePipeError) as caught:
+        pair.compose(RECIPE + "state_from: old\n", linked)
+    assert caught.value.code == "tailor.link.partial"
+
+
+# --- tied weights of DCP
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, lambda p, k: write_dcp(p, k, 2, tied=TIED), decoder_shapes(tied=True))
+
+
+def test_read_dcp__recognises_tied_weights(tied: Pair) -> None:
+    found = open_training_checkpoint(MetadataStore(), tied.folder / "new")
+    assert (dict(found.units.tied), "lm_head.weight" in found.parameters) == (TIED, False)
+    assert "lm_head" not in [str(unit) for unit in found.units.parameters]
+
+
+def test_compose__takes_both_names_of_tied_weights_from_one_source(tied: Pair) -> None:
+    for options in (FULL, replace(FULL, linked=True, force=True)):
+        tied.compose("default: new\ntake: [{from: old, units: [embed]}]\n", options)
+        assert (opened(tied).missing, dict(opened(tied).units.tied)) == ((), TIED)
+
+
+def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
+    text = (
+        "merge_method: passthrough\n"
+        "slices: [{sources: [{model: new, layer_range: [0, 3]}]}]\n"
+        "pre_weights: [{name: model.embed_tokens.weight, model: old}, {name: model.norm.weight, model: new}]\n"
+        "post_weights: [{name: lm_head.weight, model: %s}]\n"
+    )
+    assert refused(tied, text % "new").code == "tailor.tied"
+    tied.compose(text % "old")
+    head, embed = (stored_values(made.states[n, "weight"]) for n in (*TIED, *TIED.values()) for made in [opened(tied)])
+    assert (head == embed).all()
+    assert (embed == tied.old.arrays[TIED["lm_head.weight"], FP32]).all()
+
+
+def opened(pair: Pair) -> TrainingCheckpoint:
+    return open_training_checkpoint(MetadataStore(), pair.out)
