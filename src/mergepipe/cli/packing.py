@@ -1,0 +1,90 @@
+"""`mergepipe pack` and `unpack`: experts kept as what they change of their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.analyze import BasePath
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import AsJson, Debug, Quiet, Threads
+from mergepipe.cli.running import progress_shown, truthful_about
+
+ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
+StorePath = Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")]
+PackOut = Annotated[
+    str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
+]
+UnpackOut = Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="The directory to create.")]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Remove each expert's files once its store was read back and compared.")
+]
+BaseOption = Annotated[
+    str | None, typer.Option("--base", metavar="BASE", help="Where the base is now.  [default: where it was]")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("pack")(pack)
+    app.command("unpack")(unpack)
+
+
+def pack(
+    context: typer.Context,
+    base: BasePath,
+    experts: ExpertPaths,
+    *,
+    out: PackOut,
+    replace: Replace = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Keep each EXPERT as what it changes of BASE, bit for bit.
+
+    Every element is checked while it is packed. A pack that was stopped goes on with the experts that are missing.
+    """
+    session: Session = context.obj
+    from mergepipe.workflows import packing
+
+    with progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = packing.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        from mergepipe.report.packing_tables import pack_table
+
+        print(pack_table(report))
+
+
+def unpack(
+    context: typer.Context,
+    store: StorePath,
+    *,
+    out: UnpackOut,
+    base: BaseOption = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Restore the files that STORE was made from, byte for byte."""
+    session: Session = context.obj
+    from mergepipe.workflows import unpacking
+
+    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = unpacking.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        from mergepipe.report.packing_tables import unpack_line
+
+        print(unpack_line(report))

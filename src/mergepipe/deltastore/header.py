@@ -1,0 +1,230 @@
+"""The store's header, `mergepipe-store.json`: a frozen value, its JSON, its strict reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from mergepipe.blocks import DTYPES, BlockGrid, DType, element_count
+from mergepipe.canonical import digest_of
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Piece
+from mergepipe.deltastore.parts import corrupt
+from mergepipe.errors import UnsupportedError
+from mergepipe.readers.contained import is_plain_name
+from mergepipe.readers.strict_json import JsonValue, parse_object, shown
+
+HEADER_NAME = "mergepipe-store.json"
+INDEX_NAME = "mergepipe-store.index"
+HEADERS_NAME = "mergepipe-store.headers"
+PIECE_NAMES: dict[Piece, str] = {
+    piece: f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin" for piece in Piece
+}
+OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
+FORMAT_NAME = "mergepipe-delta-store"
+FORMAT_VERSION = 1
+FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
+T = TypeVar("T")
+
+
+def is_store(path: Path) -> bool:
+    """Whether `path` is a directory with a store's header."""
+    return (path / HEADER_NAME).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """One weight file of the original: its header's bytes stand in the headers file, one after another."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    header_bytes: int
+    header_blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file of the original that is kept as it is, under the same name."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """One tensor: which weight file it is in, its rows of the index, its bands.
+
+    Tensors stand file by file, by offset. `has_base`: the base has a tensor of this name, dtype and shape.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: int
+    first_row: int
+    has_base: bool
+    cuts: tuple[float, float, float] | None
+
+    @property
+    def n_rows(self) -> int:
+        return BlockGrid(element_count(self.shape), BLOCK_ELEMENTS).n_blocks
+
+    @property
+    def nbytes(self) -> int:
+        return element_count(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHeader:
+    """What a store says of itself.
+
+    `base` and `expert` are the paths that were packed, as hints; `base_files` digests what the base's files were.
+    """
+
+    base: str
+    base_files: str
+    expert: str
+    is_bare_file: bool
+    index_blake3: str
+    files: tuple[PackedFile, ...]
+    kept: tuple[KeptFile, ...]
+    tensors: tuple[PackedEntry, ...]
+
+    def to_json(self) -> bytes:
+        """Readable JSON with a digest of itself."""
+        content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
+        content["tensors"] = [{**asdict(each), "dtype": each.dtype.name} for each in self.tensors]
+        return (json.dumps({**content, "digest": digest_of(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def parse_header(raw: bytes, path: Path) -> StoreHeader:
+    """Read a header.
+
+    Raises:
+        CorruptError: it is damaged, or says what cannot be.
+        UnsupportedError: it is of a newer version.
+    """
+    document = parse_object(raw, where=path, code="store.header")
+    fields = _Fields(document, path)
+    _check_format(fields.get("format", str), path)
+    claimed = fields.get("digest", str)
+    if digest_of({key: value for key, value in document.items() if key != "digest"}) != claimed:
+        raise corrupt(path, "the header is damaged: its digest does not fit")
+    if fields.get("block_elements", int) != BLOCK_ELEMENTS:
+        fields.refuse("block_elements", document["block_elements"])
+    header = StoreHeader(
+        base=fields.get("base", str),
+        base_files=fields.get("base_files", str),
+        expert=fields.get("expert", str),
+        is_bare_file=fields.get("is_bare_file", bool),
+        index_blake3=fields.get("index_blake3", str),
+        files=fields.each("files", _packed_file),
+        kept=fields.each("kept", _kept_file),
+        tensors=fields.each("tensors", _entry),
+    )
+    _check_tensors(header, path)
+    return header
+
+
+def _check_format(found: str, path: Path) -> None:
+    name, _, version = found.partition("/")
+    if name != FORMAT_NAME or not version.isdecimal():
+        raise corrupt(path, f"the format is {shown(found)}, not {FORMAT}")
+    if int(version) != FORMAT_VERSION:
+        raise UnsupportedError.of(
+            "store.version", path, f"a delta store of version {version}; this version reads {FORMAT_VERSION}",
+            "update mergepipe",
+        )  # fmt: skip
+
+
+def _check_tensors(header: StoreHeader, path: Path) -> None:
+    """Names are used once; tensors stand file by file; rows follow one another."""
+    names = [tensor.name for tensor in header.tensors]
+    outputs = [file.name for file in header.files] + [kept.name for kept in header.kept]
+    if len(set(names)) != len(names) or len(set(outputs)) != len(outputs):
+        raise corrupt(path, "a name is used twice")
+    row, file = 0, 0
+    for tensor in header.tensors:
+        if tensor.first_row != row or not file <= tensor.file < len(header.files):
+            raise corrupt(path, f"tensor {shown(tensor.name)} does not follow the one before it")
+        row, file = row + tensor.n_rows, tensor.file
+    for number, each in enumerate(header.files):
+        stored = each.header_bytes + sum(tensor.nbytes for tensor in header.tensors if tensor.file == number)
+        if stored != each.size_bytes:
+            raise corrupt(path, f"{shown(each.name)} has {each.size_bytes} bytes, its parts have {stored}")
+
+
+class _Fields:
+    """Typed access to one JSON object."""
+
+    def __init__(self, document: Mapping[str, JsonValue], path: Path) -> None:
+        self._document = document
+        self.path = path
+
+    def refuse(self, key: str, value: object) -> NoReturn:
+        raise corrupt(self.path, f"{key} is {shown(value)}")
+
+    def get(self, key: str, kind: type[T]) -> T:
+        value = self._document.get(key)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self.refuse(key, value)
+        if isinstance(value, int) and value < 0:
+            self.refuse(key, value)
+        return value
+
+    def raw(self, key: str) -> JsonValue:
+        return self._document.get(key)
+
+    def each(self, key: str, make: Callable[[_Fields], T]) -> tuple[T, ...]:
+        made = []
+        for item in self.get(key, list):
+            if not isinstance(item, dict):
+                self.refuse(key, item)
+            made.append(make(_Fields(item, self.path)))
+        return tuple(made)
+
+    def output_name(self) -> str:
+        """A relative posix path of plain parts, none of the store's own names."""
+        name = self.get("name", str)
+        if not all(is_plain_name(part) for part in name.split("/")) or name in OWN_NAMES:
+            self.refuse("name", name)
+        return name
+
+
+def _packed_file(fields: _Fields) -> PackedFile:
+    return PackedFile(
+        fields.output_name(), fields.get("size_bytes", int), fields.get("mtime_ns", int),
+        fields.get("header_bytes", int), fields.get("header_blake3", str),
+    )  # fmt: skip
+
+
+def _kept_file(fields: _Fields) -> KeptFile:
+    return KeptFile(fields.output_name(), fields.get("size_bytes", int), fields.get("blake3", str))
+
+
+def _entry(fields: _Fields) -> PackedEntry:
+    dtype = DTYPES.get(fields.get("dtype", str))
+    if dtype is None:
+        fields.refuse("dtype", fields.get("dtype", str))
+    shape = [size for size in fields.get("shape", list) if isinstance(size, int) and not isinstance(size, bool)]
+    if len(shape) != len(fields.get("shape", list)) or any(size < 0 for size in shape):
+        fields.refuse("shape", fields.get("shape", list))
+    return PackedEntry(
+        fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
+        fields.get("has_base", bool), _cuts(fields),
+    )  # fmt: skip
+
+
+def _cuts(fields: _Fields) -> tuple[float, float, float] | None:
+    cuts = fields.raw("cuts")
+    if cuts is None:
+        return None
+    if isinstance(cuts, list) and len(cuts) == 3 and all(isinstance(cut, float) for cut in cuts):
+        first, second, third = (float(cut) for cut in cuts if isinstance(cut, float))
+        if 3.5e38 > first >= second >= third >= 1e-45:
+            return first, second, third
+    return fields.refuse("cuts", cuts)

@@ -1,0 +1,112 @@
+"""The store's index: one fixed row a block, checked as a whole; offsets follow from lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.deltastore.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.levels import RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.parts import corrupt
+
+DIGEST_BYTES = 16
+CHECK_BYTES = 8
+N_PIECES = len(Piece)
+
+ROW = np.dtype([
+    ("codec", "u1"),
+    ("reserved", "u1", (3,)),
+    ("counts", "<u4", (3,)),
+    ("errors", "<f4", (len(RECORDED_LEVELS),)),
+    ("lengths", "<u4", (N_PIECES,)),
+    ("checks", f"V{CHECK_BYTES}", (N_PIECES,)),
+    ("base", f"V{DIGEST_BYTES}"),
+    ("expert", f"V{DIGEST_BYTES}"),
+])  # fmt: skip
+ROW_BYTES = ROW.itemsize
+
+
+def digest(content: RawBytes, length: int = DIGEST_BYTES) -> bytes:
+    """BLAKE3 of bytes, cut to `length`."""
+    return blake3(content.data).digest(length)
+
+
+def make_row(block: EncodedBlock, base: RawBytes | None, expert: RawBytes) -> NDArray[np.void]:
+    """The index row of a block: an array of one."""
+    row = np.zeros(1, ROW)
+    row["codec"] = int(block.codec)
+    row["counts"] = block.counts
+    row["errors"] = np.minimum(block.errors, np.finfo(np.float32).max)
+    for piece, content in block.pieces.items():
+        if len(content):
+            row["lengths"][0, piece] = len(content)
+            row["checks"][0, piece] = np.void(digest(content, CHECK_BYTES))
+    if base is not None:
+        row["base"] = np.void(digest(base))
+    row["expert"] = np.void(digest(expert))
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIndex:
+    """All rows, and where each piece of each block begins in its file: `offsets_PR`, one more than there are rows."""
+
+    rows: NDArray[np.void]
+    offsets_PR: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.void]) -> StoreIndex:
+        offsets_PR = np.zeros((N_PIECES, len(rows) + 1), np.int64)
+        np.cumsum(rows["lengths"].T.astype(np.int64), axis=1, out=offsets_PR[:, 1:])
+        return cls(rows, offsets_PR)
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> StoreIndex:
+        """Read the index.
+
+        Raises:
+            CorruptError: it is no whole number of rows, or a row says what cannot be.
+        """
+        if len(content) % ROW_BYTES:
+            raise corrupt(where, f"{len(content)} bytes are no whole number of rows of {ROW_BYTES}")
+        rows = np.frombuffer(content, ROW)
+        if len(rows) and int(rows["codec"].max()) > max(Codec):
+            raise corrupt(where, f"an unknown codec {int(rows['codec'].max())}")
+        if not (rows["errors"] >= 0).all() or np.isinf(rows["errors"]).any():
+            raise corrupt(where, "a recorded error that is no sum of squares")
+        return cls.of(rows)
+
+    def codec(self, row: int) -> Codec:
+        return Codec(int(self.rows["codec"][row]))
+
+    def file_bytes(self, piece: Piece) -> int:
+        """Length of the file of a piece."""
+        return int(self.offsets_PR[piece, -1])
+
+    def piece_range(self, piece: Piece, first: int, stop: int) -> tuple[int, int]:
+        """Bytes of the file of `piece` that hold it for the rows `[first, stop)`."""
+        return int(self.offsets_PR[piece, first]), int(self.offsets_PR[piece, stop])
+
+    def bytes_of(self, pieces: Sequence[Piece], first: int, stop: int) -> int:
+        """Bytes of some pieces of the rows `[first, stop)`."""
+        return sum(high - low for low, high in (self.piece_range(piece, first, stop) for piece in pieces))
+
+    def check_piece(self, piece: Piece, row: int, content: RawBytes, where: str) -> None:
+        """Hold the bytes of a piece against its checksum.
+
+        Raises:
+            CorruptError: they are not those that were written.
+        """
+        if len(content) and digest(content, CHECK_BYTES) != self.rows["checks"][row, piece].tobytes():
+            raise corrupt(where, f"the {piece.name.lower().replace('_', '-')} piece of block {row} is damaged")
+
+    def errors(self, level: Level, first: int, stop: int) -> NDArray[np.float64]:
+        """Squared error left at `level`, block by block."""
+        if level is Level.LOSSLESS:
+            return np.zeros(stop - first, np.float64)
+        column = RECORDED_LEVELS.index(level)
+        return np.asarray(self.rows["errors"][first:stop, column], np.float64)

@@ -1,0 +1,367 @@
+"""Stores on disk: packed, opened, fetched, unpacked; and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.blocks import BF16, F32, Span
+from mergepipe.budget import Purpose
+from mergepipe.canonical import digest_of
+from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
+from mergepipe.deltastore.index import ROW_BYTES
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level, Piece
+from mergepipe.deltastore.opening import open_store
+from mergepipe.deltastore.packed import PackedTensor
+from mergepipe.errors import (
+    CorruptError,
+    MergePipeError,
+    MismatchError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    UnsupportedError,
+)
+from mergepipe.readers.base import Checkpoint, ComputedTensor, Graded, NeedsBase, TensorEntry
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.storage.local import LocalStore
+from mergepipe.testing.disk_families import make_models, write_single
+from mergepipe.testing.safetensors_bytes import file_bytes
+from mergepipe.workflows.inputs import open_files
+from mergepipe.workflows.packing import pack
+from mergepipe.workflows.unpacking import unpack
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-1"
+BIG = "big.weight"
+EXTRA = "only.in.the.expert"
+N_BIG = BLOCK_ELEMENTS * 2 + 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A base, an expert and its store."""
+
+    base: Path
+    expert: Path
+    store: Path
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def bf16_file(values: np.ndarray[tuple[int], np.dtype[np.float32]], name: str = BIG) -> bytes:
+    bits = values.view(np.uint32)
+    halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    header = {name: {"dtype": "BF16", "shape": [len(halves)], "data_offsets": [0, 2 * len(halves)]}}
+    return file_bytes(header, halves.tobytes())
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    """One tensor of several blocks, in bare files."""
+    root = tmp_path_factory.mktemp("big")
+    rng = np.random.default_rng(0)
+    base = (rng.standard_normal(N_BIG) * 0.02).astype(np.float32)
+    (root / "base.safetensors").write_bytes(bf16_file(base))
+    expert = (base + rng.standard_normal(N_BIG) * 1e-4).astype(np.float32)
+    (root / "expert.safetensors").write_bytes(bf16_file(expert))
+    pack(root / "base.safetensors", [root / "expert.safetensors"], root / "stores", threads=2)
+    return Packed(root / "base.safetensors", root / "expert.safetensors", root / "stores" / "expert")
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Packed:
+    """Directories with tensors of every dtype, shape and kind of value that is awkward, and other files."""
+    models = make_models(1)
+    others = {EXTRA: np.ones(3, np.float32), "last": models[0]["last"][:7]}  # not in the base; of another shape
+    base, expert = write_single(tmp_path / "b", models[0]), write_single(tmp_path / "e", {**models[1], **others})
+    (expert / "notes").mkdir()
+    (expert / "notes" / "deep.txt").write_text("kept")
+    (expert / "empty").write_bytes(b"")
+    pack(base, [expert], tmp_path / "stores", threads=1)
+    return Packed(base, expert, tmp_path / "stores" / "e")
+
+
+def opened(packed: Packed, store: LocalStore | None = None) -> Checkpoint:
+    store = store or LocalStore()
+    return open_store(store, packed.store, open_checkpoint(store, packed.base))
+
+
+def big_tensor(packed: Packed, store: LocalStore | None = None) -> PackedTensor:
+    tensor = opened(packed, store).tensors[BIG]
+    assert isinstance(tensor, PackedTensor)
+    return tensor
+
+
+def fetched(tensor: PackedTensor, span: Span, store: LocalStore, *, base: np.ndarray | None = None) -> bytes:
+    out = np.zeros(span.n_elements * tensor.dtype.itemsize, np.uint8)
+    with open_files(store, {*(entry.file for entry in tensor.stored), tensor.base.file}) as files:
+        fetch = tensor.opened(files)
+        if base is None:
+            fetch(span, out, Purpose.EXPERT)
+        else:
+            fetch.with_base(span, base, out, Purpose.EXPERT)
+    return out.tobytes()
+
+
+def stored_bytes(path: Path, span: Span) -> bytes:
+    return path.read_bytes()[-2 * N_BIG :][2 * span.start : 2 * span.stop]
+
+
+def test_unpack__gives_the_files_back_byte_for_byte(odd: Packed, tmp_path: Path) -> None:
+    unpack(odd.store, tmp_path / "back", threads=2)
+    assert tree(tmp_path / "back") == tree(odd.expert)
+
+
+def test_unpack__gives_a_bare_file_back(big: Packed, tmp_path: Path) -> None:
+    unpack(big.store, tmp_path / "back")
+    assert tree(tmp_path / "back") == {"expert.safetensors": big.expert.read_bytes()}
+
+
+def test_unpack__takes_a_base_that_was_moved(odd: Packed, tmp_path: Path) -> None:
+    moved = odd.base.rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError) as caught:
+        unpack(odd.store, tmp_path / "back")
+    assert caught.value.code == "store.base-missing"
+    unpack(odd.store, tmp_path / "back", base=moved)
+    assert tree(tmp_path / "back") == tree(odd.expert)
+
+
+def test_pack__same_files_same_store_whatever_the_threads(big: Packed, tmp_path: Path) -> None:
+    pack(big.base, [big.expert], tmp_path, threads=5)
+    assert tree(tmp_path / "expert") == tree(big.store)
+
+
+def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(odd: Packed, tmp_path: Path) -> None:
+    before = tree(odd.store)
+    report = pack(odd.base, [odd.expert], tmp_path / "stores")
+    assert [expert.is_new for expert in report.experts] == [False]
+    assert tree(odd.store) == before
+    os.utime(odd.expert / "model.safetensors", ns=(1, 1))
+    with pytest.raises(OutputError) as caught:
+        pack(odd.base, [odd.expert], tmp_path / "stores")
+    assert caught.value.code == "output.exists"
+
+
+def test_pack__replace_removes_the_original_and_unpack_brings_it_back(odd: Packed, tmp_path: Path) -> None:
+    original = tree(odd.expert)
+    report = pack(odd.base, [odd.expert], tmp_path / "stores", replace=True)
+    assert report.experts[0].is_original_removed
+    assert not odd.expert.exists()
+    unpack(odd.store, odd.expert)
+    assert tree(odd.expert) == original
+
+
+def test_pack__replace_removes_nothing_where_the_store_on_disk_is_damaged(odd: Packed, tmp_path: Path) -> None:
+    original = tree(odd.expert)
+    path = odd.store / PIECE_NAMES[Piece.HEAD]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptError):
+        pack(odd.base, [odd.expert], tmp_path / "stores", replace=True)
+    assert tree(odd.expert) == original
+
+
+def test_pack__replace_refuses_links_before_anything_is_written(odd: Packed, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(odd.expert)
+    with pytest.raises(RecipeError) as caught:
+        pack(odd.base, [link], tmp_path / "other", replace=True)
+    assert caught.value.code == "pack.replace"
+    assert not (tmp_path / "other").exists()
+
+
+def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(odd: Packed, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as twice:
+        pack(odd.base, [odd.expert, odd.expert], tmp_path / "other")
+    assert twice.value.code == "pack.name"
+    (odd.expert / HEADER_NAME).write_text("{}")
+    with pytest.raises(UnsupportedError) as named:
+        pack(odd.base, [odd.expert], tmp_path / "other")
+    assert named.value.code == "pack.file"
+
+
+def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
+    expert, found = open_checkpoint(LocalStore(), odd.expert), opened(odd)
+    assert list(found.tensors) == list(expert.tensors)
+    assert found.sidecars == expert.sidecars
+    for name, entry in expert.tensors.items():
+        assert (found.tensors[name].dtype, found.tensors[name].shape) == (entry.dtype, entry.shape)
+    assert isinstance(found.tensors[EXTRA], TensorEntry)
+    assert isinstance(found.tensors["last"], TensorEntry)
+
+
+def test_packed_tensor__keeps_the_contracts(big: Packed) -> None:
+    tensor: ComputedTensor = big_tensor(big)
+    needy: NeedsBase = big_tensor(big)
+    assert (tensor.dtype, tensor.is_delta, tensor.is_unit) == (BF16, False, False)
+    assert needy.encoded_on.name == tensor.name
+    assert isinstance(tensor, Graded)
+    rough = big_tensor(big).at_level(Level.HEAD)
+    assert (rough.dtype, rough.is_delta) == (F32, True)
+    assert rough.nbytes < tensor.nbytes
+
+
+@given(start=st.integers(0, N_BIG), size=st.integers(0, N_BIG), level=st.sampled_from([Level.HEAD, Level.LOSSLESS]))
+def test_packed_tensor__fetches_spans_for_no_more_than_their_cost(
+    big: Packed, start: int, size: int, level: Level
+) -> None:
+    span = Span(start, min(start + size, N_BIG))
+    store = LocalStore()
+    tensor = big_tensor(big, store).at_level(level)
+    found = fetched(tensor, span, store)
+    if level is Level.LOSSLESS:
+        assert found == stored_bytes(big.expert, span)
+    else:
+        whole = fetched(tensor, Span(0, N_BIG), LocalStore())
+        assert found == whole[4 * span.start : 4 * span.stop]
+    assert store.ledger.usage()[Purpose.EXPERT] <= tensor.cost_bytes(span)
+
+
+@given(first=st.integers(0, N_BIG // 16384), stop=st.integers(0, N_BIG // 16384 + 1))
+def test_packed_fetch__with_the_bases_bytes_reads_less_and_gives_the_same(big: Packed, first: int, stop: int) -> None:
+    span = Span(min(first, stop) * 16384, min(max(first, stop) * 16384, N_BIG))
+    store = LocalStore()
+    given_base = np.frombuffer(stored_bytes(big.base, span), np.uint8)
+    found = fetched(big_tensor(big, store), span, store, base=given_base)
+    assert found == stored_bytes(big.expert, span)
+    if span == Span(0, N_BIG):
+        assert store.ledger.usage()[Purpose.BASE] == 0
+
+
+def test_packed_tensor__records_errors_and_counts(big: Packed) -> None:
+    tensor = big_tensor(big)
+    errors = [float(tensor.squared_errors(level).sum()) for level in Level]
+    assert len(tensor.squared_errors(Level.HEAD)) == tensor.n_blocks == 3
+    assert errors[Level.LOSSLESS] == 0.0
+    assert errors[Level.NOTHING] > errors[Level.HEAD] > errors[Level.BODY] > errors[Level.BODY_EXACT] > 0
+    assert tensor.elements_above(1) >= int(0.2 * N_BIG)
+
+
+def test_packed_tensor__one_block_costs_its_own_pages(big: Packed) -> None:
+    tensor = big_tensor(big)
+    one = tensor.cost_bytes(tensor.block_span(1))
+    assert one <= 0.25 * 2 * BLOCK_ELEMENTS
+    assert tensor.level_cost_bytes(tensor.block_span(1), Level.HEAD_EXACT) < one
+
+
+def test_packed_tensor__refuses_another_base_of_the_same_form(big: Packed, tmp_path: Path) -> None:
+    other = tmp_path / "base.safetensors"
+    content = bytearray(big.base.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    with pytest.raises(MismatchError) as caught:
+        unpack(big.store, tmp_path / "back", base=other)
+    assert caught.value.code == "store.base"
+    assert not (tmp_path / "back").exists()
+
+
+def test_open_store__refuses_a_base_without_the_tensor_or_with_another_shape(big: Packed, tmp_path: Path) -> None:
+    for name, n in (("other", N_BIG), (BIG, N_BIG - 1)):
+        path = tmp_path / f"{n}.safetensors"
+        path.write_bytes(bf16_file(np.zeros(n, np.float32), name))
+        with pytest.raises(MismatchError) as caught:
+            opened(Packed(path, big.expert, big.store))
+        assert caught.value.code == "store.base"
+        assert str(big.base) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(OWN_NAMES))
+def test_open_store__or_reading_finds_a_changed_byte_and_a_missing_end(odd: Packed, tmp_path: Path, name: str) -> None:
+    path = odd.store / name
+    whole = path.read_bytes()
+    if not whole:
+        pytest.skip("nothing of this kind in the store")
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    for damaged in (bytes(flipped), whole[:-2]):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptError):
+            unpack(odd.store, tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+    path.unlink()
+    with pytest.raises((CorruptError, NotFoundError)):
+        unpack(odd.store, tmp_path / "back")
+
+
+def with_header(packed: Packed, **changes: object) -> None:
+    """Change the header and let its digest fit again: a store that was made to lie."""
+    path = packed.store / HEADER_NAME
+    document = json.loads(path.read_text())
+    document.update(changes)
+    document.pop("digest")
+    path.write_text(json.dumps({**document, "digest": digest_of(document)}))
+
+
+def test_open_store__refuses_a_newer_version(odd: Packed) -> None:
+    with_header(odd, format="mergepipe-delta-store/2")
+    with pytest.raises(UnsupportedError) as caught:
+        opened(odd)
+    assert caught.value.code == "store.version"
+    assert "update mergepipe" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "something"},
+        {"block_elements": 1},
+        {"tensors": []},
+        {"tensors": [{"name": "x", "dtype": "BF16", "shape": [1 << 40], "file": 0, "first_row": 0, "has_base": True,
+                      "cuts": None}]},
+        {"files": [{"name": "../up", "size_bytes": 8, "mtime_ns": 0, "header_bytes": 8, "header_blake3": ""}]},
+        {"kept": [{"name": "/etc/passwd", "size_bytes": 8, "blake3": ""}]},
+        {"kept": [{"name": INDEX_NAME, "size_bytes": 8, "blake3": ""}]},
+        {"index_blake3": "00"},
+        {"is_bare_file": 1},
+    ],
+)  # fmt: skip
+def test_open_store__refuses_headers_that_lie(odd: Packed, changes: dict[str, object]) -> None:
+    with_header(odd, **changes)
+    with pytest.raises(CorruptError):
+        opened(odd)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_unpack__of_any_damage_gives_the_files_or_an_error_of_ours(big: Packed, tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    copy = tmp_path / f"copy{seed}"
+    shutil.copytree(big.store, copy)
+    names = [name for name in sorted(OWN_NAMES) if (copy / name).stat().st_size]
+    path = copy / names[rng.integers(len(names))]
+    content = bytearray(path.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    path.write_bytes(content)
+    with pytest.raises(MergePipeError):
+        unpack(copy, tmp_path / f"back{seed}", base=big.base)
+    shutil.rmtree(copy)
+
+
+def test_format__golden_store_is_read_as_ever(tmp_path: Path) -> None:
+    unpack(GOLDEN / "store", tmp_path / "back", base=GOLDEN / "base.safetensors")
+    assert tree(tmp_path / "back") == {"expert.safetensors": (GOLDEN / "expert.safetensors").read_bytes()}
+
+
+def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
+    pack(GOLDEN / "base.safetensors", [GOLDEN / "expert.safetensors"], tmp_path, threads=1)
+    for name in sorted(OWN_NAMES - {HEADER_NAME}):  # the header holds paths and times
+        assert (tmp_path / "expert" / name).read_bytes() == (GOLDEN / "store" / name).read_bytes(), name
+
+
+def test_format__an_index_row_has_the_documented_size() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "format" / "delta-store.md"
+    text = document.read_text(encoding="utf-8")
+    assert f"{ROW_BYTES} bytes a block" in text
+    for name in OWN_NAMES:
+        assert f"`{name}`" in text
+    assert HEADERS_NAME in text

@@ -1,0 +1,235 @@
+"""Merges of packed experts: the same bytes as those of the originals, for the stores' bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import mergepipe
+from mergepipe.blocks import BF16
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.cost import range_cost_bytes
+from mergepipe.deltastore.header import PIECE_NAMES
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level, Piece
+from mergepipe.deltastore.packed import PackedTensor
+from mergepipe.engine.levels import sufficient_levels
+from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.operators.base import OperatorInput
+from mergepipe.operators.registry import operator_named
+from mergepipe.recipe.tasks import MergeTask
+from mergepipe.storage.local import LocalStore
+from mergepipe.testing.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.testing.rounding import decode, encode
+from mergepipe.workflows.opening import open_inputs, open_path
+from mergepipe.workflows.packing import pack
+
+WIDE = "layers.0.wide"
+N_WIDE = 3 * BLOCK_ELEMENTS + 5001
+WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.05, 0.19)
+CASES = {
+    "linear": MergeCase("linear", WEIGHTS, DENSITIES, base_weight=0.4, normalize=True),
+    "task_arithmetic": MergeCase("task_arithmetic", WEIGHTS, DENSITIES, lambda_=0.8),
+    "ties": MergeCase("ties", WEIGHTS, DENSITIES, normalize=True, lambda_=1.1),
+    "ties_dense": MergeCase("ties", (1.0, 0.5, 0.25), (0.5, 0.3, 1.0)),
+    "dare_linear": MergeCase("dare_linear", WEIGHTS, DENSITIES),
+    "dare_ties": MergeCase("dare_ties", (0.7, 0.5, 0.3), DENSITIES, normalize=True),
+    "slerp": MergeCase("slerp", (1.0,), (1.0,), t=0.3),
+}
+SMALL, LARGE = 40 << 20, 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A family, and the same with its experts packed."""
+
+    raw: DiskFamily
+    packed: DiskFamily
+
+
+def wide_values(seed: int, std: float) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal(N_WIDE) * std).astype(np.float32)
+
+
+@pytest.fixture(scope="module", name="pair")
+def packed_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Awkward tensors, and one of several blocks whose deltas are small; one of its blocks is the base's."""
+    folder = tmp_path_factory.mktemp("pair")
+    base = encode(wide_values(0, 0.02), BF16)
+    models = []
+    for e, model in enumerate(make_models(3)):
+        moved = encode(decode(base.tobytes(), BF16) + wide_values(e, 2e-4 * e), BF16) if e else base
+        wide = np.where(np.arange(N_WIDE) // BLOCK_ELEMENTS == 1, base, moved) if e == 2 else moved
+        models.append({**model, WIDE: wide.reshape(1, N_WIDE)})
+    raw = write_family(folder / "raw", models)
+    (raw.places[0] / "config.json").write_text(json.dumps({"model_type": "test", "num_hidden_layers": 4}))
+    stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
+    return Pair(raw, replace(raw, places=(raw.places[0], *(expert.store for expert in stores.experts))))
+
+
+@pytest.fixture(name="folder")
+def make_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mergepipe-packed-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def some(family: DiskFamily, case: MergeCase) -> DiskFamily:
+    """As many experts as the case has."""
+    return replace(family, places=family.places[: len(case.weights) + 1])
+
+
+def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: object) -> str:
+    recipe = write_recipe(folder / "recipe.yml", case, some(family, case))
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    mergepipe.merge(recipe, folder / "out", catalog=False, **options)  # type: ignore[arg-type]
+    return weights_digest(folder / "out")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merge__of_packed_experts_gives_the_bytes_of_the_originals(pair: Pair, folder: Path, name: str) -> None:
+    assert merged(pair.packed, CASES[name], folder) == merged(pair.raw, CASES[name], folder)
+
+
+@given(name=st.sampled_from([*CASES]), memory=st.integers(SMALL, LARGE), threads=st.integers(1, 4), mixed=st.booleans())
+@settings(deadline=None, max_examples=8)
+def test_merge__of_packed_experts_does_not_depend_on_how_it_is_run(
+    pair: Pair, name: str, memory: int, threads: int, mixed: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        places = pair.packed.places
+        family = replace(pair.raw, places=(*places[:2], *pair.raw.places[2:])) if mixed else pair.packed
+        found = merged(family, CASES[name], Path(place), memory_bytes=memory, threads=threads)
+        assert found == merged(pair.raw, CASES[name], Path(place))
+
+
+def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:
+    recipe = write_recipe(folder / "recipe.yml", CASES["task_arithmetic"], pair.packed)
+    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
+    inputs = open_inputs(recipe, LocalStore())
+    used = [source for task in inputs.resolution.tasks for source in task.experts]
+    exact = sum(entry.nbytes for source in used for entry in source.stored)
+    assert exact <= sum(file.stat().st_size for place in pair.packed.places[1:] for file in place.glob("*.bin"))
+    rounded = sum(range_cost_bytes(e.offset, e.offset + e.nbytes) for source in used for e in source.stored)
+    assert exact <= report.expert_bytes + report.analysis_bytes <= rounded
+    base_bytes = sum(task.base.nbytes for task in inputs.resolution.tasks)
+    assert report.base_bytes <= base_bytes + 8192 * len(inputs.resolution.tasks)
+
+
+def head_bytes(store: Path) -> int:
+    return sum((store / PIECE_NAMES[piece]).stat().st_size for piece in (Piece.HEAD, Piece.HEAD_FINE, Piece.WHOLE))
+
+
+def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
+    recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
+    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
+    tensor = open_inputs(recipe, LocalStore()).checkpoints[1].tensors[WIDE]
+    assert isinstance(tensor, PackedTensor)
+    assert tensor.at_level(Level.HEAD_EXACT).nbytes < 0.7 * tensor.nbytes
+    pages = 4096 * 2 * 3 * 3 * len(pair.raw.models[0])
+    assert report.expert_bytes <= sum(map(head_bytes, pair.packed.places[1:])) + pages
+    assert report.analysis_bytes == 0
+
+
+def levels_of(operator: str, task: MergeTask, density: float, **shared: bool | float) -> tuple[tuple[int, int], ...]:
+    each = {"weight": 1.0, "density": density}
+    parameters = {"normalize": True, "rescale": False, "lambda": 1.0, **shared}
+    given_task = OperatorInput(parameters, {}, (each,) * len(task.experts), task.base.n_elements, ())
+    return sufficient_levels(operator_named(operator), given_task, task)
+
+
+def test_sufficient_levels__are_below_the_last_only_where_nothing_else_matters(pair: Pair, folder: Path) -> None:
+    recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
+    tasks = {task.name: task for task in open_inputs(recipe, LocalStore()).resolution.tasks}
+    wide = tasks[WIDE]
+    tensor = wide.experts[0]
+    assert isinstance(tensor, PackedTensor)
+    held = tensor.elements_above(1) / tensor.n_elements
+    assert levels_of("ties", wide, held)[0] == (0, Level.HEAD_EXACT)
+    assert 0 not in dict(levels_of("ties", wide, held + 2 / tensor.n_elements))
+    assert levels_of("ties", wide, 0.05, rescale=True) == ()
+    assert levels_of("dare_ties", wide, 0.05) == ()
+    assert levels_of("task_arithmetic", wide, 0.05) == ()
+    assert levels_of("ties", tasks["layers.0.norm"], 0.05) == ()
+
+
+def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pair: Pair, folder: Path) -> None:
+    found = []
+    for name, family in (("raw", pair.raw), ("packed", pair.packed)):
+        home = folder / name
+        mergepipe.analyze(family.places[0], family.places[1:], home=home)
+        base = open_path(LocalStore(), family.places[0])
+        with Catalog.open(home) as catalog:
+            base_row = catalog.model_for(base)
+            assert base_row is not None
+            for place in family.places[1:]:
+                row = catalog.model_for(open_path(LocalStore(), place, base))
+                assert row is not None
+                statistics = catalog.statistics(row, base_row)
+                assert WIDE in statistics
+                found.append(
+                    (
+                        row.content_id,
+                        {n: (s.blocks_B.tobytes(), s.threshold_bits_D.tobytes()) for n, s in statistics.items()},
+                    )
+                )
+    assert found[:3] == found[3:]
+
+
+def part(model: Path, first: int, stop: int, **parameters: float) -> dict[str, object]:
+    return {"model": str(model), "layer_range": [first, stop], "parameters": parameters}
+
+
+@pytest.mark.parametrize("name", ["passthrough", "task_arithmetic"])
+def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
+    pair: Pair, folder: Path, name: str
+) -> None:
+    digests = []
+    for family in (pair.raw, pair.packed):
+        base, first, second, third = family.places
+        if name == "passthrough":
+            slices = [[part(base, 1, 2)], [part(first, 0, 1)], [part(second, 0, 1)], [part(base, 2, 3)]]
+        else:
+            own = part(base, 0, 1)
+            slices = [
+                [own, part(first, 0, 1, weight=0.5)],
+                [own, part(second, 0, 1, weight=0.5), part(third, 0, 1, weight=0.25)],
+                [part(base, 1, 3), part(first, 1, 3, weight=0.5)],
+            ]
+        recipe: dict[str, object] = {"merge_method": name, "slices": [{"sources": sources} for sources in slices]}
+        if name != "passthrough":
+            recipe["base_model"] = str(base)
+        (folder / "recipe.yml").write_text(json.dumps(recipe))
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        mergepipe.merge(folder / "recipe.yml", folder / "out", catalog=False, allow_dropped=["*"])
+        digests.append(weights_digest(folder / "out"))
+    assert digests[0] == digests[1]
+
+
+def test_open_model__refuses_a_store_as_the_base_and_a_foreign_base(pair: Pair, folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match="is a delta store"):
+        open_path(LocalStore(), pair.packed.places[1])
+    other = folder / "other"
+    other.mkdir()
+    models = make_models(1)
+    family = write_family(folder / "other", [{**model, WIDE: np.zeros((2, 3), np.float32)} for model in models])
+    with pytest.raises(MismatchError, match="give the base that it was packed with"):
+        open_path(LocalStore(), pair.packed.places[1], open_path(LocalStore(), family.places[0]))
+
+
+def test_verify__and_replay_work_with_packed_experts(pair: Pair, folder: Path) -> None:
+    recipe = write_recipe(folder / "recipe.yml", CASES["dare_linear"], pair.packed)
+    mergepipe.merge(recipe, folder / "out", catalog=False)
+    report = mergepipe.verify(folder / "out", deep_fraction=1.0)
+    assert report.replayed
+    assert report.is_sound

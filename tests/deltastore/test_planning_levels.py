@@ -1,0 +1,307 @@
+"""Plans that mix levels of packed experts with blocks of raw ones: sound, consistent, and as good as they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import mergepipe
+from mergepipe.blocks import BF16
+from mergepipe.cli import main
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level
+from mergepipe.engine.access import level_of_blocks
+from mergepipe.errors import LimitError
+from mergepipe.plan import Plan
+from mergepipe.plan_reading import parse_plan
+from mergepipe.planner.levels import ALL, Ladder, find_steps
+from mergepipe.testing.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.testing.rounding import decode, encode
+from mergepipe.workflows.packing import pack
+
+SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS + 7001, "layers.1.up": 2 * BLOCK_ELEMENTS, "layers.1.norm": 700}
+STDS = (1.5e-4, 3e-4, 6e-4)
+AVERAGE = MergeCase("task_arithmetic", (0.4, 0.3, 0.3), (1.0, 1.0, 1.0))
+TIES = MergeCase("ties", (0.4, 0.3, 0.3), (0.19, 0.1, 0.15), normalize=True)
+POLICIES = ("norm", "conflict", "stratified", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A family, packed, and packed but for its last expert; the catalog's home, which knows the raw and the mixed."""
+
+    raw: DiskFamily
+    packed: DiskFamily
+    mixed: DiskFamily
+    home: Path
+
+    def recipe(self, case: MergeCase, name: str = "mixed", out_dtype: str | None = None) -> Path:
+        family = {"mixed": self.mixed, "raw": self.raw, "packed": self.packed}[name]
+        return write_recipe(self.home / f"{case.operator}-{name}-{out_dtype}.yml", case, family, out_dtype)
+
+
+def values(n: int, seed: int, std: float) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal(n) * std).astype(np.float32)
+
+
+@pytest.fixture(scope="module", name="place")
+def make_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("levels")
+    base = {name: encode(values(n, i, 0.02), BF16) for i, (name, n) in enumerate(SIZES.items())}
+    models = [base]
+    for e, std in enumerate(STDS):
+        moved = {}
+        for i, (name, stored) in enumerate(base.items()):
+            step = values(len(stored), 100 + 10 * e + i, std * (1 + i))
+            moved[name] = encode(decode(stored.tobytes(), BF16) + step, BF16)
+        models.append(moved)
+    raw = write_family(folder / "raw", models)
+    stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
+    packed = (raw.places[0], *(expert.store for expert in stores.experts))
+    home = folder / "home"
+    home.mkdir()
+    mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], home=home)
+    return Place(raw, replace(raw, places=packed), replace(raw, places=(*packed[:3], raw.places[3])), home)
+
+
+@pytest.fixture(name="folder")
+def make_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mergepipe-levels-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def plan_of(place: Place, case: MergeCase, budget: str, policy: str = "norm") -> Plan:
+    return mergepipe.plan(place.recipe(case), budget, select=policy, home=place.home)
+
+
+def levels_EB(plan: Plan) -> NDArray[np.int16]:
+    """Levels of all blocks, tensor after tensor: 0 where nothing is read."""
+    columns = []
+    for tensor in plan.tensors:
+        n_blocks = -(-tensor.n_elements // plan.block_elements)
+        found = level_of_blocks(tensor, n_blocks)
+        for e, access in enumerate(tensor.access):
+            for start, stop in access.blocks:
+                found[e, start:stop] = np.where(found[e, start:stop] == 0, ALL, found[e, start:stop])
+        columns.append(found)
+    return np.concatenate(columns, axis=1)
+
+
+@pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plan__with_levels_reads_more_of_every_block_for_a_larger_budget(
+    place: Place, case: MergeCase, policy: str
+) -> None:
+    plans = [plan_of(place, case, f"{share}%", policy) for share in (0, 7, 20, 45, 70, 100)]
+    levels = [levels_EB(plan) for plan in plans]
+    assert not levels[0].any()
+    for plan in plans:
+        assert plan.planned_bytes <= plan.budget_bytes
+        assert parse_plan(plan.to_json()) == plan
+    assert (levels[0] < levels[-1]).any()
+    for smaller, larger in pairwise(levels):
+        assert (smaller <= larger).all()
+    assert plans[-1].planned_bytes == plans[-1].full_cost_bytes
+    partial = {int(level) for each in levels for level in np.unique(each)} - {0, ALL}
+    assert partial >= ({Level.HEAD_EXACT} if case is TIES else {Level.BODY})
+
+
+@pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
+def test_plan__of_everything_gives_the_bytes_of_the_merge_in_full(place: Place, folder: Path, case: MergeCase) -> None:
+    report = mergepipe.run(plan_of(place, case, "100%"), folder / "planned", home=place.home)
+    mergepipe.merge(place.recipe(case, "raw"), folder / "full", catalog=False)
+    assert weights_digest(folder / "planned") == weights_digest(folder / "full")
+    assert report.expert_bytes + report.analysis_bytes <= plan_of(place, case, "100%").planned_bytes
+    if case is TIES:
+        assert Level.LOSSLESS not in levels_EB(plan_of(place, case, "100%"))
+
+
+@given(
+    share=st.integers(0, 100), policy=st.sampled_from(POLICIES), case=st.sampled_from([AVERAGE, TIES]),
+    threads=st.integers(1, 3), memory=st.integers(40 << 20, 200 << 20),
+)  # fmt: skip
+@settings(deadline=None, max_examples=12)
+def test_run__of_levels_reads_no_more_than_planned_whatever_the_run(
+    place: Place, share: int, policy: str, case: MergeCase, threads: int, memory: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        plan = plan_of(place, case, f"{share}%", policy)
+        report = mergepipe.run(plan, Path(name) / "out", catalog=False, threads=threads, memory_bytes=memory)
+        again = mergepipe.run(plan, Path(name) / "again", catalog=False)
+        assert weights_digest(Path(name) / "out") == weights_digest(Path(name) / "again")
+        for each in (report, again):
+            assert each.expert_bytes + each.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
+
+
+def float32_error(place: Place, plan: Plan, folder: Path) -> float:
+    mergepipe.run(plan, folder / "out", catalog=False, force=True)
+    found, models = read_snapshot(folder / "out"), place.raw.models
+    left = whole = 0.0
+    for name in SIZES:
+        base, *experts = (decode(model[name].tobytes(), BF16).astype(np.float64) for model in models)
+        change = np.einsum("e,en->n", AVERAGE.weights, np.stack(experts) - base)
+        left += float(np.square(found[name].astype(np.float64) - base - change).sum())
+        whole += float(np.square(change).sum())
+    return float(np.sqrt(left / whole))
+
+
+@pytest.mark.parametrize("budget", ["10%", "25%", "50%"])
+def test_plan__expects_the_error_that_comes_and_bounds_it(place: Place, folder: Path, budget: str) -> None:
+    plan = mergepipe.plan(place.recipe(AVERAGE, "mixed", "float32"), budget, home=place.home)
+    error = float32_error(place, plan, folder)
+    assert plan.expected_error is not None
+    assert error == pytest.approx(plan.expected_error, rel=0.02)
+    assert plan.bound is not None
+    assert plan.bound.relative is not None
+    assert error <= plan.bound.relative * 1.01
+
+
+def test_plan__of_levels_beats_dropping_blocks_of_the_originals(place: Place, folder: Path) -> None:
+    recipes = {name: place.recipe(AVERAGE, name, "float32") for name in ("raw", "mixed", "packed")}
+    full = mergepipe.plan(recipes["raw"], "100%", home=place.home).full_cost_bytes
+    plans = {name: mergepipe.plan(recipe, str(full // 8), home=place.home) for name, recipe in recipes.items()}
+    errors = {name: float32_error(place, plan, folder) for name, plan in plans.items()}
+    assert errors["packed"] < 0.5 * errors["raw"]
+    assert errors["packed"] < errors["mixed"] < errors["raw"]
+
+
+@pytest.mark.parametrize("target", [0.5, 0.2, 0.05])
+def test_plan__for_an_error_is_the_cheapest_that_is_expected_to_keep_it(place: Place, target: float) -> None:
+    recipe = place.recipe(AVERAGE)
+    plan = mergepipe.plan(recipe, "100%", target_error=target, home=place.home)
+    assert plan.expected_error is not None
+    assert plan.expected_error <= target
+    cheaper = mergepipe.plan(recipe, str(plan.planned_bytes - 1), home=place.home)
+    assert cheaper.expected_error is not None
+    assert cheaper.expected_error > target
+
+
+def test_plan__for_an_error_beyond_the_budget_is_refused(place: Place) -> None:
+    with pytest.raises(LimitError, match=r"plan.target-error|expected within") as refusal:
+        mergepipe.plan(place.recipe(AVERAGE), "5%", target_error=0.01, home=place.home)
+    assert refusal.value.problems[0].code == "plan.target-error"
+
+
+ladders = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=n, max_size=n),
+        st.lists(st.lists(st.floats(0, 1), min_size=5, max_size=5), min_size=n, max_size=n),
+    )
+)
+
+
+@given(drawn=ladders)
+def test_find_steps__go_up_to_the_last_level_at_falling_rates(drawn: tuple[list[list[int]], list[list[float]]]) -> None:
+    costs_BK, errors_BK = np.array(drawn[0]).cumsum(axis=1), np.sort(np.array(drawn[1]), axis=1)[:, ::-1]
+    left_KB = errors_BK[:, 1:].T.copy()
+    left_KB[-1] = 0
+    ladder = Ladder((1, 3, 4, ALL), 4096 * costs_BK.T.copy(), left_KB, errors_BK[:, 0].copy(), errors_BK[:, 0].copy())
+    steps = find_steps(ladder)
+    for block in range(len(costs_BK)):
+        own = steps.block_S == block
+        assert steps.level_S[own][-1] == ALL
+        assert (np.diff(steps.level_S[own]) > 0).all()
+        assert (np.diff(steps.rate_S[own]) <= 0).all()
+        assert steps.cost_S[own].sum() == ladder.cost_KB[-1, block]
+        assert steps.gain_S[own].sum() == pytest.approx(ladder.unread_B[block])
+
+
+def test_explain__tells_levels_and_the_error_expected_by_expert_and_layer(place: Place, folder: Path) -> None:
+    plan = plan_of(place, AVERAGE, "15%")
+    (folder / "plan.json").write_bytes(plan.to_json())
+    found = mergepipe.explain(folder / "plan.json", tensor="layers.0.up")
+    assert found.expected_error == plan.expected_error
+    assert found.experts[0].in_part + found.experts[1].in_part > 0
+    assert found.experts[2].in_part == 0
+    assert {layer.layer for layer in found.layers if layer.expected_error is not None} == {"0", "1"}
+    assert all(expert.expected_error is not None for expert in found.experts)
+    levels = level_of_blocks(plan.tensors[0], -(-plan.tensors[0].n_elements // plan.block_elements))
+    told = {use.use for use in found.tensors[0].uses if "level" in use.use}
+    assert told == {f"read at level {level}" for level in np.unique(levels) if level}
+
+
+def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> None:
+    mergepipe.run(plan_of(place, AVERAGE, "20%"), folder / "out", home=place.home)
+    report = mergepipe.verify(folder / "out", deep_fraction=1.0, home=place.home)
+    assert report.is_sound
+    assert set(report.replayed) == set(SIZES)
+
+
+def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) -> None:
+    points = mergepipe.sweep(place.recipe(AVERAGE), ["10%", "40%", "100%"], home=place.home).points
+    errors = [point.error for point in points if point.policy == "norm" and point.error is not None]
+    assert len(errors) == 3
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0.0
+
+
+def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks(place: Place, folder: Path) -> None:
+    plan = mergepipe.plan(place.recipe(AVERAGE, "packed", "float32"), "15%", home=folder / "empty")
+    assert plan.block_elements == 8 * BLOCK_ELEMENTS
+    assert plan.expected_error is not None
+    assert float32_error(place, plan, folder) == pytest.approx(plan.expected_error, rel=0.05)
+    fine = mergepipe.plan(place.recipe(AVERAGE, "packed"), "15%", home=folder / "empty", block_elements=BLOCK_ELEMENTS)
+    assert plan.full_cost_bytes < fine.full_cost_bytes
+
+
+def test_cli__plan_and_merge_take_a_target_error(
+    place: Place, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, asked = str(place.recipe(AVERAGE)), ["--target-error", "0.3", "--home", str(place.home)]
+    assert main(["plan", recipe, *asked, "--json"]) == 0
+    expected = parse_plan(capsys.readouterr().out.encode()).expected_error
+    assert expected is not None
+    assert expected <= 0.3
+    assert main(["merge", recipe, str(folder / "out"), *asked, "--quiet"]) == 0
+    assert main(["plan", recipe, *asked]) == 0
+    assert "error expected" in capsys.readouterr().out
+    assert main(["plan", recipe]) != 0
+    assert "nothing says what may be read" in capsys.readouterr().err
+
+
+def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    base = encode(values(1024 * 768, 1, 0.02), BF16).reshape(1024, 768)
+    name = "model.layers.0.mlp.up_proj.weight"
+    experts = [
+        encode(decode(base.tobytes(), BF16) + values(base.size, 5 + e, 3e-4), BF16).reshape(base.shape)
+        for e in range(2)
+    ]
+    family = write_family(tmp_path / "raw", [{name: stored} for stored in (base, *experts)])
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    low = {"lora_A": (4, 768), "lora_B": (1024, 4)}
+    prefix = f"base_model.model.{name.removesuffix('.weight')}"
+    parts = {f"{prefix}.{part}.weight": rng.standard_normal(shape) * 0.01 for part, shape in low.items()}
+    save_file({key: each.astype(np.float32) for key, each in parts.items()}, adapter / "adapter_model.safetensors")
+    settings_of = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings_of))
+    store = pack(family.places[0], family.places[1:2], tmp_path / "stores", threads=2).experts[0].store
+    digests = []
+    for first in (family.places[1], store):
+        models = [{"model": str(place), "parameters": {"weight": 0.3}} for place in (first, family.places[2], adapter)]
+        document = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
+        recipe = tmp_path / "recipe.yml"
+        recipe.write_text(json.dumps(document))
+        mergepipe.analyze(family.places[0], [first, family.places[2], adapter], home=tmp_path / "home")
+        full = mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
+        digests.append(weights_digest(full.out))
+    assert digests[0] == digests[1]
+    plan = mergepipe.plan(recipe, "30%", home=tmp_path / "home", reuse=False)
+    assert plan.tensors[0].access[0].levels
+    assert plan.tensors[0].access[2].blocks
+    report = mergepipe.run(plan, tmp_path / "some", catalog=False)
+    assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
