@@ -3,11 +3,24 @@
 PYTHON ?= python3
 VENV := .venv
 PEER_VENV := .venv-peer
+TRAIN_VENV := .venv-train
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TRAIN_PIP := $(TRAIN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
+DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
+FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $(PYTEST) -n 2 -m slow
+
+# One proof of each kind: composites resumed by the Trainer and by ZeRO-2 on two ranks, partial saves put together.
+RESUMES := tests/tailor/test_resuming.py::test_composite__
+SAVES := tests/train/test_partial_frameworks.py::test_partial_saving__
+FRAMEWORK_SMOKE := \
+	"$(RESUMES)resumes_with_the_values_of_its_sources[hf]" \
+	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \
+	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
+	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]"
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 define MAKE_VENV
@@ -17,12 +30,17 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers lint bench clean
+.PHONY: help demo test test-slow test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
 	@echo "make test        install what tests need (torch and transformers too), run them"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
+	@echo "make test-slow   the long proofs that need nothing but this environment"
+	@echo "make test-faults crashes at every operation, power loss, many processes at once"
+	@echo "make test-fuzz   a million damaged inputs of every format"
+	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
+	@echo "make smoke-frameworks  one such proof of each kind, in a minute"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       measure against the I/O floor, and against mergekit if test-peers installed it"
 	@echo "make clean       remove environments, demo and caches"
@@ -61,6 +79,15 @@ $(PEER_VENV)/.peer: requirements/peer.txt
 	@$(PEER_PIP) -r requirements/peer.txt
 	@touch $@
 
+# deepspeed last and without build isolation: its setup imports torch. No C++ or CUDA part of it is built.
+$(TRAIN_VENV)/.train: requirements/train.txt pyproject.toml
+	$(call MAKE_VENV,$(TRAIN_VENV))
+	@echo "installing torch, transformers and deepspeed into $(TRAIN_VENV)"
+	@$(TRAIN_PIP) $(TORCH)
+	@$(TRAIN_PIP) -r requirements/train.txt $(TORCH) -e .
+	@DS_BUILD_OPS=0 $(TRAIN_PIP) --no-build-isolation $(DEEPSPEED) $(TORCH)
+	@touch $@
+
 # --- what to run ---
 
 demo: $(VENV)/.package
@@ -75,6 +102,20 @@ test-slow: $(VENV)/.test
 test-peers: $(VENV)/.test $(PEER_VENV)/.peer
 	MERGEPIPE_REQUIRE_PEERS=1 $(PYTEST) -m peer tests/peer
 
+# Crashes at every operation of many merges, power loss, many processes at once: minutes.
+test-faults: $(VENV)/.test
+	$(PYTEST) -n 2 -m slow tests/faults tests/snapshots tests/stateful tests/limits
+
+# A million inputs, most of them wrong: FUZZ_INPUTS, FUZZ_SEED and FUZZ_MINUTES change the run.
+test-fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
+
+test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
+	$(FRAMEWORK_PYTEST) tests/tailor tests/train
+
+smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
+	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -84,5 +125,5 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

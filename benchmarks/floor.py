@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("inputs", type=Path, nargs="+", help="safetensors files, the base first")
     parser.add_argument("--scratch", type=Path, required=True, help="file to write and delete")
     parser.add_argument("--output-bytes", type=int, help="default: the size of the first input")
+    parser.add_argument("--read-bytes", type=int, help="default: all of the inputs")
     parser.add_argument("--setting", type=FloorSetting.parse, default=DEFAULT, help="THREADSxMIB")
     parser.add_argument("--calibrate", action="store_true", help="find the best setting first")
     parser.add_argument("--repeat", type=int, default=1)
@@ -158,7 +159,7 @@ def main() -> int:
     if options.calibrate:
         setting = calibrate(options.inputs, options.scratch, output_bytes)
     for _ in range(options.repeat):
-        result = measure_floor(options.inputs, options.scratch, output_bytes, setting)
+        result = measure_floor(options.inputs, options.scratch, output_bytes, setting, options.read_bytes)
         if options.json:
             print(json.dumps(asdict(result)), flush=True)
         else:

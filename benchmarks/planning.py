@@ -100,9 +100,8 @@ def make_problem(operator: str, n_experts: int, parameters: float) -> PlanningPr
         "",
         0,
         DEFAULT_BLOCK_ELEMENTS,
-        resolve(recipe, base, models),
-        PlanningModel("base", base),
-        experts,
+        resolve(recipe, (base, *models)),
+        (PlanningModel("base", base), *experts),
         known,
     )
 

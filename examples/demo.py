@@ -103,7 +103,7 @@ def paired_tensors(base: Path, model: Path) -> Iterator[tuple[NDArray[np.float32
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     """One bf16 tensor, flat."""
-    entry = checkpoint.tensors[name]
+    (entry,) = checkpoint.tensors[name].stored
     stored_N = np.fromfile(entry.file, "<u2", entry.n_elements, offset=entry.offset)
     return (stored_N.astype(np.uint32) << np.uint32(16)).view(np.float32)
 

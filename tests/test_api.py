@@ -23,18 +23,28 @@ EXPORTED = [
     "SweepReport",
     "__version__",
     "analyze",
+    "apply_delta",
     "catalog_stats",
     "check",
+    "diff",
     "explain",
+    "gc",
     "lineage",
+    "make_delta",
+    "materialise",
     "merge",
+    "operator",
     "plan",
     "rebuild_catalog",
+    "repair",
+    "replay",
     "run",
     "show",
     "snapshots",
     "store_plan",
     "sweep",
+    "tailor",
+    "verify",
 ]
 EXIT_CODES = {
     "MergePipeError": 1,
@@ -67,6 +77,16 @@ def test_package__names_are_those_of_their_modules() -> None:
     assert mergepipe.Catalog.__module__ == "mergepipe.catalog.catalog"
 
 
+def test_package__offers_tailor_as_the_command_line_does() -> None:
+    code = (
+        "import mergepipe; t = mergepipe.tailor; t.compose.__module__; import mergepipe.tailor.compose, "
+        "mergepipe.tailor.inspect, mergepipe.tailor.recipe, mergepipe.tailor.diff; print(dir(t), "
+        "{getattr(t, n).__module__ for n in dir(t)})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "['check', 'compose', 'diff', 'inspect', 'recipe'] {'mergepipe.tailor.api'}"
+
+
 def test_package__a_function_keeps_its_name_when_a_module_of_that_name_is_imported() -> None:
     code = (
         "import sys, mergepipe, mergepipe.plan as p; from mergepipe.plan import Plan; print(mergepipe.plan.__module__)"
@@ -84,8 +104,9 @@ def test_package__importing_it_loads_no_dependency() -> None:
 def test_merge__takes_these_parameters() -> None:
     parameters = inspect.signature(mergepipe.merge).parameters
     assert list(parameters) == [
-        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "select", "on_omit",
-        "adjust_min_density", "block_elements", "home", "catalog", "statistics", "on_progress",
+        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "target_error",
+        "select", "on_omit", "adjust_min_density", "block_elements", "home", "catalog", "statistics", "resume",
+        "reuse", "keep_accumulators", "within_ulp", "overlay", "allow_dropped", "on_progress",
     ]  # fmt: skip
     keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[2:]
@@ -93,10 +114,11 @@ def test_merge__takes_these_parameters() -> None:
 
 def test_budget_functions__take_these_parameters() -> None:
     assert list(inspect.signature(mergepipe.plan).parameters) == [
-        "recipe", "budget", "select", "on_omit", "adjust_min_density", "seed", "block_elements", "home",
+        "recipe", "budget", "target_error", "select", "on_omit", "adjust_min_density", "seed", "block_elements", "home",
+        "reuse", "allow_dropped",
     ]  # fmt: skip
     assert list(inspect.signature(mergepipe.run).parameters) == [
-        "plan", "out", "threads", "memory_bytes", "force", "shard_bytes", "home", "catalog", "on_progress",
+        "plan", "out", "threads", "memory_bytes", "force", "shard_bytes", "home", "catalog", "resume", "on_progress",
     ]  # fmt: skip
     assert list(inspect.signature(mergepipe.analyze).parameters) == [
         "base", "experts", "home", "probe_fraction", "densities", "block_elements", "threads", "memory_bytes",
@@ -104,12 +126,13 @@ def test_budget_functions__take_these_parameters() -> None:
     ]  # fmt: skip
     assert list(inspect.signature(mergepipe.explain).parameters) == ["subject", "tensor", "home"]
     assert list(inspect.signature(mergepipe.sweep).parameters) == [
-        "recipe", "budgets", "select", "on_omit", "seed", "threads", "memory_bytes", "home", "work", "on_progress",
+        "recipe", "budgets", "select", "on_omit", "seed", "threads", "memory_bytes", "home", "work",
+        "allow_dropped", "on_progress",
     ]  # fmt: skip
 
 
 def test_check__takes_these_parameters() -> None:
-    assert list(inspect.signature(mergepipe.check).parameters) == ["recipe", "shard_bytes"]
+    assert list(inspect.signature(mergepipe.check).parameters) == ["recipe", "shard_bytes", "allow_dropped"]
 
 
 def test_errors__classes_keep_their_exit_codes() -> None:
@@ -122,11 +145,11 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "notices",
+        "planned_bytes", "budget_bytes", "reused_bytes", "notices",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
-        "output_bytes", "disk_bytes", "shards",
+        "output_bytes", "disk_bytes", "shards", "notices",
     ]  # fmt: skip
 
 

@@ -15,11 +15,13 @@ LAYERS = (
     {"errors"},
     {"blocks", "budget", "canonical", "sizes"},
     {"operators", "kernels", "storage", "statistics", "budget_request"}
-    | {"manifest", "manifest_reading", "plan", "plan_reading"},
-    {"recipe", "readers", "catalog", "writer", "cost"},
+    | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
+    {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "cost", "deltastore"}
+    | {"sources", "vocabulary"},
     {"engine", "planner", "tailor", "publish"},
     {"report", "reports", "workflows", "train"},
     {"session"},
+    {"keeping", "differences"},
     {"cli", "__main__"},
 )
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}

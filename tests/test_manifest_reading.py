@@ -19,6 +19,7 @@ from mergepipe.manifest_reading import manifest_of_json
 from mergepipe.testing.families import TINY, write_family
 
 Content = dict[str, Any]
+GOLDEN = Path(__file__).resolve().parent / "golden"
 RECIPE = """\
 merge_method: {operator}
 base_model: base
@@ -124,6 +125,24 @@ def test_manifest__another_content_than_its_sid_says_is_refused(content: Content
     assert caught.value.code == "manifest.sid"
 
 
+def test_manifest__any_other_change_is_refused(content: Content) -> None:
+    changed = copy.deepcopy(content)
+    changed["inputs"][0]["path"] += "x"
+    with pytest.raises(CorruptError) as caught:
+        manifest_of_json(json.dumps(changed).encode())
+    assert caught.value.code == "manifest.digest"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_manifest__of_every_earlier_version_is_read(version: int) -> None:
+    raw = (GOLDEN / f"manifest-{version}" / MANIFEST_NAME).read_bytes()
+    manifest = manifest_of_json(raw)
+    assert json.loads(raw)["format"] == f"mergepipe-manifest/{version}"
+    assert manifest.sid == json.loads(raw)["sid"]
+    assert (manifest.blocks is None, manifest.sidecars == ()) == ((True, True) if version == 1 else (False, False))
+    assert manifest_of_json(manifest.to_json()) == manifest
+
+
 @pytest.mark.parametrize(
     ("raw", "kind", "code"),
     [
@@ -135,7 +154,8 @@ def test_manifest__another_content_than_its_sid_says_is_refused(content: Content
         (b"[]", CorruptError, "manifest.field"),
         (b"{}", CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-plan/1"}', CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-manifest/2"}', UnsupportedError, "manifest.newer"),
+        (b'{"format": "mergepipe-manifest/0"}', CorruptError, "manifest.field"),
+        (b'{"format": "mergepipe-manifest/3"}', UnsupportedError, "manifest.newer"),
     ],
 )
 def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], code: str) -> None:

@@ -80,7 +80,7 @@ def plans(draw: st.DrawFn) -> Plan:
         n_elements = draw(st.integers(0, 20 * BLOCK))
         shared, anchor, experts = draw(st.sampled_from(parameters))
         access = draw(accesses(-(-n_elements // BLOCK)))
-        tensors.append(PlannedTensor(name, n_elements, shared, anchor, experts, access))
+        tensors.append(PlannedTensor(name, n_elements, shared, anchor, experts, access, tuple(range(len(access)))))
     planned, spare = draw(COUNTS), draw(COUNTS)
     return Plan(
         operator=draw(TEXT),
@@ -108,7 +108,7 @@ def example() -> Plan:
         Access(((0, 4), (7, 8)), ((5, 6),), (), 7, (1.0, 2.0, 3.0)),
         Access(((4, 5),), (), ((0, 2, 0), (7, 8, 0))),
     )
-    tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access)
+    tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access, (0, 1))
     return Plan(
         "ties", BLOCK, 0, "norm", "keep", 700, 600, 800, "recipe", (model, *experts), (tensor,),
         (Fallback("x", "y", "z"),), (), OmissionBound(1.0, None),

@@ -15,7 +15,8 @@ import pytest
 from mergepipe import publish
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError
 from mergepipe.manifest import MANIFEST_NAME
-from mergepipe.publish import Staging, check_free_space, check_target
+from mergepipe.publish import CONTENT_NAME, Staging, check_free_space, check_target, find_staging, remove_dead
+from mergepipe.storage.ownership import this_process
 from mergepipe.testing.faults import Fault, replaced, system_error
 
 WITHOUT_RENAMEAT2 = [False, True]
@@ -161,7 +162,7 @@ def _leave_staging_behind(out: Path) -> Path:
 
 def test_staging__sweeps_what_a_killed_process_left(tmp_path: Path) -> None:
     left = _leave_staging_behind(tmp_path / "out[1]*")
-    assert (left / "half").exists()
+    assert (left / CONTENT_NAME / "half").exists()
     stage(tmp_path / "out[1]*", "x")
     assert names(tmp_path) == ["out[1]*"]
 
@@ -172,14 +173,57 @@ def test_staging__sweeps_only_its_own_output(tmp_path: Path) -> None:
     assert left.exists()
 
 
-def test_staging__keeps_that_of_a_living_process(tmp_path: Path) -> None:
+def test_staging__of_a_living_process_is_refused_to_others_and_kept(tmp_path: Path) -> None:
     with Staging(tmp_path / "out", force=False) as first:
         (first.path / MANIFEST_NAME).write_text("first")
-        with Staging(tmp_path / "out", force=False) as second:
-            assert (first.path / MANIFEST_NAME).exists()
-            assert second.path != first.path
+        with pytest.raises(ConflictError) as caught, Staging(tmp_path / "out", force=False):
+            pass
+        assert caught.value.code == "output.busy"
+        assert f"process {os.getpid()}" in str(caught.value)
+        assert not remove_dead(first.directory)
         first.publish()
     assert names(tmp_path) == ["out"]
+
+
+def test_staging__keep_leaves_it_to_be_continued(tmp_path: Path) -> None:
+    with Staging(tmp_path / "out", force=False, can_continue=lambda _: True) as first:
+        first.path.mkdir(exist_ok=True)
+        (first.path / "half").write_text("x")
+        first.keep()
+    asked: list[Path] = []
+
+    def can_continue(directory: Path) -> bool:
+        asked.append(directory)
+        return True
+
+    with Staging(tmp_path / "out", force=False, can_continue=can_continue) as second:
+        assert second.is_continued
+        assert (second.path / "half").read_text() == "x"
+        assert asked == [second.directory]
+    assert names(tmp_path) == []
+
+
+def test_staging__what_is_left_stays_when_continuing_is_refused(tmp_path: Path) -> None:
+    left = _leave_staging_behind(tmp_path / "out")
+
+    def refuse(_: Path) -> bool:
+        raise StorageError.of("test", "", "no")
+
+    with pytest.raises(StorageError), Staging(tmp_path / "out", force=False, can_continue=refuse):
+        pass
+    assert (left / CONTENT_NAME / "half").exists()
+    with pytest.raises(StorageError), Staging(tmp_path / "other", force=False, can_continue=refuse):
+        pass
+    assert names(tmp_path) == [left.name]
+
+
+def test_find_staging__tells_the_living_from_the_dead(tmp_path: Path) -> None:
+    dead = _leave_staging_behind(tmp_path / "dead")
+    with Staging(tmp_path / "alive", force=False) as staging:
+        found = {each.directory: each.owner for each in find_staging(tmp_path)}
+        assert found == {dead: None, staging.directory: this_process()}
+        assert remove_dead(dead)
+    assert names(tmp_path) == []
 
 
 def test_staging__where_it_cannot_be_made_says_so(tmp_path: Path) -> None:

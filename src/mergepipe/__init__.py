@@ -7,8 +7,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mergepipe import tailor
     from mergepipe.catalog.catalog import Catalog
+    from mergepipe.differences import apply_delta, make_delta
     from mergepipe.errors import MergePipeError
+    from mergepipe.keeping import diff, gc, materialise, repair, replay, verify
+    from mergepipe.operators.custom import operator
     from mergepipe.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -49,18 +53,28 @@ __all__ = [
     "SweepReport",
     "__version__",
     "analyze",
+    "apply_delta",
     "catalog_stats",
     "check",
+    "diff",
     "explain",
+    "gc",
     "lineage",
+    "make_delta",
+    "materialise",
     "merge",
+    "operator",
     "plan",
     "rebuild_catalog",
+    "repair",
+    "replay",
     "run",
     "show",
     "snapshots",
     "store_plan",
     "sweep",
+    "tailor",
+    "verify",
 ]
 
 _HOMES = {
@@ -75,19 +89,29 @@ _HOMES = {
     "SnapshotReport": "reports",
     "SweepReport": "reports",
     "analyze": "session",
+    "apply_delta": "differences",
     "catalog_stats": "session",
     "check": "session",
+    "diff": "keeping",
     "explain": "session",
+    "gc": "keeping",
     "lineage": "session",
+    "make_delta": "differences",
+    "materialise": "keeping",
     "merge": "session",
+    "operator": "operators.custom",
     "plan": "session",
     "rebuild_catalog": "session",
+    "repair": "keeping",
+    "replay": "keeping",
     "run": "session",
     "show": "session",
     "snapshots": "session",
     "store_plan": "session",
     "sweep": "session",
+    "verify": "keeping",
 }
+_PACKAGES = ("tailor",)
 
 
 class _Facade(ModuleType):
@@ -104,10 +128,12 @@ modules[__name__].__class__ = _Facade
 
 def __getattr__(name: str) -> object:
     """Load public names when they are first used, so that the command line starts at once."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mergepipe' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _PACKAGES:
+        return import_module(f"mergepipe.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mergepipe' has no attribute {name!r}")
     return getattr(import_module(f"mergepipe.{_HOMES[name]}"), name)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
+# Added to a dtype's kernel code: the stored values are differences from the base, not weights.
+DELTA_FLAG = 16
 # Cuts inside a tensor fall on multiples of this, and sums are kept per stretch of it: totals do not depend on the cuts.
 GRAIN_ELEMENTS = 16 * 1024
 
@@ -35,17 +37,21 @@ F64 = DType("F64", 8, DTypeKind.FLOAT, 0, "float64")
 F32 = DType("F32", 4, DTypeKind.FLOAT, 1, "float32")
 F16 = DType("F16", 2, DTypeKind.FLOAT, 2, "float16")
 BF16 = DType("BF16", 2, DTypeKind.FLOAT, 3, "bfloat16")
+F8_E4M3 = DType("F8_E4M3", 1, DTypeKind.FLOAT, 4, "float8_e4m3fn")
+F8_E5M2 = DType("F8_E5M2", 1, DTypeKind.FLOAT, 5, "float8_e5m2")
 
 _DTYPES = (
     F64,
     F32,
     F16,
     BF16,
+    F8_E4M3,
+    F8_E5M2,
     *(DType(name, size, DTypeKind.EXACT) for name, size in (
         ("I64", 8), ("U64", 8), ("I32", 4), ("U32", 4), ("I16", 2), ("U16", 2), ("I8", 1), ("U8", 1), ("BOOL", 1),
     )),
     *(DType(name, size, DTypeKind.OPAQUE) for name, size in (
-        ("C64", 8), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("F8_E4M3FNUZ", 1), ("F8_E5M2FNUZ", 1),
+        ("C64", 8), ("F8_E8M0", 1), ("F8_E4M3FNUZ", 1), ("F8_E5M2FNUZ", 1),
     )),
 )  # fmt: skip
 

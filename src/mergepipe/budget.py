@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,6 +17,7 @@ class Purpose(StrEnum):
     METADATA = "metadata"  # headers, indices, sidecar files
     BASE = "base"
     EXPERT = "expert"
+    REUSE = "reuse"  # blocks of an earlier snapshot that come out the same
     ANALYSIS = "analysis"  # reads beyond the one pass: content ids, a second pass for thresholds
     OUTPUT = "output"
 
@@ -39,12 +40,14 @@ class Ledger:
     """Counts bytes before they are requested. Safe to charge from many threads.
 
     With `expert_limit_bytes` set it is also the last guard of a budget: a request that would go beyond is refused
-    before it is made. A plan that is sound never meets it.
+    before it is made. A plan that is sound never meets it. `before_expert_read` is told the new total of expert bytes
+    before they are read, while the ledger is locked.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.expert_limit_bytes: int | None = None
+        self.before_expert_read: Callable[[int], None] | None = None
         self._by_purpose: dict[Purpose, int] = defaultdict(int)
         self._by_file: dict[tuple[str, Purpose], int] = defaultdict(int)
 
@@ -55,13 +58,18 @@ class Ledger:
             LimitError: `budget.exceeded`, the budget does not cover the request.
         """
         with self._lock:
-            if self.expert_limit_bytes is not None and purpose in EXPERT_PURPOSES:
-                used = sum(self._by_purpose[each] for each in EXPERT_PURPOSES)
-                if used + nbytes > self.expert_limit_bytes:
-                    message = f"{nbytes} more bytes were asked for, {used} of {self.expert_limit_bytes} are used"
-                    raise LimitError.of("budget.exceeded", file, message, "report this: the plan was unsound")
+            if purpose in EXPERT_PURPOSES:
+                self._admit_expert_bytes(file, nbytes)
             self._by_purpose[purpose] += nbytes
             self._by_file[(file, purpose)] += nbytes
+
+    def _admit_expert_bytes(self, file: str, nbytes: int) -> None:
+        used = sum(self._by_purpose[each] for each in EXPERT_PURPOSES)
+        if self.expert_limit_bytes is not None and used + nbytes > self.expert_limit_bytes:
+            message = f"{nbytes} more bytes were asked for, {used} of {self.expert_limit_bytes} are used"
+            raise LimitError.of("budget.exceeded", file, message, "report this: the plan was unsound")
+        if self.before_expert_read is not None:
+            self.before_expert_read(used + nbytes)
 
     def total_bytes(self) -> int:
         """All bytes charged so far, whatever the purpose."""

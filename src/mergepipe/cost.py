@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.blocks import Span
-from mergepipe.readers.base import TensorEntry
+from mergepipe.readers.base import Source, TensorEntry, Unchanged
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
@@ -23,6 +23,13 @@ def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
     """
     start = entry.offset + span.start * entry.dtype.itemsize
     return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize)
+
+
+def source_cost_bytes(source: Source, span: Span) -> int:
+    """Bytes requested to have the elements `span` of any source on their own; none where nothing is read."""
+    if isinstance(source, TensorEntry):
+        return block_cost_bytes(source, span)
+    return 0 if isinstance(source, Unchanged) else source.cost_bytes(span)
 
 
 def block_costs_bytes(

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from blake3 import blake3
+
 from mergepipe.canonical import digest_of
 
 MANIFEST_NAME = "mergepipe.json"
-MANIFEST_FORMAT = "mergepipe-manifest/1"
+MANIFEST_VERSION = 2
+MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,20 @@ class OutputFileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallFileRecord:
+    """A file of the snapshot that holds no tensors; `blake3` digests its bytes."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+def record_of(name: str, content: bytes) -> SmallFileRecord:
+    """The record of a small file's content."""
+    return SmallFileRecord(name, len(content), blake3(content).hexdigest(16))
+
+
+@dataclass(frozen=True, slots=True)
 class DroppedRecord:
     """A tensor of an expert that is not in the output."""
 
@@ -95,6 +112,7 @@ class Manifest:
     """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
 
     `plan` is the whole plan of a merge under a budget (`docs/format.md`, Plan): its runs of blocks are the touch map.
+    `blocks` is the table of block digests and `sidecars` are the other small files; snapshots of format 1 have neither.
 
     Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.
     """
@@ -112,6 +130,8 @@ class Manifest:
     plan: Mapping[str, object] | None
     coverage: Coverage | None
     run: Mapping[str, float | int | str]
+    blocks: SmallFileRecord | None = None
+    sidecars: tuple[SmallFileRecord, ...] = ()
 
     @property
     def sid(self) -> str:
@@ -127,4 +147,5 @@ class Manifest:
     def to_json(self) -> bytes:
         """Readable JSON with a stable order of keys."""
         content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
+        content["digest"] = digest_of(content)
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Final, NoReturn, TypeVar
 
+from mergepipe.canonical import canonical_json, digest_of
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.manifest import (
     MANIFEST_FORMAT,
+    MANIFEST_VERSION,
     Coverage,
     DroppedRecord,
     FileRecord,
@@ -19,12 +21,15 @@ from mergepipe.manifest import (
     OutputFileRecord,
     OutputTensor,
     RealizedBytes,
+    SmallFileRecord,
 )
 
 T = TypeVar("T")
+COMPOSITE_NAME: Final = "mergepipe-composite"
 _HINT = "the snapshot is damaged: merge again"
-_NAME, _, _VERSION = MANIFEST_FORMAT.partition("/")
-_OWN_KEYS: Final = ("format", "sid")
+_NAME = MANIFEST_FORMAT.partition("/")[0]
+_OWN_KEYS: Final = ("format", "sid", "digest")
+_SINCE_2: Final = ("digest", "blocks", "sidecars")
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
@@ -32,21 +37,48 @@ def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
 
     Raises:
         UnsupportedError: `manifest.newer`.
-        CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` where the sid is not that of the content.
+        CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` or `manifest.digest` where that is
+            not the content's.
     """
     top = _Object(_parse(raw, where), where, "")
-    text = top.text("format")
-    name, _, version = text.partition("/")
-    if name != _NAME or not (version.isascii() and version.isdigit()):
-        top.refuse(f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed")
-    if text != MANIFEST_FORMAT:
-        message = f"its format '{text[:40]}' is not '{MANIFEST_FORMAT}'"
-        raise UnsupportedError.of("manifest.newer", where, message, "use a newer version of MergePipe")
+    version = manifest_version(top.text("format"), where)
     sid = top.text("sid")
-    manifest = _manifest(top)
+    manifest = _manifest(top, version)
     if manifest.sid != sid:
         raise CorruptError.of("manifest.sid", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT)
+    if version > 1:
+        _check_digest(top, where)
     return manifest
+
+
+def manifest_version(text: str, where: object) -> int:
+    """The version in a manifest's `format`.
+
+    Raises:
+        UnsupportedError: `manifest.newer`; `manifest.composite`, another kind of manifest.
+        CorruptError: `manifest.field`, it is no manifest.
+    """
+    name, _, number = text.partition("/")
+    version = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
+    if name == COMPOSITE_NAME:
+        message = "is the record of a training checkpoint that tailor composed, not of a merged snapshot"
+        hint = "`mergepipe tailor inspect` says what the checkpoint holds"
+        raise UnsupportedError.of("manifest.composite", where, message, hint)
+    if name != _NAME or version < 1:
+        message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed"
+        raise CorruptError.of("manifest.field", where, message, _HINT)
+    if version > MANIFEST_VERSION:
+        message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is the newest known"
+        raise UnsupportedError.of("manifest.newer", where, message, "use a newer version of MergePipe")
+    return version
+
+
+def _check_digest(top: _Object, where: object) -> None:
+    stated = top.text("digest")
+    found = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
+    if stated != found:
+        message = f"its digest is '{stated[:40]}', its content's '{found}'"
+        raise CorruptError.of("manifest.digest", where, message, _HINT)
 
 
 def _parse(raw: bytes, where: object) -> object:
@@ -61,9 +93,11 @@ def _parse(raw: bytes, where: object) -> object:
         refuse(f"{name} is not a number of JSON")
 
     try:
-        return json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        canonical_json(document)  # refuses what has no digest: half surrogate pairs, numbers out of range
     except (ValueError, RecursionError) as error:
         refuse(f"not JSON: {error}")
+    return document
 
 
 class _Object:
@@ -148,9 +182,11 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _manifest(top: _Object) -> Manifest:
-    top.only((*_OWN_KEYS, *_names(Manifest)))
+def _manifest(top: _Object, version: int) -> Manifest:
+    known = (*_OWN_KEYS, *_names(Manifest))
+    top.only(known if version > 1 else [key for key in known if key not in _SINCE_2])
     plan, coverage = top.optional_inner("plan"), top.optional_inner("coverage")
+    blocks = top.optional_inner("blocks") if version > 1 else None
     return Manifest(
         version=top.text("version"),
         operator=top.text("operator"),
@@ -165,6 +201,8 @@ def _manifest(top: _Object) -> Manifest:
         plan=None if plan is None else plan.mapping(),
         coverage=None if coverage is None else _coverage(coverage),
         run=top.inner("run").scalars(),
+        blocks=None if blocks is None else _small_file(blocks),
+        sidecars=top.each("sidecars", _small_file) if version > 1 else (),
     )
 
 
@@ -190,6 +228,11 @@ def _file(found: _Object) -> FileRecord:
 def _output_file(found: _Object) -> OutputFileRecord:
     found.only(_names(OutputFileRecord))
     return OutputFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
+
+
+def _small_file(found: _Object) -> SmallFileRecord:
+    found.only(_names(SmallFileRecord))
+    return SmallFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
 
 
 def _tensor(found: _Object) -> OutputTensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from operator import le, lt
 
@@ -52,7 +53,9 @@ class Access:
 
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
-    `threshold_bits` is the whole tensor's magnitude cut, for operators that trim.
+    `threshold_bits` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
+    are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
+    expert brings into the tensor, and all of that, as squares.
     """
 
     blocks: Runs
@@ -60,16 +63,20 @@ class Access:
     shared: SharedRuns = ()
     threshold_bits: int | None = None
     products: tuple[float, float, float] | None = None
+    levels: SharedRuns = ()
+    energy: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for runs in (self.blocks, self.free):
             flat = tuple(chain.from_iterable(runs))
             if flat and not (flat[0] >= 0 and all(map(lt, flat, flat[1:]))):
                 raise ValueError("runs of blocks must be sorted, disjoint, not empty and joined where they touch")
-        if any(not (0 <= start < stop and source >= 0) for start, stop, source in self.shared):
-            raise ValueError("not a run of shared blocks")
-        if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(self.shared)):
-            raise ValueError("runs of shared blocks must be sorted, disjoint and joined where they touch")
+        _check_shared(self.shared, "shared")
+        _check_shared(self.levels, "graded")
+        if any(level == 0 for _, _, level in self.levels):
+            raise ValueError("a block that is read at level 0 is not read")
+        if self.energy is not None and not 0 <= self.energy[0] <= self.energy[1]:
+            raise ValueError(f"not an energy and what is left of it: {self.energy}")
         if self.threshold_bits is not None and not 0 <= self.threshold_bits <= _LARGEST_BITS:
             raise ValueError(f"not the bits of a float32: {self.threshold_bits}")
 
@@ -85,8 +92,24 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
+class ReusedSnapshot:
+    """An earlier snapshot that results are taken from, and what that saves: bytes of each of the plan's experts.
+
+    Its path is true on one machine only, so not in the digest.
+    """
+
+    sid: str
+    path: str
+    saved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One merged tensor: its size, the operator's parameters in force, and one `Access` per expert."""
+    """One merged tensor: its size, the operator's parameters in force, and one `Access` for each of its experts.
+
+    `models` says which of the plan's experts these are. `reused` maps runs of blocks to the earlier snapshot (an index
+    into the plan's `reuse`) in which their result stands: whatever `access` says, nothing else is read for them.
+    """
 
     name: str
     n_elements: int
@@ -94,6 +117,12 @@ class PlannedTensor:
     anchor: Mapping[str, Scalar]
     experts: tuple[Mapping[str, Scalar], ...]
     access: tuple[Access, ...]
+    models: tuple[int, ...]
+    reused: SharedRuns = ()
+
+    def access_of(self, expert: int) -> Access | None:
+        """What is read of one of the plan's experts; None if it has no part in this tensor."""
+        return self.access[self.models.index(expert)] if expert in self.models else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +163,64 @@ class Plan:
     fallbacks: tuple[Fallback, ...] = ()
     adjustments: tuple[Fallback, ...] = ()
     bound: OmissionBound | None = None
+    reuse: tuple[ReusedSnapshot, ...] = ()
+    vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
 
     def __post_init__(self) -> None:
+        experts = sum(model.role == "expert" for model in self.models)
+        if any(len(each.saved_bytes) != experts or min(each.saved_bytes) < 0 for each in self.reuse):
+            raise ValueError(f"reuse saves bytes of each of {experts} experts, and no less than none")
         if not 0 <= self.planned_bytes <= self.budget_bytes:
             raise ValueError(f"planned {self.planned_bytes} bytes of a budget of {self.budget_bytes}")
         if self.block_elements < 1:
             raise ValueError(f"blocks of {self.block_elements} elements")
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise ValueError("a tensor is planned twice")
-        experts = sum(model.role == "expert" for model in self.models)
         for tensor in self.tensors:
-            if not len(tensor.access) == len(tensor.experts) == experts:
-                raise ValueError(f"{tensor.name}: {len(tensor.access)} accesses for {experts} experts")
-            _check_runs(tensor, -(-tensor.n_elements // self.block_elements))
+            if not len(tensor.access) == len(tensor.experts) == len(tensor.models):
+                raise ValueError(f"{tensor.name}: {len(tensor.access)} accesses for {len(tensor.models)} experts")
+            if len(set(tensor.models)) < len(tensor.models) or not all(0 <= e < experts for e in tensor.models):
+                raise ValueError(f"{tensor.name}: not experts of this plan: {list(tensor.models)}")
+            n_blocks = -(-tensor.n_elements // self.block_elements)
+            _check_runs(tensor, n_blocks)
+            _check_reused(tensor, n_blocks, len(self.reuse))
 
     @property
     def digest(self) -> str:
         """32 hex digits: BLAKE3-128 of the canonical JSON without what is true on one machine only. Worked out anew."""
         content = _content(self)
         content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
+        if self.reuse:
+            content["reuse"] = [_without(_reused_content(each), _MACHINE_KEYS) for each in self.reuse]
         return digest_of(content)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What need not be read of experts, because the result stands in an earlier snapshot."""
+        return sum(sum(each.saved_bytes) for each in self.reuse)
+
+    @property
+    def expected_error(self) -> float | None:
+        """What is expected to be left out, relative to what the full merge changes; None if the plan does not say."""
+        return expected_error_of(access for tensor in self.tensors for access in tensor.access)
+
+    def without_reuse(self) -> Plan:
+        """The same result from the inputs alone, whatever the budget."""
+        if not self.reuse:
+            return self
+        saved = iter([sum(column) for column in zip(*(each.saved_bytes for each in self.reuse), strict=True)])
+        planned_bytes = self.planned_bytes + self.saved_bytes
+        return replace(
+            self,
+            budget_bytes=max(self.budget_bytes, planned_bytes),
+            planned_bytes=planned_bytes,
+            models=tuple(
+                replace(model, planned_bytes=model.planned_bytes + next(saved)) if model.role == "expert" else model
+                for model in self.models
+            ),
+            tensors=tuple(replace(tensor, reused=()) for tensor in self.tensors),
+            reuse=(),
+        )
 
     def to_json(self) -> bytes:
         """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
@@ -164,6 +231,32 @@ class Plan:
         return {"digest": self.digest, **_content(self)}
 
 
+def expected_error_of(accesses: Iterable[Access]) -> float | None:
+    """The same of some accesses, as if what experts bring were unrelated."""
+    energies = [each.energy for each in accesses if each.energy is not None]
+    whole = math.fsum(energy for _, energy in energies)
+    if not energies:
+        return None
+    return math.sqrt(math.fsum(left for left, _ in energies) / whole) if whole > 0 else 0.0
+
+
+def _check_shared(runs: SharedRuns, kind: str) -> None:
+    if any(not (0 <= start < stop and source >= 0) for start, stop, source in runs):
+        raise ValueError(f"not a run of {kind} blocks")
+    if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(runs)):
+        raise ValueError(f"runs of {kind} blocks must be sorted, disjoint and joined where they touch")
+
+
+def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> None:
+    """One snapshot for one tensor, and it is known."""
+    _check_shared(tensor.reused, "reused")
+    if tensor.reused and tensor.reused[-1][1] > n_blocks:
+        raise ValueError(f"{tensor.name}: a run of reused blocks ends past the last of {n_blocks} blocks")
+    sources = {source for _, _, source in tensor.reused}
+    if len(sources) > 1 or any(source >= n_snapshots for source in sources):
+        raise ValueError(f"{tensor.name}: reused blocks are of one of the plan's {n_snapshots} snapshots")
+
+
 def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
     """Runs lie in the grid and are disjoint over the kinds; shared blocks are read from the expert that serves them."""
     for expert, access in enumerate(tensor.access):
@@ -172,6 +265,9 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
         flat = tuple(chain.from_iterable(access.runs)) if access.free or access.shared else ()
         if not all(map(le, flat, flat[1:])):
             raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
+        for start, stop, _ in access.levels:
+            if not any(a <= start and stop <= b for a, b in access.blocks):
+                raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")
         for start, stop, source in access.shared:
             if source == expert or source >= len(tensor.access):
                 raise ValueError(f"{tensor.name}: expert {source} cannot serve expert {expert}")
@@ -185,8 +281,14 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
 def _content(plan: Plan) -> dict[str, object]:
     """The plan but its digest, in the order in which a reader wants it."""
     parameters = _ParameterTable()
-    tensors = [_tensor_content(tensor, parameters.index_of(tensor)) for tensor in plan.tensors]
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
     bound = plan.bound
+    optional: dict[str, object] = {}
+    if plan.reuse:
+        optional["reuse"] = [_reused_content(each) for each in plan.reuse]
+    if plan.vocabulary is not None:
+        optional["vocabulary"] = plan.vocabulary
     return {
         "format": PLAN_FORMAT,
         "operator": plan.operator,
@@ -201,6 +303,7 @@ def _content(plan: Plan) -> dict[str, object]:
         "fallbacks": [_fallback_content(each) for each in plan.fallbacks],
         "adjustments": [_fallback_content(each) for each in plan.adjustments],
         "models": [_model_content(model) for model in plan.models],
+        **optional,
         "recipe": plan.recipe,
         "parameters": parameters.rows,
         "tensors": tensors,
@@ -230,9 +333,14 @@ def _scalars(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}
 
 
-def _tensor_content(tensor: PlannedTensor, parameters: int) -> dict[str, object]:
+def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> dict[str, object]:
     access = [_access_content(each) for each in tensor.access]
-    return {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
+    content = {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
+    if tensor.models != tuple(range(n_experts)):
+        content["models"] = list(tensor.models)
+    if tensor.reused:
+        content["reused"] = _shared_text(tensor.reused)
+    return content
 
 
 def _access_content(access: Access) -> dict[str, object]:
@@ -242,11 +350,15 @@ def _access_content(access: Access) -> dict[str, object]:
     if access.free:
         content["free"] = format_runs(access.free)
     if access.shared:
-        content["shared"] = ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in access.shared)
+        content["shared"] = _shared_text(access.shared)
     if access.threshold_bits is not None:
         content["threshold_bits"] = access.threshold_bits
     if access.products is not None:
         content["products"] = list(access.products)
+    if access.levels:
+        content["levels"] = _shared_text(access.levels)
+    if access.energy is not None:
+        content["energy"] = list(access.energy)
     return content
 
 
@@ -266,6 +378,10 @@ def _model_content(model: PlannedModel) -> dict[str, object]:
     }
 
 
+def _reused_content(reused: ReusedSnapshot) -> dict[str, object]:
+    return {"sid": reused.sid, "path": reused.path, "saved_bytes": list(reused.saved_bytes)}
+
+
 def _bound_content(bound: OmissionBound) -> dict[str, object]:
     content: dict[str, object] = {"absolute": bound.absolute}
     return content if bound.relative is None else {**content, "relative": bound.relative}
@@ -282,6 +398,10 @@ def _without(content: Mapping[str, object], keys: Sequence[str]) -> dict[str, ob
 def format_runs(runs: Runs) -> str:
     """Half-open runs as people write them, last block included: `((0, 4), (7, 8))` is `0-3,7`."""
     return ",".join(_run_text(start, stop) for start, stop in runs)
+
+
+def _shared_text(runs: SharedRuns) -> str:
+    return ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in runs)
 
 
 def _run_text(start: int, stop: int) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+from mergepipe.canonical import canonical_json
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.plan import (
     PLAN_FORMAT,
@@ -19,6 +20,7 @@ from mergepipe.plan import (
     Plan,
     PlannedModel,
     PlannedTensor,
+    ReusedSnapshot,
     Runs,
     Scalar,
     SharedRuns,
@@ -88,9 +90,11 @@ def _parse(raw: bytes, where: object) -> object:
         refuse(f"{name} is not a number of JSON")
 
     try:
-        return json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        canonical_json(document)  # refuses what has no digest: half surrogate pairs, numbers out of range
     except (ValueError, RecursionError) as error:
         refuse(f"not JSON: {error}")
+    return document
 
 
 def _check_format(text: str, where: object) -> None:
@@ -155,6 +159,12 @@ class _Object:
     def numbers(self, key: str) -> tuple[float, ...]:
         return tuple(self._number(value, key) for value in self.array(key))
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        values = self.array(key)
+        if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+            self.fail("plan.type", f"'{key}' is not an array of integers")
+        return tuple(value for value in values if isinstance(value, int))
+
     def _number(self, value: object, key: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.fail("plan.type", f"'{key}' is not a number")
@@ -202,10 +212,13 @@ def _plan_of(top: _Object) -> Plan:
     numbers = {name: top.integer(name) for name in names}
     seed = top.signed("seed")
     models = tuple(_model_of(each) for each in top.objects("models"))
-    tensors = tuple(_tensor_of(each, rows) for each in top.objects("tensors"))
+    n_experts = sum(model.role == "expert" for model in models)
+    tensors = tuple(_tensor_of(each, rows, n_experts) for each in top.objects("tensors"))
     fallbacks = tuple(_fallback_of(each) for each in top.objects("fallbacks"))
     adjustments = tuple(_fallback_of(each) for each in top.objects("adjustments"))
     bound = _bound_of(top)
+    reuse = tuple(_reused_of(each) for each in top.objects("reuse")) if top.has("reuse") else ()
+    vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
     top.done()
     try:
         return Plan(
@@ -223,6 +236,8 @@ def _plan_of(top: _Object) -> Plan:
             fallbacks=fallbacks,
             adjustments=adjustments,
             bound=bound,
+            reuse=reuse,
+            vocabulary=vocabulary,
         )
     except ValueError as error:
         top.fail("plan.value", str(error))
@@ -263,6 +278,12 @@ def _model_of(model: _Object) -> PlannedModel:
     return found
 
 
+def _reused_of(reused: _Object) -> ReusedSnapshot:
+    found = ReusedSnapshot(reused.text("sid"), reused.text("path"), reused.integers("saved_bytes"))
+    reused.done()
+    return found
+
+
 def _file_of(file: _Object) -> FileBinding:
     found = FileBinding(
         file.text("name"), file.integer("size_bytes"), file.signed("mtime_ns"), file.text("header_digest")
@@ -277,15 +298,20 @@ def _fallback_of(fallback: _Object) -> Fallback:
     return found
 
 
-def _tensor_of(tensor: _Object, rows: Sequence[_Parameters]) -> PlannedTensor:
+def _tensor_of(tensor: _Object, rows: Sequence[_Parameters], n_experts: int) -> PlannedTensor:
     index = tensor.integer("parameters")
     if index >= len(rows):
         tensor.fail("plan.value", f"there is no set of parameters {index}")
     shared, anchor, experts = rows[index]
     access = tuple(_access_of(each) for each in tensor.objects("access"))
-    found = PlannedTensor(tensor.text("name"), tensor.integer("n_elements"), shared, anchor, experts, access)
+    models = tensor.integers("models") if tensor.has("models") else tuple(range(n_experts))
+    try:
+        reused = _parse_shared(tensor.text("reused")) if tensor.has("reused") else ()
+    except ValueError as error:
+        tensor.fail("plan.value", str(error))
+    name, n_elements = tensor.text("name"), tensor.integer("n_elements")
     tensor.done()
-    return found
+    return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, reused)
 
 
 def _access_of(access: _Object) -> Access:
@@ -295,6 +321,12 @@ def _access_of(access: _Object) -> Access:
         if len(numbers) != 3:
             access.fail("plan.value", f"{len(numbers)} products, 3 are needed")
         products = (numbers[0], numbers[1], numbers[2])
+    energy: tuple[float, float] | None = None
+    if access.has("energy"):
+        numbers = access.numbers("energy")
+        if len(numbers) != 2:
+            access.fail("plan.value", f"{len(numbers)} energies, 2 are needed")
+        energy = (numbers[0], numbers[1])
     try:
         found = Access(
             blocks=parse_runs(access.text("read")) if access.has("read") else (),
@@ -302,6 +334,8 @@ def _access_of(access: _Object) -> Access:
             shared=_parse_shared(access.text("shared")) if access.has("shared") else (),
             threshold_bits=access.integer("threshold_bits") if access.has("threshold_bits") else None,
             products=products,
+            levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
+            energy=energy,
         )
     except ValueError as error:
         access.fail("plan.value", str(error))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from mergepipe.recipe.resolve import DroppedTensor
+from mergepipe.recipe.tasks import DroppedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class CheckReport:
     output_bytes: int
     disk_bytes: int
     shards: int
+    notices: tuple[str, ...] = ()  # what the user should know of the inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,13 @@ class MergeReport:
     peak_rss_bytes: int
     planned_bytes: int | None = None
     budget_bytes: int | None = None
+    reused_bytes: int = 0  # of blocks of earlier snapshots that come out the same
     notices: tuple[str, ...] = ()
 
     @property
     def read_bytes(self) -> int:
         """Everything read."""
-        return self.base_bytes + self.expert_bytes + self.analysis_bytes + self.metadata_bytes
+        return self.base_bytes + self.expert_bytes + self.reused_bytes + self.analysis_bytes + self.metadata_bytes
 
     @property
     def bytes_per_second(self) -> float:
@@ -113,7 +115,8 @@ class ExpertShare:
     """What of one expert is in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
 
     `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
-    bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them.
+    bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them. Of those read
+    `in_part` are at a level of their store below the last; `expected_error` is None where the plan expects none.
     """
 
     model: str
@@ -125,6 +128,8 @@ class ExpertShare:
     full_bytes: int | None
     planned_bytes: int | None
     realized_bytes: int | None
+    in_part: int = 0
+    expected_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,7 @@ class LayerShare:
     blocks: int
     touched: int
     taking_part: tuple[int, ...]
+    expected_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,7 @@ class Explanation:
     tensors: tuple[TensorUse, ...]
     fallbacks: tuple[Decision, ...]
     adjustments: tuple[Decision, ...]
+    expected_error: float | None = None
 
 
 # --- sweeps ---
@@ -276,3 +283,124 @@ class SnapshotReport:
     inputs: tuple[SnapshotInput, ...]
     is_present: bool
     is_recorded: bool
+
+
+# --- verification, repair, garbage ---
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong with a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
+
+    `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`. The file
+    of a block that an overlay takes from its base is an absolute path.
+    """
+
+    kind: str
+    file: str
+    tensor: str
+    start: int
+    stop: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was looked at and what is wrong. `replayed` are tensors that were made again from the inputs and compared.
+
+    Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
+    """
+
+    path: Path
+    sid: str
+    files: int
+    tensors: int
+    blocks: int
+    read_bytes: int
+    seconds: float
+    damages: tuple[Damage, ...]
+    notices: tuple[str, ...]
+    replayed: tuple[str, ...] = ()
+    replayed_bytes: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What was damaged and is mended: everything, or an error would have been raised."""
+
+    path: Path
+    sid: str
+    repaired: tuple[Damage, ...]
+    rebuilt_tensors: tuple[str, ...]
+    written_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaterialiseReport:
+    """What became of an overlay: tensor bytes that it held itself and that were taken from its base, bytes written."""
+
+    overlay: Path
+    out: Path
+    sid: str
+    stored_bytes: int
+    base_bytes: int
+    written_bytes: int
+    seconds: float
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Something that nobody needs: `kind` is `staging`, `snapshot-row` or `model-row`; `is_removed` if it is gone."""
+
+    kind: str
+    what: str
+    reason: str
+    nbytes: int
+    is_removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was found to be garbage, and staging that was left alone because its process lives."""
+
+    garbage: tuple[Garbage, ...]
+    living: tuple[str, ...]
+    is_dry_run: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes given back, or that would be."""
+        return sum(each.nbytes for each in self.garbage if each.is_removed or self.is_dry_run)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that differs: `||A - B||`, and that over `||A||`; None where the shapes differ or nothing was read."""
+
+    name: str
+    kind: str
+    norm: float | None
+    relative: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDiff:
+    """How two snapshots differ. `settings` and `inputs` are lines that tell what is different; `recipe` is a diff."""
+
+    a: Path
+    b: Path
+    a_sid: str
+    b_sid: str
+    recipe: str
+    settings: tuple[str, ...]
+    inputs: tuple[str, ...]
+    equal_tensors: int
+    tensors: tuple[TensorChange, ...]
+    norm: float | None

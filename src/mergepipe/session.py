@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from mergepipe.workflows.merging import MergeSettings
     from mergepipe.workflows.planning import PlanRequest
+    from mergepipe.workflows.resuming import Resume
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 SPARE_THREADS = 4
@@ -47,18 +48,24 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check(recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> CheckReport:
+def check(
+    recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES, allow_dropped: Sequence[str] = ()
+) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data.
+
+    Args:
+        shard_bytes, allow_dropped: see `merge`.
 
     Raises:
         MergePipeError: every problem found, in one error.
     """
     from mergepipe.engine.execute import plan_output
     from mergepipe.storage.local import LocalStore
-    from mergepipe.workflows.merging import check_report, open_inputs
+    from mergepipe.workflows.checking import check_report
+    from mergepipe.workflows.opening import open_inputs
 
     _positive("--shard-size", shard_bytes)
-    inputs = open_inputs(Path(recipe), LocalStore())
+    inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
 
@@ -72,6 +79,7 @@ def merge(
     force: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     budget: str | None = None,
+    target_error: float | None = None,
     select: str = DEFAULT_POLICY,
     on_omit: str = DEFAULT_ON_OMIT,
     adjust_min_density: float | None = None,
@@ -79,6 +87,12 @@ def merge(
     home: str | Path | None = None,
     catalog: bool = True,
     statistics: bool | None = None,
+    resume: bool | None = None,
+    reuse: bool = True,
+    keep_accumulators: bool = False,
+    within_ulp: bool = False,
+    overlay: bool = False,
+    allow_dropped: Sequence[str] = (),
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
@@ -91,58 +105,93 @@ def merge(
         seed: seed of the random operators and of the policy `random`.
         force: replace a snapshot that is already at `out`.
         shard_bytes: largest output file, in bytes of tensor data.
-        budget, select, on_omit, adjust_min_density, block_elements: see `plan`.
+        budget, target_error, select, on_omit, adjust_min_density, block_elements: see `plan`.
         home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
         catalog: use the catalog, and record the snapshot in it.
         statistics: let a merge in full gather on its way what `analyze` would read for; by default where there are
             at least `SPARE_THREADS` compute threads, because below that it costs time.
+        resume: go on with an interrupted run of the same merge to `out`; by default where there is one.
+        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
+        keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
+            merge with experts added at the end reads those alone. Not under a budget.
+        within_ulp: let kept sums be corrected, too, where experts were dropped or weights changed. Then results may
+            be off by a unit in the last place of their largest term.
+        overlay: store only blocks that differ from the base, without reuse or resuming; see `keeping.materialise`.
+        allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         on_progress: called about ten times a second, from the calling thread.
 
     Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind.
+        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can go on with.
     """
     started = time.perf_counter()
     from mergepipe.workflows.merging import run_merge
+    from mergepipe.workflows.resuming import Resume
 
     settings = _merge_settings(threads, memory_bytes, seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes)
     gathers = settings.engine.threads >= SPARE_THREADS if statistics is None else statistics
-    settings = replace(settings, gathers=gathers)
-    if budget is None:
+    settings = replace(
+        settings,
+        gathers=gathers,
+        resume=Resume.NEVER if overlay else _resume(resume),
+        reuse=reuse and not overlay,
+        overlay=overlay,
+        keeps_accumulators=keep_accumulators,
+        within_ulp=within_ulp,
+        allow_dropped=tuple(allow_dropped),
+    )
+    if overlay:
+        _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--within-ulp": within_ulp, "--resume": resume})
+    is_planned = budget is not None or target_error is not None
+    if (keep_accumulators or within_ulp) and is_planned:
+        option = "--keep-accumulators" if keep_accumulators else "--within-ulp"
+        message = "sums are kept, and gone on with, by merges in full alone"
+        raise RecipeError.of("option.pair", option, message, "merge without --budget")
+    if not is_planned:
         return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.workflows.planning import run_budgeted
 
-    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed)
+    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
+    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse)
     return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
 def plan(
     recipe: str | Path,
-    budget: str,
+    budget: str | None = None,
     *,
+    target_error: float | None = None,
     select: str = DEFAULT_POLICY,
     on_omit: str = DEFAULT_ON_OMIT,
     adjust_min_density: float | None = None,
     seed: int = 0,
     block_elements: int | None = None,
     home: str | Path | None = None,
+    reuse: bool = True,
+    allow_dropped: Sequence[str] = (),
 ) -> Plan:
     """Decide what a merge reads under a budget, from the catalog and the inputs' headers; reads no tensor data.
 
     Args:
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
+        target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
+            to the full merge, relative to what that changes.
         select: the policy: norm, conflict, stratified or random.
         on_omit: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
         adjust_min_density: let densities of TIES and DARE fall to this under a tight budget; None leaves them.
         seed: seed of the random operators and of the policy `random`.
-        block_elements: elements of a block; default 256 Ki. Statistics of another grid are not used.
+        block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was
+            analysed. Statistics of another grid are not used.
         home: the catalog's home.
+        reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
+        allow_dropped: see `merge`.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.
     """
     from mergepipe.workflows.planning import plan_recipe
 
-    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed)
+    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
+    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=reuse)
     return plan_recipe(Path(recipe), request, _home(home), seed)
 
 
@@ -156,12 +205,15 @@ def run(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     home: str | Path | None = None,
     catalog: bool = True,
+    resume: bool | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Run a plan, given or stored, and publish the result at `out`; refused if an input changed since it was made.
 
+    `resume` is as in `merge`.
+
     Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind.
+        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can go on with.
     """
     started = time.perf_counter()
     from mergepipe.plan import Plan as PlanValue
@@ -171,6 +223,7 @@ def run(
     settings = _merge_settings(
         threads, memory_bytes, value.seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes
     )
+    settings = replace(settings, resume=_resume(resume))
     return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
 
 
@@ -265,6 +318,7 @@ def sweep(
     memory_bytes: int | None = None,
     home: str | Path | None = None,
     work: str | Path | None = None,
+    allow_dropped: Sequence[str] = (),
     on_progress: ProgressCallback | None = None,
 ) -> SweepReport:
     """Merge a recipe in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
@@ -273,6 +327,7 @@ def sweep(
         budgets, select, on_omit, seed: see `plan`.
         home: the catalog's home; the full merge fills it on its way.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
+        allow_dropped: see `merge`.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; no output is left behind.
@@ -284,9 +339,11 @@ def sweep(
         raise RecipeError.of("budget.malformed", "--budgets", "none is given", "give some, such as 10%,50%")
     wanted = [SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
     request = _plan_request(budgets[0], select, on_omit, None, None, seed)
+    request = replace(request, allow_dropped=tuple(allow_dropped))
     settings = _merge_settings(
         threads, memory_bytes, seed, home, catalog=True, force=False, shard_bytes=DEFAULT_SHARD_BYTES
     )
+    settings = replace(settings, allow_dropped=request.allow_dropped)
     place = None if work is None else Path(work)
     return run_sweep(Path(recipe), wanted, request, settings, _home(home), place, on_progress)
 
@@ -360,13 +417,29 @@ def _merge_settings(
     )
 
 
+def _refuse_with_overlay(given: Mapping[str, bool | None]) -> None:
+    """Refuse options that an overlay gives no meaning."""
+    for option in (option for option, value in given.items() if value):
+        message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
+        raise RecipeError.of("option.pair", option, message, "merge without --overlay")
+
+
+def _resume(asked: bool | None) -> Resume:
+    from mergepipe.workflows.resuming import Resume
+
+    if asked is None:
+        return Resume.AUTO
+    return Resume.REQUIRED if asked else Resume.NEVER
+
+
 def _plan_request(
-    budget: str,
+    budget: str | None,
     select: str,
     on_omit: str,
     adjust_min_density: float | None,
     block_elements: int | None,
     seed: int = 0,
+    target_error: float | None = None,
 ) -> PlanRequest:
     from mergepipe.budget_request import parse_budget
     from mergepipe.planner.problem import AdjustPolicy, OnOmit, PlanOptions, Policy
@@ -374,12 +447,16 @@ def _plan_request(
 
     if adjust_min_density is not None and not 0.0 < adjust_min_density <= 1.0:
         raise RecipeError.of("option.density", "--min-density", f"{adjust_min_density:g} was given", "it is in (0, 1]")
+    if target_error is not None and not target_error >= 0:
+        raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
+    if budget is None and target_error is None:
+        raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
     adjust = None if adjust_min_density is None else AdjustPolicy(adjust_min_density)
     return PlanRequest(
-        parse_budget(budget),
+        parse_budget(budget if budget is not None else "100%"),
         _choice("--select", select, Policy),
-        PlanOptions(_choice("--on-omit", on_omit, OnOmit), adjust, seed),
-        _block_elements(block_elements),
+        PlanOptions(_choice("--on-omit", on_omit, OnOmit), adjust, seed, target_error),
+        None if block_elements is None else _block_elements(block_elements),
     )
 
 

@@ -285,7 +285,7 @@ def test_open_checkpoint__any_weight_map_opens_soundly_or_is_refused(root: Path,
         tensors = open_checkpoint(MetadataStore(), root).tensors
     except MergePipeError:
         return
-    assert {name: tensor.file.name for name, tensor in tensors.items()} == weight_map
+    assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == weight_map
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -299,4 +299,4 @@ def test_open_checkpoint__survives_byte_flips_in_the_index(root: Path, draws: st
         tensors = open_checkpoint(MetadataStore(), root).tensors
     except MergePipeError:
         return
-    assert {name: tensor.file.name for name, tensor in tensors.items()} == json.loads(text)["weight_map"]
+    assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == json.loads(text)["weight_map"]

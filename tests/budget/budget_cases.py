@@ -57,6 +57,7 @@ class Setting:
             seed=seed,
             block_elements=block_elements,
             home=self.home,
+            reuse=False,  # what a budget reads, whatever was merged before
         )
 
     def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:

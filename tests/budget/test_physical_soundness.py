@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
+from mergepipe.blocks import BF16
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS
 from mergepipe.plan import Plan
-from mergepipe.testing.budgets import GRAIN, TensorPlanOf, smallest_memory, tensor_plans
-from mergepipe.testing.disk_families import DiskFamily
+from mergepipe.testing.budgets import AWKWARD, GRAIN, TensorPlanOf, smallest_memory, tensor_plans
+from mergepipe.testing.disk_families import DiskFamily, write_recipe
+from mergepipe.workflows.packing import pack
 
 BUDGETS = ("0", "4096", "7%", "35%", "80%", "100%")
 
@@ -125,6 +128,31 @@ def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, serve
             assert traced.answer["error"] is None
             spent += traced.answer["expert"]
     assert spent > 0
+
+
+@pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_linear"])
+def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
+    tmp_path: Path, server: TracedServer, name: str
+) -> None:
+    wide = TensorPlanOf("layers.9.wide", (2 * BLOCK_ELEMENTS + 70_001,), BF16, (BF16,), frozen_share=0.2)
+    raw = make_setting(tmp_path, CASES[name], plans=(*AWKWARD, wide))
+    base, *experts = raw.family.places
+    stores = [expert.store for expert in pack(base, experts[:-1], tmp_path / "stores", threads=2).experts]
+    family = replace(raw.family, places=(base, *stores, experts[-1]))
+    recipe = write_recipe(tmp_path / "packed.yml", raw.case, family)
+    setting = replace(raw, family=family, recipe=recipe)
+    setting.analyze(BLOCK_ELEMENTS)
+    partial = 0
+    empty = setting.with_home("empty")
+    grids = [(setting, BLOCK_ELEMENTS), (empty, BLOCK_ELEMENTS), (empty, 2 * BLOCK_ELEMENTS), (empty, 3 * GRAIN)]
+    for known, block in grids:
+        for i, budget in enumerate(("0", "7%", "20%", "50%", "100%")):
+            plan = known.plan(budget, POLICIES[i % len(POLICIES)], block_elements=block)
+            memory = smallest_memory(plan, tmp_path / "refused") if i % 2 and known is setting else None
+            traced = Tracer(server, known, runs=10 * i).run(plan, memory_bytes=memory, cold=i % 2 == 0)
+            assert traced.answer["error"] is None
+            partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
+    assert partial > 1
 
 
 @pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_ties"])

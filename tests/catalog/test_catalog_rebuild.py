@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sqlite3
 from pathlib import Path
@@ -16,6 +17,9 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import Evidence, ModelRow, SnapshotRow
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.report.catalog_tables import rebuild_table
+from mergepipe.tailor.composite import COMPOSITE_FORMAT
 
 
 def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
@@ -54,6 +58,20 @@ def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp
     with Catalog.open(tmp_path / "new-home") as catalog:
         nodes = catalog.lineage(tmp_path / "out" / "deep" / "er" / "two")
         assert [node.path.name for node in nodes] == ["two", "one", "base", "expert"]
+
+
+def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) -> None:
+    family(tmp_path)
+    composite = tmp_path / "out" / "run" / "checkpoint-9"
+    composite.mkdir(parents=True)
+    (composite / MANIFEST_NAME).write_text(
+        json.dumps({"format": COMPOSITE_FORMAT, "kind": "composite", "sid": "0" * 32})
+    )
+    report = rebuild(tmp_path / "home", [tmp_path / "out"])
+    assert (report.snapshots, report.composites, report.unreadable, report.missing) == (1, (composite,), (), ())
+    assert f"{composite}: a training checkpoint" in rebuild_table(report)
+    (row,) = snapshots_of(tmp_path / "home")
+    assert row.path == tmp_path / "out" / "one"
 
 
 def test_rebuild__looks_at_known_paths_without_being_told(tmp_path: Path) -> None:

@@ -108,12 +108,24 @@ def _edit_embedding(model: Path, **changes: object) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
 
 
+def _add_tensor(model: Path, name: str) -> None:
+    """Append one element."""
+    path = model / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    end = len(content) - 8 - size
+    header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :] + bytes(4))
+
+
 def _other_shape(work: Workplace) -> None:
     _edit_embedding(work.family.experts[1], shape=[TINY.hidden, TINY.vocab])
 
 
 def _dtype_that_cannot_be_merged(work: Workplace) -> None:
-    _edit_embedding(work.family.base, dtype="F8_E4M3", shape=[TINY.vocab, TINY.hidden * 2])
+    _edit_embedding(work.family.base, dtype="F8_E8M0", shape=[TINY.vocab, TINY.hidden * 2])
 
 
 @pytest.mark.parametrize(
@@ -158,3 +170,17 @@ def test_check__debug_behind_a_double_dash_is_a_file_name(run: Runner) -> None:
 def test_check__bad_sizes_are_refused(work: Workplace, run: Runner) -> None:
     assert run("check", work.recipe, "--shard-size", "big").exit_code == 2
     assert run("check", work.recipe, "--shard-size", "0").exit_code == 10
+
+
+def test_check__refuses_what_the_base_does_not_have_unless_it_is_allowed(work: Workplace, run: Runner) -> None:
+    _add_tensor(work.family.experts[0], "extra.weight")
+    ran = run("check", work.recipe)
+    assert ran.exit_code == 5
+    assert ran.error_lines[-1].endswith("to leave it out: --allow-dropped 'extra.weight' [merge.tensor.unexpected]")
+    allowed = run("check", work.recipe, "--allow-dropped", "none", "--allow-dropped", "extra.*")
+    assert (allowed.exit_code, allowed.err) == (0, "")
+    assert "1 dropped" in allowed.out
+
+
+def test_check__prints_the_schema_of_recipes(run: Runner) -> None:
+    assert run("check", "--schema").json()["title"] == "MergePipe recipe"

@@ -122,7 +122,8 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
     budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
     rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog"]
-    more = ["--gather", "--block-elements", 65536]
+    more = ["--gather", "--block-elements", 65536, "--resume", "--no-reuse", "--keep-accumulators", "--within-ulp"]
+    more += ["--overlay"]
     given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     assert given.options == {
         "threads": 3,
@@ -133,11 +134,18 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         "statistics": True,
         "shard_bytes": 2_000_000_000,
         "budget": "25%",
+        "target_error": None,
         "select": "random",
         "on_omit": "renormalize",
         "adjust_min_density": 0.1,
         "home": "h",
         "catalog": False,
+        "resume": True,
+        "reuse": False,
+        "keep_accumulators": True,
+        "within_ulp": True,
+        "overlay": True,
+        "allow_dropped": (),
     }
 
 

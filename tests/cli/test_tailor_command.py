@@ -113,3 +113,21 @@ def test_inspect__imports_nothing_heavy(place: Path) -> None:
     assert ran.exit_code == 0
     assert "numba" not in ran.err
     assert "torch" not in ran.err
+
+
+@pytest.mark.parametrize("command", ["show", "lineage", "explain"])
+def test_snapshot_commands__say_what_a_composite_is(run: Runner, place: Path, command: str) -> None:
+    run("tailor", "compose", "recipe.yml", "out", "-q")
+    ran = run(command, "out", "--home", place / "home")
+    assert (ran.exit_code, len(ran.error_lines)) == (6, 1)
+    assert "a training checkpoint that tailor composed" in ran.err
+    assert "mergepipe tailor inspect" in ran.err
+
+
+def test_catalog_rebuild__leaves_composites_out_and_says_so(run: Runner, place: Path) -> None:
+    run("tailor", "compose", "recipe.yml", "out", "-q")
+    ran = run("catalog", "rebuild", place, "--home", place / "home")
+    assert (ran.exit_code, f"{place / 'out'}: a training checkpoint, no snapshot" in ran.out) == (0, True)
+    document = run("catalog", "rebuild", place, "--home", place / "home", "--json").json()
+    assert (document["composites"], document["snapshots"]) == ([str(place / "out")], 0)
+    assert run("ls", "--home", place / "home").exit_code == 0

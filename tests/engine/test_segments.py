@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from mergepipe.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
 from mergepipe.budget import Purpose
+from mergepipe.engine.layouts import SegmentLayout, lay_out
 from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
     JobShape,
     Run,
-    SegmentLayout,
     choose_buffer_sizes,
+    cut_everywhere,
     full_access,
-    lay_out,
     plan_jobs,
     stored_bytes,
 )
 from mergepipe.errors import LimitError
 from mergepipe.readers.base import TensorEntry
-from mergepipe.recipe.resolve import Action, MergeTask, TensorParameters
+from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 
 SIZES = st.one_of(
@@ -50,7 +50,9 @@ def task_lists(draw: st.DrawFn) -> list[MergeTask]:
         dtype = entries[0].dtype if is_copy else draw(DTYPES)
         parameters = TensorParameters({}, {}, ({},) * (len(entries) - 1))
         action = Action.COPY if is_copy else Action.MERGE
-        tasks.append(MergeTask(f"t{index}", action, (n,), dtype, entries[0], entries[1:], parameters))
+        experts = tuple(range(1, len(entries)))
+        task = MergeTask(f"t{index}", action, (n,), dtype, entries[0], entries[1:], parameters, expert_models=experts)
+        tasks.append(task)
     return tasks
 
 
@@ -68,7 +70,7 @@ def smallest_memory(tasks: list[MergeTask], cut_elements: int = GRAIN_ELEMENTS) 
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            choose_buffer_sizes(tasks, middle, cut_elements)
+            choose_buffer_sizes(tasks, middle, cut_everywhere(cut_elements))
             high = middle
         except LimitError:
             low = middle
@@ -136,10 +138,10 @@ def wanted_runs(data: st.DataObject, tasks: list[MergeTask]) -> dict[int, tuple[
 def test_plan_jobs__covers_every_tensor_in_segments_that_fit(data: st.DataObject) -> None:
     tasks = data.draw(task_lists())
     cut_elements = data.draw(st.sampled_from([1, 3])) * GRAIN_ELEMENTS
-    sizes = choose_buffer_sizes(tasks, data.draw(memories(tasks, cut_elements)), cut_elements)
+    sizes = choose_buffer_sizes(tasks, data.draw(memories(tasks, cut_elements)), cut_everywhere(cut_elements))
     wanted = wanted_runs(data, tasks)
     jobs = []
-    for job in plan_jobs(tasks, sizes, lambda index, _: wanted[index], cut_elements):
+    for job in plan_jobs(tasks, sizes, lambda index, _: wanted[index], cut_everywhere(cut_elements)):
         jobs.append(job)
         assert len(jobs) <= len(tasks)
     check_jobs(tasks, jobs, wanted, cut_elements)
@@ -164,7 +166,8 @@ def test_choose_buffer_sizes__leaves_room_for_the_fewest_buffers(data: st.DataOb
 
 def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
     entry = TensorEntry("t", F32, (1 << 20,), Path("f"), 0, 4 << 20)
-    task = MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * 3, TensorParameters({}, {}, ({},) * 3))
+    parameters = TensorParameters({}, {}, ({},) * 3)
+    task = MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * 3, parameters, expert_models=(1, 2, 3))
     with pytest.raises(LimitError) as caught:
         choose_buffer_sizes([task], 1000)
     assert caught.value.code == "memory.too-small"
@@ -175,9 +178,9 @@ def needed_ranges(layout: SegmentLayout, tasks: list[MergeTask]) -> Iterable[tup
     """Every stored range of a segment, with the place where it must lie in the buffer."""
     for piece in layout.pieces:
         task = tasks[piece.run.task_index]
-        yield task.base, piece.run.span, Purpose.BASE, piece.base_offset
+        yield task.base.stored[0], piece.run.span, Purpose.BASE, piece.base_offset
         for e, place in zip(piece.run.sources, piece.expert_offsets, strict=True):
-            yield task.experts[e], piece.run.span, Purpose.EXPERT, place
+            yield task.experts[e].stored[0], piece.run.span, Purpose.EXPERT, place
 
 
 def check_reads(layout: SegmentLayout, tasks: list[MergeTask], raw_bytes: int, alignments: dict[Path, int]) -> None:
@@ -225,7 +228,8 @@ def test_lay_out__reads_exactly_the_needed_pages_to_their_places(data: st.DataOb
     tasks = data.draw(task_lists())
     sizes = choose_buffer_sizes(tasks, data.draw(memories(tasks)))
     wanted = wanted_runs(data, tasks)
-    files = sorted({entry.file for task in tasks for entry in (task.base, *task.experts)})
+    sources = [source for task in tasks for source in (task.base, *task.experts)]
+    files = sorted({entry.file for source in sources for entry in source.stored})
     alignments = {file: data.draw(st.sampled_from([1, PAGE_BYTES])) for file in files}
     for job in plan_jobs(tasks, sizes, lambda index, _: wanted[index]):
         for segment in job.segments:

@@ -28,7 +28,7 @@ from mergepipe.testing.disk_families import (
 )
 from mergepipe.testing.faults import Fault, open_descriptors, replaced, worker_threads
 from mergepipe.testing.oracle import MergeCase
-from mergepipe.workflows import merging
+from mergepipe.workflows import executing, merging
 
 CASE = MergeCase("ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 
@@ -63,7 +63,7 @@ PLACES = [
     (pipeline.Pipeline, "_handle"),
     (pipeline.Pipeline, "_after_compute"),
     (OutputFile, "_open"),
-    (merging, "execute_merge"),
+    (executing, "execute_merge"),
     (merging, "write_durably"),
     (publish, "sync_directory"),
     (publish, "_renameat2"),

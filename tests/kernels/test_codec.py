@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F16, F32, F64, DType
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile
+from mergepipe.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_all, decode_tile, encode_all, encode_tile
 from mergepipe.testing.rounding import canonical_bits, decode, encode
 
-FLOATS = (F64, F32, F16, BF16)
+FLOATS = (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)
 DTYPE_IDS = [dtype.name for dtype in FLOATS]
 GUARD = 0xA5
 
@@ -60,9 +60,23 @@ def hard_values() -> NDArray[np.float32]:
         middles_bf16 = (patterns.astype(np.uint32) << 16 | np.uint32(0x8000)).view(np.float32)
         halves = decode(patterns.tobytes(), F16).astype(np.float64)
         middles_f16 = ((halves[:-1] + halves[1:]) / 2).astype(np.float32)
-        centers = np.concatenate([exact, middles_bf16, middles_f16, np.array([65519.996, 65520.0], np.float32)])
+        tiny = np.concatenate([_and_middles(F8_E4M3), _and_middles(F8_E5M2)])
+        edges = np.array([65519.996, 65520.0, 448, 464, 480, 57344, 61440, 65536], np.float32)
+        centers = np.concatenate([exact, middles_bf16, middles_f16, tiny, edges, -edges])
         up, down = np.nextafter(centers, np.float32(np.inf)), np.nextafter(centers, np.float32(-np.inf))
     return np.concatenate([centers, up, down])
+
+
+def _and_middles(dtype: DType) -> NDArray[np.float32]:
+    """Every value of an 8-bit format, and the middles between neighbours."""
+    values = decode(np.arange(256, dtype=np.uint8).tobytes(), dtype).astype(np.float64)
+    return np.concatenate([values, (values[:-1] + values[1:]) / 2]).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [F8_E4M3, F8_E5M2], ids=["F8_E4M3", "F8_E5M2"])
+def test_decode_tile__is_right_for_every_8_bit_pattern(dtype: DType) -> None:
+    raw = np.arange(256, dtype=np.uint8).tobytes()
+    assert_same(decoded_by_kernel(raw, dtype), decode(raw, dtype))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["F16", "BF16"])
@@ -106,3 +120,14 @@ def test_codec__decodes_and_encodes_any_bytes_as_the_libraries_do(dtype: DType, 
 def test_encode_tile__rounds_any_float32_as_the_libraries_do(dtype: DType, content: bytes) -> None:
     values = np.frombuffer(content[: len(content) // 4 * 4], np.float32)
     assert_same(encoded_by_kernel(values, dtype), encode(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16, F8_E4M3, F8_E5M2], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("n", [0, 1, 2048, 2049, 70_001])
+def test_encode_all__takes_more_than_a_tile(dtype: DType, n: int) -> None:
+    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    raw, again = np.zeros(n * dtype.itemsize, np.uint8), np.zeros(n, np.float32)
+    encode_all(values, raw, dtype.kernel_code)
+    assert raw.tobytes() == encode(values, dtype).tobytes()
+    decode_all(raw, dtype.kernel_code, n, again)
+    np.testing.assert_array_equal(again, decode(raw.tobytes(), dtype))

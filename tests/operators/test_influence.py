@@ -15,7 +15,10 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.spec import Scope
 
 Scalar = float | bool
-EXPERTS: tuple[Mapping[str, Scalar], ...] = ({"weight": 0.3, "density": 0.25}, {"weight": -1.2, "density": 0.5})
+EXPERTS: tuple[Mapping[str, Scalar], ...] = (
+    {"weight": 0.3, "density": 0.25, "gamma": 0.01, "epsilon": 0.1},
+    {"weight": -1.2, "density": 0.5, "gamma": 0.01, "epsilon": 0.1},
+)
 
 
 def operator_input(operator: str, **shared: Scalar) -> OperatorInput:

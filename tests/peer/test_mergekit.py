@@ -27,6 +27,7 @@ SHAPES: dict[str, FamilyShape] = {"qwen3": TINY, "llama": TINY_LLAMA}
 WEIGHTS = (0.5, 0.3, 0.4)
 SIGNED_WEIGHTS = (0.6, -0.3, 0.5)
 MAX_AMBIGUOUS_FRACTION = 1e-3
+BLUR = 1e-5
 
 Parameters = dict[str, float | bool]
 
@@ -40,28 +41,35 @@ class Case:
     weights: tuple[float, ...] = ()
     density: float | None = None
     parameters: tuple[tuple[str, float | bool], ...] = ()
+    has_base: bool = True
+    n_experts: int = 0  # without weights: so many models that carry no parameters
+    gamma: float | None = None
+    dtype: str = "float32"  # of mergekit's arithmetic
 
     def recipe(self, family: FamilyPaths) -> dict[str, object]:
-        """The recipe as a YAML value: float32 arithmetic, bf16 output."""
+        """The recipe as a YAML value: bf16 output."""
         content: dict[str, object] = {"merge_method": self.method, "models": self._models(family)}
-        if self.method not in ("linear", "passthrough"):
+        if self.method not in ("linear", "passthrough") and self.has_base:
             content["base_model"] = str(family.base)
         if self.parameters:
             content["parameters"] = dict(self.parameters)
-        return {**content, "dtype": "float32", "out_dtype": "bfloat16"}
+        return {**content, "dtype": self.dtype, "out_dtype": "bfloat16"}
 
     def _models(self, family: FamilyPaths) -> list[dict[str, object]]:
         if self.method == "slerp":
             return [{"model": str(family.base)}, {"model": str(family.experts[0])}]
         if self.method == "passthrough":
             return [{"model": str(family.experts[0])}]
+        if self.n_experts:
+            return [{"model": str(expert)} for expert in family.experts[: self.n_experts]]
         return [
             {"model": str(expert), "parameters": self._model_parameters(weight)}
-            for expert, weight in zip(family.experts, self.weights, strict=True)
+            for expert, weight in zip(family.experts, self.weights, strict=False)
         ]
 
     def _model_parameters(self, weight: float) -> Parameters:
-        return {"weight": weight} if self.density is None else {"weight": weight, "density": self.density}
+        given = {"weight": weight, "density": self.density, "gamma": self.gamma}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def _ties(
@@ -87,6 +95,33 @@ CASES = (
     Case("slerp-0.3", "slerp", parameters=(("t", 0.3),)),
     Case("slerp-1", "slerp", parameters=(("t", 1.0),)),
     Case("passthrough", "passthrough"),
+    _ties("rescale", 0.3, ("rescale", True)),
+    Case("nuslerp", "nuslerp", WEIGHTS[:2]),
+    Case("nuslerp-no-base", "nuslerp", WEIGHTS[:2], has_base=False),
+    Case("nuslerp-rows", "nuslerp", WEIGHTS[:2], parameters=(("nuslerp_flatten", False),)),
+    Case(
+        "nuslerp-columns", "nuslerp", WEIGHTS[:2], parameters=(("nuslerp_flatten", False), ("nuslerp_row_wise", True))
+    ),
+    Case("multislerp", "multislerp", WEIGHTS),
+    Case("multislerp-no-base", "multislerp", WEIGHTS, has_base=False),
+    Case("multislerp-not-normalized", "multislerp", WEIGHTS, parameters=(("normalize_weights", False),)),
+    Case("karcher", "karcher", n_experts=3, has_base=False),
+    Case("karcher-base", "karcher", n_experts=3, parameters=(("max_iter", 3), ("tol", 1e-6))),
+    Case("model-stock", "model_stock", n_experts=3),
+    Case("model-stock-rows", "model_stock", n_experts=3, parameters=(("filter_wise", True),)),
+    Case("breadcrumbs", "breadcrumbs", WEIGHTS, 0.6, gamma=0.05),
+    Case("breadcrumbs-rescale", "breadcrumbs", WEIGHTS, 0.9, (("rescale", True),)),
+    Case("breadcrumbs-narrow", "breadcrumbs", WEIGHTS, 0.97, gamma=0.5),
+    Case("breadcrumbs-ties", "breadcrumbs_ties", SIGNED_WEIGHTS, 0.4, gamma=0.05),
+    Case("breadcrumbs-ties-normalized", "breadcrumbs_ties", WEIGHTS, 0.4, (("normalize", True),), gamma=0.05),
+    Case("sce", "sce", n_experts=3),
+    Case("sce-top", "sce", n_experts=3, parameters=(("select_topk", 0.2),)),
+    Case("ram", "ram", n_experts=3),
+    Case("ram-epsilon", "ram", n_experts=3, parameters=(("epsilon", 1e-3),)),
+    Case("ramplus", "ramplus_tl", n_experts=3, parameters=(("epsilon", 1e-3), ("r", 0.5))),
+    Case("nearswap", "nearswap", n_experts=1, parameters=(("t", 2e-4),)),
+    Case("arcee-fusion", "arcee_fusion", n_experts=1, dtype="float64"),
+    Case("della-all", "della", WEIGHTS, 1.0),
 )
 
 
@@ -161,16 +196,33 @@ def stored_bits(model: Path) -> dict[str, NDArray[np.uint16]]:
 def ambiguous_elements(case: Case, family: FamilyPaths) -> dict[str, NDArray[np.bool_]]:
     """Elements at a TIES threshold that several elements share: which of them are kept is not defined.
 
-    mergekit keeps some of them, MergePipe keeps all; elsewhere there is nothing to choose.
+    mergekit keeps some of them, MergePipe keeps all; elsewhere there is nothing to choose. The importance by which
+    arcee_fusion selects is a sum of differences of nearly equal logarithms: in float32 it is noise for small deltas, so
+    mergekit is asked for float64, and only what rounding may put on either side is left out.
     """
-    base = {name: tensor.ravel() for name, tensor in _load(family.base).items()}
+    tensors = _load(family.base)
+    base = {name: tensor.ravel() for name, tensor in tensors.items()}
     ambiguous = {name: np.zeros(tensor.size, np.bool_) for name, tensor in base.items()}
+    if case.method == "arcee_fusion":
+        models = _load(family.experts[0])
+        return {name: _of_blurred_importance(tensors[name], models[name]) for name in base}
     if case.method != "ties" or case.density is None or case.density == 1:
         return ambiguous
     for expert in family.experts:
         for name, tensor in _load(expert).items():
             ambiguous[name] |= _at_shared_threshold(np.abs(tensor.ravel() - base[name]), case.density)
     return ambiguous
+
+
+def _of_blurred_importance(base: NDArray[np.float32], model: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Elements whose importance would be on the other side of the threshold after a change by `BLUR`."""
+    shares = [np.exp(x.astype(np.float64)) for x in (model, base)]
+    p, q = (share / share.sum(axis=-1, keepdims=True) + 1e-8 for share in shares)
+    importance_N = (np.abs(model - base) * np.sum(p * np.log(p / q), axis=-1, keepdims=True)).ravel()
+    low, median, high = np.quantile(importance_N, [0.25, 0.5, 0.75], method="lower")
+    threshold = median + 1.5 * (high - low)
+    is_blurred_N: NDArray[np.bool_] = np.abs(importance_N - threshold) <= BLUR * threshold
+    return is_blurred_N
 
 
 def _at_shared_threshold(magnitudes_N: NDArray[np.float32], density: float) -> NDArray[np.bool_]:

@@ -95,8 +95,9 @@ class Given:
 
     def with_content_ids(self) -> Given:
         """The same, with the content ids of all experts known."""
-        experts = tuple(replace(model, content_id=f"{e:032x}") for e, model in enumerate(self.problem.experts))
-        return replace(self, problem=replace(self.problem, experts=experts))
+        base, *others = self.problem.models
+        experts = tuple(replace(model, content_id=f"{e:032x}") for e, model in enumerate(others))
+        return replace(self, problem=replace(self.problem, models=(base, *experts)))
 
 
 DEFAULT_SIZES = {
@@ -160,9 +161,11 @@ def make(
         recipe="the recipe",
         seed=1,
         block_elements=BLOCK,
-        resolution=resolve(recipe, anchor, models),
-        base=PlanningModel("./base", anchor),
-        experts=tuple(PlanningModel(each.text, model) for each, model in zip(inputs, models, strict=True)),
+        resolution=resolve(recipe, (anchor, *models)),
+        models=(
+            PlanningModel("./base", anchor),
+            *(PlanningModel(each.text, model) for each, model in zip(inputs, models, strict=True)),
+        ),
         statistics=known,
     )
     return Given(problem, base, experts)

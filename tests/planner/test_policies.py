@@ -18,6 +18,7 @@ from mergepipe.budget_request import ByteBudget, ShareBudget
 from mergepipe.planner.columns import lay_out_columns
 from mergepipe.planner.conflict import tensor_cosines
 from mergepipe.planner.items import Items
+from mergepipe.planner.levels import ALL
 from mergepipe.planner.planning import plan_merge
 from mergepipe.planner.policies import at_random, by_norm, descending, kind_of, layer_of, stratified
 from mergepipe.planner.problem import PlanningProblem, PlanOptions, Policy
@@ -32,6 +33,8 @@ def items_of(costs: list[int], scores: list[int], n_experts: int = 1) -> Items:
         cost_I=np.array(costs, np.int64),
         rate_I=np.array(scores, np.float64) / np.array(costs),
         tensor_I=np.arange(len(costs)) % n_columns,
+        level_I=np.full(len(costs), ALL, np.int8),
+        steepness_I=np.ones(len(costs)),
         n_single=len(costs),
         n_columns=n_columns,
     )
@@ -179,7 +182,7 @@ def test_tensor_cosines__estimate_the_angles_between_deltas() -> None:
     common, own = rng.standard_normal((2, 64 * BLOCK))
     arrays = one_tensor(np.zeros(64 * BLOCK, np.float32), [common, 0.6 * common + 0.8 * own, -common])
     problem = make(arrays=arrays).problem
-    columns = lay_out_columns(problem.tasks, BLOCK)
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
     cosine_EE = tensor_cosines(problem, columns, np.ones((3, 1), np.bool_))[0]
     assert cosine_EE[0].tolist() == pytest.approx([1.0, 0.6, -1.0], abs=0.1)
     unknown_EE = tensor_cosines(problem, columns, np.array([[True], [False], [True]]))[0]

@@ -40,5 +40,5 @@ class CountingFile:
 def test_sample_cost__is_what_the_engine_requests(sizes: dict[str, int], first_offset: int) -> None:
     model = checkpoint("m", {name: np.zeros(n, np.float32) for name, n in sizes.items()}, first_offset)
     file = CountingFile()
-    content_id(model, {entry.file: file for entry in model.tensors.values()})
+    content_id(model, {tensor.stored[0].file: file for tensor in model.tensors.values()})
     assert sample_cost_bytes(model) == file.requested_bytes

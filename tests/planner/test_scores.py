@@ -21,7 +21,8 @@ from mergepipe.statistics import N_OCTAVES, decode_octaves
 
 
 def scores_of(given: Given) -> NDArray[np.float64]:
-    columns = lay_out_columns(given.problem.tasks, BLOCK)
+    problem = given.problem
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
     known_ET, _ = find_usable(given.problem, columns)
     rules = work_out_rules(given.problem, columns, known_ET)
     knowledge = gather_knowledge(given.problem, columns, known_ET, with_octaves=rules.trims)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
-from mergepipe.readers.hf import SIDECAR_NAMES, Weights, choose_weights, disagreements, open_checkpoint
+from mergepipe.readers.choosing import Weights, choose_weights
+from mergepipe.readers.hf import SIDECAR_NAMES, disagreements, open_checkpoint
 from mergepipe.readers.safetensors import read_header
 from mergepipe.testing.safetensors_bytes import file_bytes, honest_file, record
 from mergepipe.testing.stores import MetadataStore
@@ -48,7 +49,7 @@ def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(MetadataStore(), path)
     assert (checkpoint.path, checkpoint.root, checkpoint.sidecars) == (path, tmp_path, ())
     assert list(checkpoint.tensors) == ["b", "a"]
-    assert checkpoint.tensors["a"].file == path
+    assert checkpoint.tensors["a"].stored[0].file == path
 
 
 def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
 def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     checkpoint = open_checkpoint(MetadataStore(), tmp_path)
-    assert [(t.name, t.file.name) for t in checkpoint.tensors.values()] == [
+    assert [(t.name, t.stored[0].file.name) for t in checkpoint.tensors.values()] == [
         ("m", SHARD_1), ("z", SHARD_2), ("a", SHARD_2)
     ]  # fmt: skip
     assert checkpoint.tensor_bytes == 24
@@ -146,7 +147,7 @@ def test_open_checkpoint__follows_links_of_a_hub_cache(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(MetadataStore(), snapshot)
     assert list(checkpoint.tensors) == ["a", "b"]
     assert checkpoint.sidecars == ("config.json",)
-    assert checkpoint.tensors["a"].file == snapshot / SHARD_1
+    assert checkpoint.tensors["a"].stored[0].file == snapshot / SHARD_1
 
 
 def test_open_checkpoint__follows_a_link_to_a_hub_cache(tmp_path: Path) -> None:
@@ -176,10 +177,10 @@ def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str)
     assert caught.value.code == "checkpoint.path.not_found"
 
 
-def test_open_checkpoint__a_bare_file_must_be_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
+def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
     path.write_bytes(honest_file("a"))
-    with pytest.raises(UnsupportedError, match=r"must be a \.safetensors file"):
+    with pytest.raises(UnsupportedError, match=r"must end in one of \.safetensors, \.bin"):
         open_checkpoint(MetadataStore(), path)
 
 
@@ -200,6 +201,10 @@ def test_open_checkpoint__names_what_an_empty_directory_holds(tmp_path: Path) ->
         (["model-00001-of-00001.safetensors"], Weights("model-00001-of-00001.safetensors", is_index=False)),
         (["model.safetensors", "adapter_config.json"], Weights("model.safetensors", is_index=False)),
         (["weights.safetensors", "._weights.safetensors"], Weights("weights.safetensors", is_index=False)),
+        (["pytorch_model.bin", "model.safetensors"], Weights("model.safetensors", is_index=False)),
+        (["pytorch_model.bin", "training_args.bin"], Weights("pytorch_model.bin", is_index=False)),
+        (["pytorch_model.bin.index.json", "x.bin"], Weights("pytorch_model.bin.index.json", is_index=True)),
+        (["model.pt", "optimizer.pt", "rng_state.pth"], Weights("model.pt", is_index=False)),
     ],
 )
 def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names: list[str], chosen: Weights) -> None:
@@ -210,14 +215,15 @@ def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names:
     ("names", "error", "code", "words"),
     [
         ([], NotFoundError, "no_weights", ["found: nothing"]),
-        (["pytorch_model.bin"], UnsupportedError, "format", ["pytorch_model.bin", "convert to safetensors"]),
+        (["optimizer.bin", "training_args.bin"], NotFoundError, "no_weights", ["training_args.bin"]),
         (["model.gguf"], UnsupportedError, "format", ["model.gguf", "not yet read"]),
-        (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, "adapter", ["not yet merged"]),
-        (["adapter_config.json", "adapter_model.bin"], UnsupportedError, "adapter", ["not yet merged"]),
+        (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, "adapter", ["only beside its base"]),
+        (["adapter_config.json", "adapter_model.bin"], UnsupportedError, "adapter", ["only beside its base"]),
         (["a.safetensors", "b.safetensors"], CorruptError, "ambiguous", ["'a.safetensors', 'b.safetensors'"]),
         ([SHARD_1, SHARD_2], CorruptError, "ambiguous", [SHARD_1, SHARD_2]),
         (["a.safetensors.index.json", "b.safetensors.index.json"], CorruptError, "ambiguous", ["2 candidates"]),
         ([SHARD_1], CorruptError, "incomplete", ["one of 2 shards"]),
+        (["pytorch_model-00001-of-00002.bin"], CorruptError, "incomplete", ["pytorch_model.bin.index.json"]),
         ([f"{i:03}.safetensors" for i in range(50)], CorruptError, "ambiguous", ["50 candidates", "and 40 more"]),
     ],
 )

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.blocks import BF16, F16, F32
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.recipe.load import UNSUPPORTED_KEYS, UNSUPPORTED_METHODS, load_recipe
+from mergepipe.recipe.load import load_recipe
 from mergepipe.recipe.model import Recipe
 
-METHODS = "known: dare_linear, dare_ties, linear, passthrough, slerp, task_arithmetic, ties"
+METHODS = did_you_mean("", list(OPERATORS))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_load_recipe__reads_linear(folder: Path) -> None:
     assert (recipe.base, recipe.dtype, recipe.out_dtype, dict(recipe.parameters)) == (None, F16, None, {})
     assert recipe.anchor() is recipe.models[0]
     assert recipe.experts() == recipe.models[1:]
-    assert recipe.listed_anchor() is recipe.models[0]
+    assert recipe.inputs() == recipe.models
     assert recipe.path == folder / "recipe.yml"
     assert recipe.source_text == LINEAR
 
@@ -136,7 +136,7 @@ def test_load_recipe__reads_dare_with_global_defaults(folder: Path) -> None:
     recipe = load(folder, DARE)
     assert [m.text for m in recipe.experts()] == ["a", "b", "c"]
     assert dict(recipe.parameters) == {"weight": 0.25, "lambda": 1.0, "rescale": False}
-    assert recipe.listed_anchor() is None
+    assert [m.text for m in recipe.inputs()] == ["base", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "dare_linear"])
@@ -185,14 +185,14 @@ def test_load_recipe__knows_the_base_by_another_name(folder: Path) -> None:
     text = LINEAR.replace("model: a", "model: link") + "base_model: a\n"
     recipe = load(folder, text)
     assert [m.text for m in recipe.experts()] == ["./b"]
-    listed = recipe.listed_anchor()
-    assert listed is not None
+    listed = recipe.models[0]
+    assert listed.key == recipe.anchor().key
     assert (listed.text, listed.path, dict(listed.parameters)) == ("link", folder / "a", {"weight": 1.0})
 
 
 def test_load_recipe__lets_linear_anchor_outside_its_models(folder: Path) -> None:
     recipe = load(folder, LINEAR + "base_model: base\n")
-    assert (recipe.anchor().text, len(recipe.experts()), recipe.listed_anchor()) == ("base", 2, None)
+    assert (recipe.anchor().text, len(recipe.experts()), len(recipe.models)) == ("base", 2, 2)
 
 
 def with_weight(value: str) -> str:
@@ -202,10 +202,6 @@ def with_weight(value: str) -> str:
 AT_WEIGHT = "recipe.yml:7 models[1].parameters.weight"
 AT_NORMALIZE = "recipe.yml:15 parameters.normalize"
 HUB_HINT = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
-ADAPTER = (
-    "recipe.unsupported | recipe.yml:5 models[1].model: '{}': an adapter added to a model with '+' is "
-    "not supported yet; merge the adapter into its model first"
-)
 REFERENCE_HINT = "give the folder of the model as it is to be merged"
 
 BAD: list[tuple[str, list[str]]] = [
@@ -217,6 +213,13 @@ BAD: list[tuple[str, list[str]]] = [
         [
             f"recipe.missing-key | recipe.yml:1 merge_method: the recipe has no merge_method; {METHODS}",
             "recipe.missing-key | recipe.yml:1 models: the recipe has no models",
+        ],
+    ),
+    (
+        "base_model: base\ngate_mode: hidden\nexperts: [{source_model: a}]\n",
+        [
+            "recipe.unsupported | recipe.yml:1: a recipe that builds a mixture of experts (gate_mode, experts) is not "
+            "supported yet; mergekit-moe makes it, and MergePipe merges what comes out"
         ],
     ),
     # keys
@@ -237,24 +240,13 @@ BAD: list[tuple[str, list[str]]] = [
         LINEAR.replace("  - model: ./b\n    parameters:", "  - model: ./b\n    paramters: {}\n    parameters:"),
         ["recipe.unknown-key | recipe.yml:6 models[1].paramters: unknown key 'paramters'; did you mean 'parameters'?"],
     ),
-    *(
-        (LINEAR + f"{key}: x\n", [f"recipe.unsupported | recipe.yml:10 {key}: '{key}' is not supported yet"])
-        for key in UNSUPPORTED_KEYS
-    ),
-    (
-        "slices: []\nmerge_method: linear\n",
-        ["recipe.unsupported | recipe.yml:1 slices: 'slices' is not supported yet"],
-    ),
     # operator
-    *(
-        (
-            LINEAR.replace("linear", method),
-            [
-                f"recipe.unsupported | recipe.yml:8 merge_method: the merge method {method} is not supported yet; "
-                + METHODS
-            ],
-        )
-        for method in UNSUPPORTED_METHODS
+    (
+        LINEAR.replace("linear", "dare-ties"),
+        [
+            "recipe.unknown-operator | recipe.yml:8 merge_method: unknown merge method 'dare-ties'; "
+            "did you mean 'dare_ties'?"
+        ],
     ),
     (
         LINEAR.replace("linear", "liner"),
@@ -265,13 +257,6 @@ BAD: list[tuple[str, list[str]]] = [
         ["recipe.wrong-kind | recipe.yml:8 merge_method: needs text, found a list"],
     ),
     # dtypes
-    (
-        LINEAR.replace("dtype: float16", "dtype: auto"),
-        [
-            "recipe.unsupported | recipe.yml:9 dtype: dtype: auto is not supported yet; "
-            "leave dtype out to keep each tensor's dtype as it is in the base, or name one"
-        ],
-    ),
     (
         LINEAR.replace("dtype: float16", "out_dtype: flaot16"),
         ["recipe.unknown-dtype | recipe.yml:9 out_dtype: unknown dtype 'flaot16'; did you mean 'float16'?"],
@@ -314,15 +299,18 @@ BAD: list[tuple[str, list[str]]] = [
         LINEAR.replace("model: ./b", "model: ' '"),
         ["recipe.wrong-kind | recipe.yml:5 models[1].model: needs text, found empty text"],
     ),
-    (LINEAR.replace("model: ./b", "model: a+b"), [ADAPTER.format("a+b")]),
-    (LINEAR.replace("model: ./b", "model: org/name+org/lora"), [ADAPTER.format("org/name+org/lora")]),
     (
         LINEAR.replace("model: ./b", "model: {path: b, revision: main, lora: {path: c}}"),
         [
             "recipe.unsupported | recipe.yml:5 models[1].model.revision: 'revision' in a model reference is "
             f"not supported yet; {REFERENCE_HINT}",
-            "recipe.unsupported | recipe.yml:5 models[1].model.lora: 'lora' in a model reference is "
-            f"not supported yet; {REFERENCE_HINT}",
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {path: b+c, lora: a}"),
+        [
+            "recipe.reference.adapters | recipe.yml:5 models[1].model.lora: needs one adapter at most, "
+            "found 'b+c' and 'a'"
         ],
     ),
     (
@@ -387,15 +375,51 @@ BAD: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        with_weight("[0, 0.5, 1]"),
+        with_weight("[0.5]"),
         [
-            f"recipe.unsupported | {AT_WEIGHT}: a list of values (a gradient over layers, or filters) is "
-            "not supported yet; give one number"
+            f"recipe.gradient.length | {AT_WEIGHT}: a list of values over the layers needs at least 2, found 1; "
+            "write the number itself"
         ],
     ),
     (
-        with_weight("{value: 1, filter: mlp}"),
-        [f"recipe.unsupported | {AT_WEIGHT}: a value with filters is not supported yet; give the value itself"],
+        with_weight("[]"),
+        [
+            f"recipe.gradient.length | {AT_WEIGHT}: a list of values over the layers needs at least 2, found 0; "
+            "give values, or one number"
+        ],
+    ),
+    (
+        with_weight("[0.5, x]"),
+        [f"recipe.parameter.type | {AT_WEIGHT}[1]: needs a number, found the text 'x'"],
+    ),
+    (
+        with_weight("[{value: 1, filter: mlp}, 2]"),
+        [
+            f"recipe.parameter.mixed | {AT_WEIGHT}: needs either values or entries with 'filter' and 'value', "
+            "found both; write '- value: ...' for every entry"
+        ],
+    ),
+    (
+        with_weight("[{value: 1}, {filter: mlp, value: 2}]"),
+        [
+            f"recipe.filter.unreachable | {AT_WEIGHT}[1]: is never reached: entry [0] before it holds for every "
+            "tensor; put the entry without filter last"
+        ],
+    ),
+    (
+        with_weight("[{fitler: mlp, value: 2}, {value: 1}]"),
+        [f"recipe.unknown-key | {AT_WEIGHT}[0].fitler: unknown key 'fitler'; did you mean 'filter'?"],
+    ),
+    (
+        with_weight("{filter: mlp}"),
+        [f"recipe.missing-key | {AT_WEIGHT}.value: the entry has no value; write 'value: ...'"],
+    ),
+    (
+        with_weight("[{filter: 1, value: 2}, {value: 1}]"),
+        [
+            f"recipe.wrong-kind | {AT_WEIGHT}[0].filter: needs text, found the number 1; "
+            "put it in quotes if it is meant as text"
+        ],
     ),
     (with_weight("true"), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found true"]),
     (with_weight(""), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found nothing"]),
@@ -438,8 +462,8 @@ BAD: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        TIES.replace("normalize: false", "normalize: 1"),
-        ["recipe.parameter.type | recipe.yml:15 parameters.normalize: needs true or false, found the number 1"],
+        TIES.replace("normalize: false", "normalize: 2"),
+        ["recipe.parameter.type | recipe.yml:15 parameters.normalize: needs true or false, found the number 2"],
     ),
     (
         TIES.replace("normalize: false", "normalize: 'True'"),
@@ -448,20 +472,9 @@ BAD: list[tuple[str, list[str]]] = [
     (
         TIES.replace("normalize: false", "normalize: [true]"),
         [
-            f"recipe.unsupported | {AT_NORMALIZE}: a list of values (a gradient over layers, or filters) is "
-            "not supported yet; give one flag"
+            f"recipe.gradient.length | {AT_NORMALIZE}: a list of values over the layers needs at least 2, found 1; "
+            "write the flag itself"
         ],
-    ),
-    (
-        TIES.replace("normalize: false", "rescale: true"),
-        [
-            "recipe.unsupported | recipe.yml:15 parameters.rescale: rescale: true is not supported yet; "
-            "ties knows only rescale: false"
-        ],
-    ),
-    (
-        TIES.replace("normalize: false", "rescale: 1"),
-        ["recipe.parameter.type | recipe.yml:15 parameters.rescale: needs true or false, found the number 1"],
     ),
     (
         with_weight("-1.0"),
@@ -481,6 +494,27 @@ BAD: list[tuple[str, list[str]]] = [
     (
         "models: [{model: a}]\nmerge_method: passthrough\nbase_model: base\n",
         ["recipe.base.refused | recipe.yml:3 base_model: passthrough has no base model; remove base_model"],
+    ),
+    (
+        "models: [{model: a}, {model: b}]\nmerge_method: model_stock\nbase_model: base\n"
+        "parameters: {int8_mask: true, filter_wse: true}\n",
+        [
+            "recipe.unknown-parameter | recipe.yml:4 parameters.int8_mask: model_stock has no parameter 'int8_mask'; "
+            "mergekit ignores it here: remove it",
+            "recipe.unknown-parameter | recipe.yml:4 parameters.filter_wse: model_stock has no parameter 'filter_wse'; "
+            "did you mean 'filter_wise'?",
+        ],
+    ),
+    (
+        "models: [{model: a}, {model: b}]\nmerge_method: karcher\nparameters: {max_iter: 2.5}\n",
+        ["recipe.parameter.type | recipe.yml:3 parameters.max_iter: needs a whole number, found the number 2.5"],
+    ),
+    (
+        TIES.replace("ties", "della").replace("density: 0.5", "density: 0.1", 1),
+        [
+            "recipe.parameter.conflict | recipe.yml:5 models[1].parameters: density 0.1 with epsilon 0.15 gives "
+            "probabilities from -0.05 to 0.25, outside (0, 1); change one of the two"
+        ],
     ),
     (
         "models: [{model: a}, {model: b}]\nmerge_method: passthrough\n",
@@ -544,8 +578,8 @@ def test_load_recipe__tells_all_problems_at_once_missing_models_last(folder: Pat
     error = refusal(folder, text + "slices: 1\n")
     assert type(error) is RecipeError
     assert [p.code for p in error.problems] == [
-        "recipe.unsupported",
         "recipe.unknown-key",
+        "recipe.content",
         "recipe.parameter.range",
         "recipe.parameter.range",
         "recipe.model.not-found",
@@ -558,9 +592,9 @@ def test_load_recipe__still_checks_the_rest_of_a_recipe_without_operator(folder:
     assert codes == [
         "recipe.unknown-operator",
         "recipe.unknown-dtype",
+        "recipe.wrong-kind",
         "recipe.unknown-key",
         "recipe.missing-key",
-        "recipe.wrong-kind",
         "recipe.model.not-found",
     ]
 

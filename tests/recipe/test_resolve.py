@@ -14,13 +14,15 @@ from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.readers.base import Checkpoint, TensorEntry
 from mergepipe.recipe.model import ModelInput, Recipe, Scalar
-from mergepipe.recipe.resolve import Action, DroppedTensor, MergeTask, Resolution, TensorParameters, resolve
+from mergepipe.recipe.resolve import resolve
+from mergepipe.recipe.settings import Case, Cases, Setting
+from mergepipe.recipe.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 
-I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E4M3"]
+I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E8M0"]
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 
-def model(name: str, **parameters: Scalar) -> ModelInput:
+def model(name: str, **parameters: Setting) -> ModelInput:
     return ModelInput(f"./{name}", Path("/models") / name, parameters, "")
 
 
@@ -49,8 +51,8 @@ TWO_EXPERTS = recipe("ties", (model("a", weight=0.5), model("b", weight=1.0, den
 W: Tensors = {"w": (BF16, (2, 3))}
 
 
-def resolved(recipe: Recipe, base: Tensors, *experts: Tensors) -> Resolution:
-    return resolve(recipe, checkpoint(base), [checkpoint(expert) for expert in experts])
+def resolved(recipe: Recipe, base: Tensors, *experts: Tensors, allow: tuple[str, ...] = ()) -> Resolution:
+    return resolve(recipe, [checkpoint(base), *(checkpoint(expert) for expert in experts)], allow)
 
 
 def refusal(recipe: Recipe, base: Tensors, *experts: Tensors) -> MergePipeError:
@@ -76,7 +78,7 @@ def test_resolution__counts_bytes_and_tensors() -> None:
     base: Tensors = {"w": (BF16, (2, 3)), "ids": (I64, (4,))}
     expert: Tensors = {"w": (F32, (2, 3)), "ids": (I64, (4,)), "x": (F32, (9,))}
     wide = recipe("ties", TWO_EXPERTS.models, BASE, out_dtype=F32)
-    result = resolved(wide, base, expert, W)
+    result = resolved(wide, base, expert, W, allow=("x",))
     assert result.base_bytes == 12 + 32
     assert result.expert_bytes == 24 + 12
     assert result.output_bytes == 24 + 32
@@ -102,12 +104,46 @@ def test_resolve__copies_exact_tensors_and_drops_the_experts_own() -> None:
     assert result.dropped == (DroppedTensor("./a", "ids", "copied from the base"),)
 
 
-def test_resolve__drops_what_the_base_does_not_have() -> None:
-    result = resolved(TWO_EXPERTS, W, {"extra": (F8, (1,)), **W}, {**W, "more": (I64, (1,))})
-    assert result.dropped == (
-        DroppedTensor("./a", "extra", "not in the base"),
-        DroppedTensor("./b", "more", "not in the base"),
+def test_resolve__refuses_what_the_base_does_not_have() -> None:
+    error = refusal(TWO_EXPERTS, W, {"extra": (F8, (1,)), **W}, {**W, "more": (I64, (1,))})
+    assert type(error) is MismatchError
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        "merge.tensor.unexpected | extra: './a' has this tensor, the base './base' has not; "
+        "to leave it out: --allow-dropped 'extra'"
+    ]
+
+
+def test_resolve__drops_what_it_is_allowed_to_and_buffers() -> None:
+    experts: tuple[Tensors, ...] = (
+        {"extra.1": (F8, (1,)), **W},
+        {
+            **W,
+            "more": (I64, (1,)),
+            "layers.0.rotary_emb.inv_freq": (F32, (8,)),
+            "h.0.attn.bias": (F32, (1, 1, 4, 4)),
+            "h.0.attn.masked_bias": (F32, ()),
+        },
     )
+    result = resolved(TWO_EXPERTS, W, *experts, allow=("extra.*",))
+    assert result.dropped == (
+        DroppedTensor("./a", "extra.1", "not in the base, allowed to be dropped"),
+        DroppedTensor("./b", "more", "integer or boolean buffer"),
+        DroppedTensor("./b", "layers.0.rotary_emb.inv_freq", "buffer that a model computes itself"),
+        DroppedTensor("./b", "h.0.attn.bias", "buffer that a model computes itself"),
+        DroppedTensor("./b", "h.0.attn.masked_bias", "buffer that a model computes itself"),
+    )
+
+
+def test_resolve__does_not_take_a_learned_bias_for_a_buffer() -> None:
+    assert refusal(TWO_EXPERTS, W, {**W, "h.0.attn.bias": (F32, (4,))}, W).code == "merge.tensor.unexpected"
+
+
+def test_resolve__copies_computed_buffers_that_experts_need_not_have() -> None:
+    base: Tensors = {**W, "rotary_emb.inv_freq": (F32, (8,))}
+    result = resolved(TWO_EXPERTS, base, W, base)
+    copy = result.tasks[1]
+    assert (copy.action, copy.reason) == (Action.COPY, "buffer that a model computes itself")
+    assert result.dropped == (DroppedTensor("./b", "rotary_emb.inv_freq", "copied from the base"),)
 
 
 def test_resolve__fills_in_parameters() -> None:
@@ -123,7 +159,7 @@ def test_resolve__prefers_the_recipes_globals_to_defaults() -> None:
     asked = recipe(
         "task_arithmetic", (model("a", weight=1.0),), BASE, {"lambda": 0.3, "normalize": True, "int8_mask": True}
     )
-    assert resolved(asked, W, W).tasks[0].parameters.globals == {"normalize": True, "rescale": False, "lambda": 0.3}
+    assert resolved(asked, W, W).tasks[0].parameters.globals == {"normalize": True, "lambda": 0.3}
 
 
 def test_resolve__gives_slerp_its_t() -> None:
@@ -158,15 +194,48 @@ def test_resolve__merges_without_experts(asked: Recipe, anchor: Mapping[str, Sca
     assert (task.action, task.experts, task.parameters.anchor) == (Action.MERGE, (), anchor)
 
 
+def test_resolve__refuses_parameters_that_contradict_each_other_in_some_layer() -> None:
+    density = Cases((Case("", (0.9, 0.1)),), "recipe.yml:5")
+    asked = recipe("della", (model("a", weight=1.0, density=density),), BASE)
+    layers: Tensors = {f"layers.{i}.w": (BF16, (2, 2)) for i in range(3)}
+    error = refusal(asked, layers, layers)
+    assert [f"{p.code} | {p.message}" for p in error.problems] == [
+        "recipe.parameter.conflict | './a': for 'layers.0.w' density 0.9 with epsilon 0.15 gives probabilities from "
+        "0.75 to 1.05, outside (0, 1)"
+    ]
+
+
 def test_resolve__tells_what_an_expert_lacks() -> None:
-    base: Tensors = {"model.layers.10.mlp.weight": (BF16, (2,)), **W}
-    error = refusal(TWO_EXPERTS, base, W, {"layers.10.mlp.weight": (BF16, (2,)), "layers.1.mlp.weight": (BF16, (2,))})
+    base: Tensors = {"layers.10.mlp.weight": (BF16, (2,)), **W, "v": (BF16, (1,))}
+    expert: Tensors = {"layers.10.mpl.weight": (BF16, (2,)), "layers.1.mlp.weight": (BF16, (2,)), "v": (BF16, (1,))}
+    error = refusal(TWO_EXPERTS, base, {**W, "v": (BF16, (1,))}, expert)
     assert type(error) is MismatchError
-    assert [f"{p.code} | {p}" for p in error.problems] == [
-        "merge.tensor.missing | model.layers.10.mlp.weight: './a' lacks this tensor of the base './base'",
-        "merge.tensor.missing | model.layers.10.mlp.weight: './b' lacks this tensor of the base './base'; "
-        "did you mean 'layers.10.mlp.weight'?",
+    assert [f"{p.code} | {p}" for p in error.problems][:3] == [
+        "merge.tensor.missing | layers.10.mlp.weight: './a' lacks this tensor of the base './base'",
+        "merge.tensor.missing | layers.10.mlp.weight: './b' lacks this tensor of the base './base'; "
+        "did you mean 'layers.10.mpl.weight'?",
         "merge.tensor.missing | w: './b' lacks this tensor of the base './base'",
+    ]
+
+
+def test_resolve__tells_in_one_line_what_all_layers_lack_or_have_alone() -> None:
+    base: Tensors = {f"layers.{i}.mlp.experts.{j}.w1": (BF16, (2,)) for i in range(3) for j in range(2)}
+    expert: Tensors = {f"layers.{i}.bias": (BF16, (2,)) for i in range(3)}
+    error = refusal(TWO_EXPERTS, {**base, **W}, {**base, **W}, {**expert, **W})
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        "merge.tensor.missing | layers.*.mlp.experts.*.w1: './b' lacks these 6 tensors of the base './base'",
+        "merge.tensor.unexpected | layers.*.bias: './b' has these 3 tensors, the base './base' has not; "
+        "to leave them out: --allow-dropped 'layers.*.bias'",
+    ]
+
+
+def test_resolve__tells_in_one_line_that_a_model_is_another_architecture() -> None:
+    expert: Tensors = {"transformer.h.0.ln.weight": (BF16, (2,)), "transformer.wte.weight": (BF16, (2, 2))}
+    base: Tensors = {**W, "layers.0.mlp.weight": (BF16, (2,))}
+    error = refusal(TWO_EXPERTS, base, base, expert)
+    assert [f"{p.code} | {p.message}; {p.hint}" for p in error.problems] == [
+        "merge.model.unrelated | './b' has no tensor of the base './base', e.g. not 'w'; "
+        "it has 'transformer.h.0.ln.weight', 'transformer.wte.weight': is it another architecture?"
     ]
 
 
@@ -208,16 +277,16 @@ def test_resolve__raises_the_mismatch_first_and_tells_all() -> None:
 
 
 def test_resolve__lists_at_most_fifty_problems_of_a_large_model() -> None:
-    base: Tensors = {f"model.layers.{i}.mlp.weight": (BF16, (1,)) for i in range(20_000)}
-    expert: Tensors = {f"layers.{i}.mlp.weight": (BF16, (1,)) for i in range(20_000)}
+    base: Tensors = {**W, **{f"model.layer{i}.mlp.weight": (BF16, (1,)) for i in range(20_000)}}
+    expert: Tensors = {**W, **{f"layer{i}.mpl.weight": (BF16, (1,)) for i in range(20_000)}}
     error = refusal(recipe("ties", (model("a", weight=1.0),), BASE), base, expert)
     assert len(error.problems) == 51
-    assert error.problems[49].hint == "did you mean 'layers.49.mlp.weight'?"
-    assert str(error.problems[50]) == "and 19950 more"
+    assert error.problems[49].hint == "did you mean 'layer49.mpl.weight'?"
+    assert str(error.problems[50]) == "and 39950 more"
 
 
 def test_resolve__refuses_a_wrong_number_of_checkpoints() -> None:
-    with pytest.raises(ValueError, match="2 experts, 1 were opened"):
+    with pytest.raises(ValueError, match="3 models, 2 were opened"):
         resolved(TWO_EXPERTS, W, W)
 
 
@@ -229,7 +298,7 @@ def test_merge_task__refuses_what_contradicts_itself() -> None:
     with pytest.raises(ValueError, match="keeps its dtype"):
         MergeTask("w", Action.COPY, (2, 3), F32, entry, (), none)
     with pytest.raises(ValueError, match="1 experts, 0 parameter sets"):
-        MergeTask("w", Action.MERGE, (2, 3), BF16, entry, (entry,), none)
+        MergeTask("w", Action.MERGE, (2, 3), BF16, entry, (entry,), none, expert_models=(1,))
 
 
 SPECS = st.tuples(st.sampled_from([BF16, F32, I64, F8]), st.sampled_from([(2,), (1, 2), (0,), ()]))
@@ -250,7 +319,7 @@ def test_resolve__covers_the_base_and_uses_or_drops_every_expert_tensor(
     family: tuple[Tensors, list[Tensors]],
 ) -> None:
     base, experts = family
-    result = resolved(TWO_EXPERTS, base, *experts)
+    result = resolved(TWO_EXPERTS, base, *experts, allow=("*",))
     assert [task.name for task in result.tasks] == list(base)
     for index, (expert, text) in enumerate(zip(experts, ("./a", "./b"), strict=True)):
         used = [task.experts[index].name for task in result.tasks if task.experts]
@@ -269,6 +338,6 @@ def test_resolve__succeeds_exactly_when_every_float_of_the_base_fits(wild: tuple
         for name, shape in floats.items()
     )
     if fits:
-        assert len(resolved(TWO_EXPERTS, base, *experts).tasks) == len(base)
+        assert len(resolved(TWO_EXPERTS, base, *experts, allow=("*",)).tasks) == len(base)
     else:
-        assert refusal(TWO_EXPERTS, base, *experts).code.startswith("merge.tensor.")
+        assert refusal(TWO_EXPERTS, base, *experts).code.startswith(("merge.tensor.", "merge.layers.", "merge.model."))

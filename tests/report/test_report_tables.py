@@ -6,7 +6,7 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
-from mergepipe.recipe.resolve import DroppedTensor
+from mergepipe.recipe.tasks import DroppedTensor
 from mergepipe.report.as_json import check_json, merge_json
 from mergepipe.report.tables import check_table, merge_table, shorten_names
 from mergepipe.reports import CheckReport, MergeReport, ModelUse

@@ -41,8 +41,8 @@ def make_plan(planned_bytes: int = 8192) -> Plan:
         recipe="",
         models=(model("base", "base", 0), model("expert", "a", 4096), model("expert", "b", 4096)),
         tensors=(
-            PlannedTensor("model.layers.3.w", 950, {}, {}, ({}, {}), first),
-            PlannedTensor("model.norm.weight", 10, {}, {}, ({}, {}), second),
+            PlannedTensor("model.layers.3.w", 950, {}, {}, ({}, {}), first, (0, 1)),
+            PlannedTensor("model.norm.weight", 10, {}, {}, ({}, {}), second, (0, 1)),
         ),
     )
 

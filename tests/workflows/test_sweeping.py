@@ -6,11 +6,14 @@ import math
 import shutil
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mergepipe
 from mergepipe.catalog.home import resolve_home
-from mergepipe.errors import RecipeError
+from mergepipe.errors import MismatchError, RecipeError
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.storage.local import LocalStore
@@ -42,7 +45,7 @@ def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
 def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Path) -> None:
     report = sweep(recipe, "30%")
     mergepipe.merge(recipe, tmp_path / "full")
-    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%")
+    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", reuse=False)
     store = LocalStore()
     full, budgeted, base = (open_checkpoint(store, tmp_path / name) for name in ("full", "budgeted", "base"))
     error = distance(store, budgeted, full, lambda _: None)
@@ -107,3 +110,13 @@ def test_sweep__of_models_that_change_nothing_has_no_relative_error(recipe: Path
 def test_sweep__needs_a_budget(recipe: Path) -> None:
     with pytest.raises(RecipeError):
         sweep(recipe)
+
+
+def test_sweep__leaves_out_tensors_that_it_may(recipe: Path) -> None:
+    extra = recipe.parent / "expert-1" / "model.safetensors"
+    tensors = {**load_file(extra), "extra.weight": np.zeros(4, np.float32)}
+    save_file(tensors, extra)
+    with pytest.raises(MismatchError, match=r"extra\.weight"):
+        sweep(recipe, "50%")
+    report = mergepipe.sweep(recipe, ["50%"], work=recipe.parent, allow_dropped=["extra.*"])
+    assert len(report.points) == 2

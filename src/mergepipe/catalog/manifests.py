@@ -11,8 +11,9 @@ from typing import NoReturn
 from blake3 import blake3
 
 from mergepipe.canonical import canonical_json
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError, UnsupportedError
-from mergepipe.manifest import MANIFEST_FORMAT, MANIFEST_NAME, RealizedBytes
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError
+from mergepipe.manifest import MANIFEST_NAME, RealizedBytes
+from mergepipe.manifest_reading import manifest_version
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 
 MAX_MANIFEST_BYTES = 256 << 20
@@ -62,10 +63,7 @@ def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
         UnsupportedError: `manifest.newer`, another format.
     """
     content = _Fields(parse_object(raw, where=where, code="manifest"), where)
-    if content.text("format") != MANIFEST_FORMAT:
-        raise UnsupportedError.of(
-            "manifest.newer", where, f"format {shown(content.text('format'))}, {MANIFEST_FORMAT} is known"
-        )
+    manifest_version(content.text("format"), where)
     sid = content.text("sid")
     if len(sid) != _SID_DIGITS or not set(sid) <= _HEX_DIGITS:
         content.refuse(f"'sid' must be {_SID_DIGITS} hex digits, found {shown(sid)}")

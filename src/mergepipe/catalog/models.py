@@ -128,10 +128,12 @@ def all_models(connection: sqlite3.Connection) -> tuple[ModelRow, ...]:
 
 
 def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
-    """Remove models and every statistic that involves them; return how many models there were."""
+    """Remove models, every statistic that involves them, and names without any; return how many models there were."""
     removed = 0
     for model in models:
         removed += connection.execute("DELETE FROM models WHERE id = ?", (model.id,)).rowcount
+    if removed:
+        connection.execute("DELETE FROM tensor_names WHERE pk NOT IN (SELECT tensor FROM tensor_statistics)")
     return removed
 
 

@@ -6,6 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mergepipe.catalog.salvage import salvage
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.manifest import MANIFEST_NAME
 
+_FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")
 _SIDE_FILES = ("", "-wal", "-shm")
 
 
@@ -38,14 +40,15 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
         dropped = catalog.drop_corrupt_statistics()
         salvaged, salvaged_paths = (0, ()) if moved_aside is None else salvage(moved_aside, catalog)
         known = [snapshot.path for snapshot in catalog.snapshots()]
-        recorded, missing = _adopt_all(catalog, [*found, *salvaged_paths, *known], unreadable)
+        adopted = _adopt_all(catalog, [*found, *salvaged_paths, *known], unreadable)
         return RebuildReport(
-            snapshots=len(recorded),
-            missing=_still_missing(catalog, recorded, missing),
+            snapshots=len(adopted.recorded),
+            missing=_still_missing(catalog, adopted.recorded, adopted.missing),
             unreadable=tuple(unreadable),
             dropped_statistics=dropped,
             salvaged_statistics=salvaged,
             moved_aside=moved_aside,
+            composites=tuple(adopted.composites),
         )
 
 
@@ -94,21 +97,31 @@ def _refuse_if_in_use(path: Path) -> None:
             return
 
 
-def _adopt_all(
-    catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem]
-) -> tuple[dict[str, SnapshotRow], list[Path]]:
-    recorded: dict[str, SnapshotRow] = {}
-    missing: list[Path] = []
+@dataclass(frozen=True, slots=True)
+class _Adopted:
+    """What the manifests turned out to be."""
+
+    recorded: dict[str, SnapshotRow] = field(default_factory=dict)
+    missing: list[Path] = field(default_factory=list)
+    composites: list[Path] = field(default_factory=list)
+
+
+def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem]) -> _Adopted:
+    adopted = _Adopted()
     for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths):
         try:
-            recorded[str(path)] = catalog.adopt_snapshot(path, created=_time_of(path / MANIFEST_NAME))
+            adopted.recorded[str(path)] = catalog.adopt_snapshot(path, created=_time_of(path / MANIFEST_NAME))
         except NotFoundError:
-            missing.append(path)
+            adopted.missing.append(path)
         except MergePipeError as error:
-            if any(problem.code in ("catalog.locked", "catalog.no-space", "catalog.io") for problem in error.problems):
+            codes = {problem.code for problem in error.problems}
+            if not codes.isdisjoint(_FATAL):
                 raise
-            unreadable.extend(error.problems)
-    return recorded, missing
+            if "manifest.composite" in codes:
+                adopted.composites.append(path)
+            else:
+                unreadable.extend(error.problems)
+    return adopted
 
 
 def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: list[Path]) -> tuple[Path, ...]:

@@ -135,7 +135,11 @@ class CatalogStats:
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport:
-    """What `rebuild` did. `missing` are recorded paths without a manifest; rows that could be read are kept."""
+    """What `rebuild` did.
+
+    `missing` are recorded paths without a manifest; rows that could be read are kept. `composites` are training
+    checkpoints that tailor composed: they are no snapshots, and are left out.
+    """
 
     snapshots: int
     missing: tuple[Path, ...]
@@ -143,3 +147,4 @@ class RebuildReport:
     dropped_statistics: int
     salvaged_statistics: int
     moved_aside: Path | None
+    composites: tuple[Path, ...] = ()

@@ -42,7 +42,7 @@ def analyze(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
-    """Read each EXPERT once against BASE and remember what plans need.
+    """Read each EXPERT once against BASE and keep what plans need.
 
     What is known of unchanged files is not read again. An analysis that was stopped goes on where it was.
     """

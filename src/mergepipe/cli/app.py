@@ -6,12 +6,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli import analyze, catalog, check, explain, merge, plan, snapshots, sweep, tailor
+from mergepipe.cli import (
+    analyze,
+    catalog,
+    check,
+    delta,
+    explain,
+    keeping,
+    merge,
+    packing,
+    plan,
+    snapshots,
+    sweep,
+    tailor,
+)
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-_GROUPS = (merge, check, analyze, plan, explain, sweep, snapshots, catalog, tailor)
+_GROUPS = (merge, check, analyze, plan, explain, sweep, delta, packing, snapshots, keeping, catalog, tailor)
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, RecipePath, ShardSize
+from mergepipe.cli.options import AllowDropped, AsJson, Debug, RecipePath, ShardSize
 from mergepipe.cli.sizes import parse_size
 
 
@@ -13,11 +15,27 @@ def register(app: typer.Typer) -> None:
     app.command("check")(check)
 
 
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from mergepipe.recipe.schema import schema_text
+
+        print(schema_text(), end="")
+        raise typer.Exit(0)
+
+
+Schema = Annotated[
+    bool,
+    typer.Option("--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes, and exit."),
+]
+
+
 def check(
     recipe: RecipePath,
     *,
     shard_size: ShardSize = None,
+    allow_dropped: AllowDropped = None,
     as_json: AsJson = False,
+    schema: Schema = False,  # noqa: ARG001 - printed before there is a command
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
     """Say what a merge of RECIPE would do.
@@ -30,7 +48,11 @@ def check(
 
     from mergepipe import session as api
 
-    report = api.check(recipe, shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes)
+    report = api.check(
+        recipe,
+        shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        allow_dropped=allow_dropped or (),
+    )
     free_bytes = shutil.disk_usage(Path.cwd()).free
     if as_json:
         from mergepipe.report.as_json import check_json

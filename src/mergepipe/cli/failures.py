@@ -37,11 +37,13 @@ class Failure:
 def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     """What to tell about `error`; `interrupted_exit_code` is used if it is an interruption."""
     if isinstance(error, KeyboardInterrupt):
-        return Failure("interrupted", (Problem("run.interrupted", "", NOTHING_PUBLISHED),), interrupted_exit_code)
+        message = "; ".join((NOTHING_PUBLISHED, *_notes(error)))
+        return Failure("interrupted", (Problem("run.interrupted", "", message),), interrupted_exit_code)
     if isinstance(error, InterruptedRunError):
         return Failure("interrupted", error.problems, interrupted_exit_code)
     if isinstance(error, MergePipeError):
-        return Failure("error", error.problems, error.exit_code)
+        kept = tuple(Problem("run.kept", "", note) for note in _notes(error))
+        return Failure("error", (*error.problems, *kept), error.exit_code)
     if isinstance(error, MemoryError):
         hint = "close other programs, or lower --memory or --threads"
         problem = Problem("storage.out-of-memory", "", "the system has no more memory", hint)
@@ -52,6 +54,11 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     if usage is not None:
         return Failure("error", (usage,), RecipeError.exit_code)
     return _internal_failure(error)
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    """What is to be told beside the error itself."""
+    return tuple(getattr(error, "__notes__", ()))
 
 
 def _system_failure(error: OSError) -> Failure:

@@ -12,6 +12,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     AdjustOperator,
+    AllowDropped,
     AsJson,
     BlockElements,
     Debug,
@@ -20,13 +21,16 @@ from mergepipe.cli.options import (
     Memory,
     MinDensity,
     NoCatalog,
+    NoReuse,
     OnOmit,
     OutPath,
     Quiet,
     RecipePath,
+    Resume,
     Seed,
     Select,
     ShardSize,
+    TargetError,
     Threads,
     adjust_min_density,
 )
@@ -43,6 +47,26 @@ Statistics = Annotated[
         show_default=False,
     ),
 ]
+KeepAccumulators = Annotated[
+    bool,
+    typer.Option(
+        "--keep-accumulators",
+        help="Keep the sums of additive operators (4 bytes a parameter): experts added later are read alone.",
+    ),
+]
+WithinUlp = Annotated[
+    bool,
+    typer.Option(
+        "--within-ulp",
+        help="Go on with kept sums also where experts or weights went away: off by a unit in the last place.",
+    ),
+]
+Overlay = Annotated[
+    bool,
+    typer.Option(
+        "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model of them."
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -56,6 +80,7 @@ def merge(
     out: OutPath,
     *,
     budget: Budget = None,
+    target_error: TargetError = None,
     select: Select = None,
     on_omit: OnOmit = None,
     adjust_operator: AdjustOperator = False,
@@ -64,6 +89,12 @@ def merge(
     home: Home = None,
     no_catalog: NoCatalog = False,
     statistics: Statistics = None,
+    allow_dropped: AllowDropped = None,
+    resume: Resume = None,
+    no_reuse: NoReuse = False,
+    keep_accumulators: KeepAccumulators = False,
+    within_ulp: WithinUlp = False,
+    overlay: Overlay = False,
     threads: Threads = None,
     memory: Memory = None,
     seed: Seed = 0,
@@ -75,13 +106,13 @@ def merge(
 ) -> None:
     """Merge the models of RECIPE into the directory OUT.
 
-    OUT appears when it is complete, or not at all.
+    OUT appears when it is complete, or not at all. An interrupted run is gone on with where it was.
     """
     session: Session = context.obj
     memory_bytes = optional_size(memory, "--memory")
     shard_bytes = optional_size(shard_size, "--shard-size")
     lowest_density = adjust_min_density(adjust_operator=adjust_operator, min_density=min_density)
-    if budget is None:
+    if budget is None and target_error is None:
         _refuse_without_budget(
             {
                 "--select": select,
@@ -102,6 +133,7 @@ def merge(
             force=force,
             shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
             budget=budget,
+            target_error=target_error,
             select=select or api.DEFAULT_POLICY,
             on_omit=on_omit or api.DEFAULT_ON_OMIT,
             adjust_min_density=lowest_density,
@@ -109,6 +141,12 @@ def merge(
             home=home,
             catalog=not no_catalog,
             statistics=statistics,
+            allow_dropped=allow_dropped or (),
+            resume=resume,
+            reuse=not no_reuse,
+            keep_accumulators=keep_accumulators,
+            within_ulp=within_ulp,
+            overlay=overlay,
             on_progress=on_progress,
         )
     print_merge_report(report, as_json=as_json, quiet=quiet)

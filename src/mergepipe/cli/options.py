@@ -27,7 +27,26 @@ Memory: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int, typer.Option("--seed", metavar="N", help="Seed of the random operators, and of --select random.")
 ]
+AllowDropped: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-dropped",
+        metavar="GLOB",
+        help="Leave out tensors of this name that an expert has and the base has not. May be given again.",
+    ),
+]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
+Resume: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Go on with an interrupted run of the same merge to OUT.  [default: if there is one]",
+        show_default=False,
+    ),
+]
+NoReuse: TypeAlias = Annotated[
+    bool, typer.Option("--no-reuse", help="Copy no blocks of earlier snapshots that come out the same.")
+]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report; errors only.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="On failure, print the traceback too.")]
@@ -41,6 +60,15 @@ Home: TypeAlias = Annotated[
 NoCatalog: TypeAlias = Annotated[bool, typer.Option("--no-catalog", help="Use no catalog, and record nothing in it.")]
 
 BUDGET_HELP = "Read at most this from the experts: bytes (4GiB) or a share of what reading all would cost (25%)."
+TargetError: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--target-error",
+        metavar="E",
+        help="Spend no more of the budget than is expected to keep the error this small (0.1: a tenth of what merging "
+        "changes).",
+    ),
+]
 Select: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -11,6 +11,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     AdjustOperator,
+    AllowDropped,
     AsJson,
     BlockElements,
     Debug,
@@ -19,19 +20,25 @@ from mergepipe.cli.options import (
     Memory,
     MinDensity,
     NoCatalog,
+    NoReuse,
     OnOmit,
     OutPath,
     Quiet,
     RecipePath,
+    Resume,
     Seed,
     Select,
     ShardSize,
+    TargetError,
     Threads,
     adjust_min_density,
 )
 from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
 
-Budget = Annotated[str, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP)]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [needed, but with --target-error]"),
+]
 PlanOut = Annotated[
     str | None, typer.Option("--out", "-o", metavar="FILE", help="Store the plan there, for `mergepipe run`.")
 ]
@@ -48,7 +55,8 @@ def register(app: typer.Typer) -> None:
 def plan(
     recipe: RecipePath,
     *,
-    budget: Budget,
+    budget: Budget = None,
+    target_error: TargetError = None,
     select: Select = None,
     on_omit: OnOmit = None,
     adjust_operator: AdjustOperator = False,
@@ -56,6 +64,8 @@ def plan(
     block_elements: BlockElements = None,
     seed: Seed = 0,
     home: Home = None,
+    allow_dropped: AllowDropped = None,
+    no_reuse: NoReuse = False,
     plan_out: PlanOut = None,
     as_json: PlanAsJson = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
@@ -71,12 +81,15 @@ def plan(
     decided = api.plan(
         recipe,
         budget,
+        target_error=target_error,
         select=select or api.DEFAULT_POLICY,
         on_omit=on_omit or api.DEFAULT_ON_OMIT,
         adjust_min_density=lowest_density,
         block_elements=block_elements,
         seed=seed,
         home=home,
+        reuse=not no_reuse,
+        allow_dropped=allow_dropped or (),
     )
     if plan_out is not None:
         api.store_plan(decided, plan_out)
@@ -95,6 +108,7 @@ def run(
     *,
     home: Home = None,
     no_catalog: NoCatalog = False,
+    resume: Resume = None,
     threads: Threads = None,
     memory: Memory = None,
     force: Force = False,
@@ -106,6 +120,7 @@ def run(
     """Merge as PLAN says into the directory OUT.
 
     Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
+    An interrupted run is gone on with where it was.
     """
     session: Session = context.obj
     memory_bytes = optional_size(memory, "--memory")
@@ -122,6 +137,7 @@ def run(
             shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
             home=home,
             catalog=not no_catalog,
+            resume=resume,
             on_progress=on_progress,
         )
     print_merge_report(report, as_json=as_json, quiet=quiet)

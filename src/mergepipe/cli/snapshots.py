@@ -12,6 +12,8 @@ SnapshotName = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
 ]
 
+AsDot = Annotated[bool, typer.Option("--dot", help="Print a graph in the DOT language.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
@@ -47,7 +49,7 @@ def show(
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
-    """Show one snapshot: how it was made, from what, and what was read."""
+    """Show one snapshot: how it was made, from what, what was read."""
     from mergepipe import session as api
 
     found = api.show(snapshot, home=home)
@@ -64,6 +66,7 @@ def show(
 def lineage(
     snapshot: SnapshotName,
     *,
+    dot: AsDot = False,
     home: Home = None,
     as_json: AsJson = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
@@ -76,6 +79,10 @@ def lineage(
         from mergepipe.report.as_json import to_json
 
         print(to_json({"nodes": nodes}))
+    elif dot:
+        from mergepipe.report.keeping_tables import lineage_dot
+
+        print(lineage_dot(nodes))
     else:
         from mergepipe.report.catalog_tables import lineage_tree
 

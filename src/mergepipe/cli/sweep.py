@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, Home, Memory, OnOmit, Quiet, RecipePath, Seed, Select, Threads
+from mergepipe.cli.options import (
+    AllowDropped,
+    AsJson,
+    Debug,
+    Home,
+    Memory,
+    OnOmit,
+    Quiet,
+    RecipePath,
+    Seed,
+    Select,
+    Threads,
+)
 from mergepipe.cli.running import optional_size, progress_shown
 
 Budgets = Annotated[
@@ -40,11 +52,12 @@ def sweep(
     html: HtmlPath = None,
     threads: Threads = None,
     memory: Memory = None,
+    allow_dropped: AllowDropped = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
-    """Measure error, bytes and time of RECIPE under several budgets.
+    """Measure error, bytes and time of RECIPE at several budgets.
 
     It is merged in full once, then under each budget. The policy `random` stands beside the
     chosen one at the same budgets. The merged models are not kept.
@@ -66,6 +79,7 @@ def sweep(
             memory_bytes=memory_bytes,
             home=home,
             work=work,
+            allow_dropped=allow_dropped or (),
             on_progress=on_progress,
         )
     if html is not None:

@@ -14,7 +14,7 @@ from mergepipe.engine.segments import Run, full_access
 from mergepipe.engine.selection import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.plan import Access, PlannedTensor
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.recipe.tasks import MergeTask
 
 OMITTED = -1
 FREE = -2  # equal to the base: known without reading
@@ -38,10 +38,12 @@ class PlannedAccess:
     def _runs(self, task_index: int, planned: PlannedTensor) -> Iterator[Run]:
         grid = BlockGrid(planned.n_elements, self.block_elements)
         sources_EB = source_of_blocks(planned, grid.n_blocks)
+        levels_EB = level_of_blocks(planned, grid.n_blocks)
         if grid.n_blocks == 0:
             yield Run(task_index, Span(0, 0), (), ())
             return
-        changes = np.flatnonzero((sources_EB[:, 1:] != sources_EB[:, :-1]).any(axis=0)) + 1
+        begins_EB = (sources_EB[:, 1:] != sources_EB[:, :-1]) | (levels_EB[:, 1:] != levels_EB[:, :-1])
+        changes = np.flatnonzero(begins_EB.any(axis=0)) + 1
         edges = [0, *changes.tolist(), grid.n_blocks]
         for first, last in pairwise(edges):
             column_E = sources_EB[:, first]
@@ -49,7 +51,8 @@ class PlannedAccess:
             sources = tuple(int(column_E[e]) for e in present)
             free = tuple(np.flatnonzero(column_E == FREE).tolist())
             span = Span(grid.span(first).start, grid.span(last - 1).stop)
-            yield Run(task_index, span, present, sources, free)
+            levels = tuple((e, int(levels_EB[e, first])) for e in present if levels_EB[e, first])
+            yield Run(task_index, span, present, sources, free, levels=levels)
 
     def known(self, name: str) -> Reduced | None:
         """What the plan knows of a tensor, if it is all an operator can need."""
@@ -86,6 +89,8 @@ class PlannedAccess:
                 return MagnitudeCut(left_E) if any(open_E) else None
             case InnerProducts():
                 return None if all(self._products(access) for access in planned.access) else wanted
+            case _:  # a plan knows nothing of it
+                return wanted
 
     def completed(self, name: str, reduced: Reduced) -> Reduced:
         """What was reduced, joined with what the plan knows."""
@@ -94,7 +99,7 @@ class PlannedAccess:
             return reduced
         known = self.known(name)
         if known is not None:
-            return known
+            return reduced.joined(known)
         if reduced.threshold_bits_E is None:
             return reduced
         bits_E = reduced.threshold_bits_E.copy()
@@ -116,3 +121,12 @@ def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]
         for start, stop, source in access.shared:
             sources_EB[e, start:stop] = source
     return sources_EB
+
+
+def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
+    """Per expert and block (E, B) the level at which it is read, 0 where it is read as it is, or not."""
+    levels_EB = np.zeros((len(planned.access), n_blocks), np.int16)
+    for e, access in enumerate(planned.access):
+        for start, stop, level in access.levels:
+            levels_EB[e, start:stop] = level
+    return levels_EB

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,28 +15,38 @@ from mergepipe.budget import Ledger
 from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
 from mergepipe.engine.jobs import Job, TensorWork
-from mergepipe.engine.knowledge import StatisticsByTensor, answer
+from mergepipe.engine.knowledge import answer
+from mergepipe.engine.layouts import Piece
+from mergepipe.engine.levels import sufficient_levels
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.probing import ProbeSummary, sample_runs
 from mergepipe.engine.reductions import Reduction, make_reduction
 from mergepipe.engine.segments import (
+    CutOf,
     JobShape,
-    Piece,
+    Levels,
+    Reusable,
     Run,
     RunsOf,
     choose_buffer_sizes,
+    cut_everywhere,
     fits_memory,
     full_access,
     plan_jobs,
+    uncut_blocks,
+    with_reuse,
 )
+from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
-from mergepipe.recipe.resolve import Action, MergeTask
+from mergepipe.overlay_writer import OverlayWriter
+from mergepipe.readers.base import NeedsBase
+from mergepipe.recipe.tasks import Action, MergeTask
 from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.writer import ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
+from mergepipe.writer import DurableProgress, ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
 
 OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 
@@ -50,23 +61,27 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class MergeWork:
-    """What to run: tasks, the operator, and what its randomness is keyed by (one content id per expert, or none).
+    """What to run: tasks, the operator, and what its randomness is keyed by (content ids by model, or none).
 
     With `access` only what it plans is read, cut on its grid so that reads cost what was planned.
     `on_statistics` takes the statistics of the experts' tensors named in `statistics_of`, which are read in full; it
-    is called on the calling thread with the task, the expert and the statistics. `statistics_E` holds what is known of
-    each expert already, exactly: what it answers is not gathered again.
+    is called on the calling thread with the task, the expert and the statistics. `known_of`
+    tells what is known exactly of a task's experts already: what it answers is not gathered again. `reusable` are
+    results that stand in earlier snapshots, by tensor; one that must be reduced first is reused whole or not at all.
+    `functions` are applied to the tensors they name instead of the operator's, without any reduction.
     """
 
     tasks: tuple[MergeTask, ...]
     operator: Operator
     seed: int
-    content_ids: tuple[str, ...]
+    content_ids: Mapping[int, str]
     access: PlannedAccess | None = None
     renormalize: bool = False
     on_statistics: OnStatistics | None = None
     statistics_of: frozenset[str] = frozenset()
-    statistics_E: tuple[StatisticsByTensor, ...] = ()
+    known_of: Callable[[MergeTask], Sequence[TensorStatistics | None]] | None = None
+    reusable: Mapping[str, Reusable] = field(default_factory=dict)
+    functions: Mapping[str, BlockFunction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +125,12 @@ def execute_merge(
     options: EngineOptions,
     ledger: Ledger,
     on_tick: Callable[[], None],
+    progress: DurableProgress | None = None,
+    overlay: OverlayWriter | None = None,
 ) -> tuple[TensorDigest, ...]:
     """Merge into the shards of `output` in `directory`, and return the digest of every tensor in output order.
+
+    What `progress` says is done already is neither read nor written. An `overlay` is written instead of the shards.
 
     Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`).
 
@@ -120,16 +139,26 @@ def execute_merge(
         StorageError, CorruptError: see `Pipeline.run`.
     """
     pool_bytes = options.memory_bytes - CHUNK_BYTES
-    if work.statistics_of and not fits_memory(output.tasks, pool_bytes, DEFAULT_BLOCK_ELEMENTS):
+    if work.statistics_of:
+        trimmed = {task.name for task in output.tasks if _levels(work, task)}  # more would be read for statistics
+        work = replace(work, statistics_of=work.statistics_of - trimmed)
+    if work.statistics_of and not fits_memory(output.tasks, pool_bytes, _cut_of(work)):
         work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
-    cut, runs_of = _cutting(work)
-    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut, CHUNK_BYTES)
+    if work.reusable:
+        reusable = {task.name: work.reusable[task.name] for task in output.tasks if can_reuse(work, task)}
+        work = replace(work, reusable=reusable)
+    if work.reusable or work.functions:
+        work = replace(work, statistics_of=work.statistics_of - work.reusable.keys() - work.functions.keys())
+    cut_of = uncut_blocks(_cut_of(work), output.tasks, pool_bytes)
+    runs_of = _runs_of(work)
+    sizes = choose_buffer_sizes(output.tasks, pool_bytes, cut_of, CHUNK_BYTES)
     pool = BufferPool(sizes.total_bytes, pool_bytes)
-    shapes = plan_jobs(output.tasks, sizes, runs_of, cut)
-    with ShardWriter(directory, output.shards, ledger) as writer:
-        sink = _WriterSink(writer, output.tasks)
-        pipeline = Pipeline(output.tasks, files, pool, sizes.raw_bytes, sink, options.threads, on_tick)
-        pipeline.run(_merge_jobs(work, output.tasks, shapes, pool.limit))
+    tasks = output.tasks[len(progress.done) if progress else 0 :]
+    shapes = plan_jobs(tasks, sizes, runs_of, cut_of)
+    with overlay or ShardWriter(directory, output.shards, ledger, progress) as writer:
+        sink = _WriterSink(writer, tasks) if isinstance(writer, ShardWriter) else _OverlaySink(writer, tasks)
+        pipeline = Pipeline(tasks, files, pool, sizes.raw_bytes, sink, options.threads, on_tick)
+        pipeline.run(_merge_jobs(work, tasks, shapes, pool.limit))
         writer.finish()
         return tuple(writer.digests)
 
@@ -144,7 +173,8 @@ def execute_analysis(
     Raises:
         LimitError, StorageError, CorruptError: as `execute_merge`.
     """
-    sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, work.block_elements)
+    cut_of = uncut_blocks(cut_everywhere(work.block_elements), work.tasks, options.memory_bytes)
+    sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
     pool = BufferPool(sizes.total_bytes, options.memory_bytes)
 
     def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
@@ -152,7 +182,7 @@ def execute_analysis(
             return full_access(index, task)
         return sample_runs(index, task, BlockGrid(task.base.n_elements, work.block_elements), work.probe_fraction)
 
-    shapes = plan_jobs(work.tasks, sizes, runs_of, work.block_elements)
+    shapes = plan_jobs(work.tasks, sizes, runs_of, cut_of)
     pipeline = Pipeline(work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, on_tick)
     pipeline.run(_analysis_jobs(work, shapes, pool.limit))
 
@@ -165,37 +195,96 @@ def _merge_jobs(
         yield Job(shape, works, held_limit, reads_once=work.access is not None)
 
 
-def _cutting(work: MergeWork) -> tuple[int, RunsOf]:
-    """The grid on which tensors are cut, and the runs to read."""
+def _cut_of(work: MergeWork) -> CutOf:
+    """Where tensors may be cut. A rule that needs whole rows is cut between rows only."""
     if work.access is not None:
-        return work.access.block_elements, work.access.runs_of
-    return (DEFAULT_BLOCK_ELEMENTS if work.statistics_of else GRAIN_ELEMENTS), full_access
+        grid = work.access.block_elements
+    else:
+        grid = DEFAULT_BLOCK_ELEMENTS if work.statistics_of else GRAIN_ELEMENTS
+
+    def cut_of(task: MergeTask) -> int:
+        if task.action is Action.COPY or not task.experts:
+            return grid
+        granularity = work.operator.granularity(operator_input(work, task))
+        if granularity == 1 or work.access is None:
+            return granularity if granularity > 1 else grid
+        if any(isinstance(source, NeedsBase) for source in task.experts):
+            return math.lcm(granularity, grid)  # encoded blocks are charged once
+        return granularity * -(-grid // granularity)  # no more cuts than blocks, and a plan has charged a page for each
+
+    return cut_of
+
+
+def _runs_of(work: MergeWork) -> RunsOf:
+    """The runs to read: what is planned, or of every expert as much as the rule needs."""
+
+    def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
+        return full_access(index, task, levels=() if task.name in work.statistics_of else _levels(work, task))
+
+    runs_of = sufficient if work.access is None else work.access.runs_of
+    return with_reuse(runs_of, work.reusable) if work.reusable else runs_of
+
+
+def _levels(work: MergeWork, task: MergeTask) -> Levels:
+    return sufficient_levels(work.operator, operator_input(work, task), task) if task.experts else ()
 
 
 def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
-    if task.action is Action.COPY or not task.base.n_elements:
+    known_result = work.reusable.get(task.name)
+    is_known = known_result is not None and known_result.is_whole
+    if task.action is Action.COPY or not task.base.n_elements or is_known:
         return TensorWork(task, None, _no_function)
-    given = _operator_input(work, task)
-    access = work.access
-
-    def make_function(reduced: Reduced) -> BlockFunction:
-        return work.operator.block_function(given, access.completed(task.name, reduced) if access else reduced)
-
+    if task.name in work.functions:
+        return TensorWork(task, None, lambda _: work.functions[task.name])
+    given, operator = operator_input(work, task), work.operator
     if not task.experts:
-        return TensorWork(task, None, make_function)
-    request = work.operator.reduction(given)
+        return TensorWork(task, None, lambda _: operator.block_function(given, NOTHING_REDUCED))
+    needs = _needs(work, task, given)
+    known, request = needs.next(NOTHING_REDUCED)
+    on_statistics = work.on_statistics if work.access is None and task.name in work.statistics_of else None
+    if on_statistics is None and request is None:
+        return TensorWork(task, None, lambda _: operator.block_function(given, known))
+    first: Reduction
+    on_reduced = _nothing_to_report
+    if on_statistics is not None:
+        grid = BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS)
+        first = summary = TensorSummary(grid, len(task.experts), request, COMMON_DENSITIES)
+        on_reduced = _reporter(task, summary, on_statistics)
+    elif request is not None:
+        first = make_reduction(request, given.n_elements, len(task.experts))
+    staged = StagedReduction(needs, first, len(task.experts), known)
+    return TensorWork(task, staged, lambda reduced: operator.block_function(given, reduced), on_reduced)
+
+
+def can_reuse(work: MergeWork, task: MergeTask) -> bool:
+    """Whether known results can be taken: all of a tensor, or some of one whose blocks do not wait for one another."""
+    known = work.reusable.get(task.name)
+    if known is None or known.is_whole or task.name in work.functions:
+        return known is not None
+    given = operator_input(work, task)
+    if work.operator.granularity(given) > 1:
+        return False
+    needs = _needs(replace(work, statistics_of=frozenset()), task, given)  # known results come before statistics
+    return needs.next(NOTHING_REDUCED)[1] is None
+
+
+def _nothing_to_report() -> None:
+    """The tensor's statistics are not wanted."""
+
+
+def _needs(work: MergeWork, task: MergeTask, given: OperatorInput) -> Needs:
+    """What the operator needs of a tensor, less what the plan or the statistics know."""
+    access, known_of = work.access, work.known_of
     if access is not None:
-        request = access.request(task.name, request)
-    elif request is not None and work.statistics_E and task.name not in work.statistics_of:
-        known = answer(task.name, request, work.statistics_E)
-        if known is not None:
-            return TensorWork(task, None, lambda _: work.operator.block_function(given, known))
-    if work.on_statistics is None or access is not None or task.name not in work.statistics_of:
-        reduction: Reduction | None = make_reduction(request, given.n_elements, len(task.experts)) if request else None
-        return TensorWork(task, reduction, make_function)
-    grid = BlockGrid(given.n_elements, DEFAULT_BLOCK_ELEMENTS)
-    summary = TensorSummary(grid, len(task.experts), request, COMMON_DENSITIES)
-    return TensorWork(task, summary, make_function, _reporter(task, summary, work.on_statistics))
+        return Needs(
+            work.operator,
+            given,
+            left=lambda wanted: access.request(task.name, wanted),
+            complete=lambda reduced: access.completed(task.name, reduced),
+        )
+    if known_of is not None and task.name not in work.statistics_of:
+        return Needs(work.operator, given, answer=lambda wanted: answer(wanted, known_of(task)))
+    return Needs(work.operator, given)
 
 
 def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: int) -> Iterator[Job]:
@@ -226,15 +315,24 @@ def _no_function(_: Reduced = NOTHING_REDUCED) -> None:
     return None
 
 
-def _operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
+def operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
     return OperatorInput(
         globals=task.parameters.globals,
         anchor=task.parameters.anchor,
         experts=task.parameters.experts,
         n_elements=task.base.n_elements,
-        stream_keys=tuple(stream_key(work.seed, each, task.name) for each in work.content_ids),
+        stream_keys=_stream_keys(work, task),
         renormalize=work.renormalize,
+        shape=task.shape,
     )
+
+
+def _stream_keys(work: MergeWork, task: MergeTask) -> tuple[int, ...]:
+    """One per expert, where the operator is random; two tensors of one model have two streams."""
+    if not work.operator.is_random:
+        return ()
+    sources = zip(task.expert_models, task.experts, strict=True)
+    return tuple(stream_key(work.seed, work.content_ids[model], source.name) for model, source in sources)
 
 
 class _WriterSink:
@@ -249,6 +347,22 @@ class _WriterSink:
             nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
             if nbytes:
                 self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
+
+
+class _OverlaySink:
+    """Hands results to the overlay together with the base's stored bytes, which are in the same buffer."""
+
+    def __init__(self, overlay: OverlayWriter, tasks: Sequence[MergeTask]) -> None:
+        self._overlay = overlay
+        self._tasks = tasks
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+        for piece in pieces:
+            task = self._tasks[piece.run.task_index]
+            nbytes = piece.run.span.n_elements * task.dtype.itemsize
+            has_base = piece.run.reused is None and self._overlay.refers_to(task.name)
+            base = buffer[piece.base_offset : piece.base_offset + nbytes] if has_base else None
+            self._overlay.append(buffer[piece.out_offset : piece.out_offset + nbytes], base)
 
 
 class _NoSink:

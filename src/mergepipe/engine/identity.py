@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
+from mergepipe.blocks import Span
 from mergepipe.budget import Purpose
 from mergepipe.canonical import canonical_json
-from mergepipe.readers.base import Checkpoint, TensorEntry
+from mergepipe.readers.base import Checkpoint, NeedsBase, Readable, TensorEntry
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import aligned_buffer, round_up
 
@@ -17,30 +20,79 @@ N_SAMPLES = 32
 SAMPLE_BYTES = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bytes `[first, stop)` of the elements of a tensor."""
+
+    tensor: Readable
+    first: int
+    stop: int
+
+    @property
+    def span(self) -> Span:
+        """The elements that they lie in."""
+        size = self.tensor.dtype.itemsize
+        return Span(self.first // size, -(-self.stop // size))
+
+
 def content_id(checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
     """Identify a checkpoint by its tensor table and 32 samples of 2 KiB, 32 hex digits.
 
     Samples are spread evenly over the tensors' bytes in order of name, so the id does not depend on sharding, file
-    names or times. At most 32 * 3 pages are read, as analysis. Two checkpoints that agree in every sample share an
-    id: their random masks are then the same, nothing else follows from it.
+    names or times, nor on whether the tensors are packed. At most 32 * 3 pages are read, as analysis; of packed ones
+    the blocks that the samples lie in. Two checkpoints that agree in every sample share an id: their random masks are
+    then the same, nothing else follows from it.
     """
-    entries = sorted(checkpoint.tensors.values(), key=lambda entry: entry.name)
-    table = [[entry.name, entry.dtype.name, list(entry.shape)] for entry in entries]
-    hasher = blake3(canonical_json(table))
-    total = sum(entry.nbytes for entry in entries)
-    targets = [max(0, total - SAMPLE_BYTES) * i // (N_SAMPLES - 1) for i in range(N_SAMPLES)]
-    start = 0
-    for entry in entries:
-        while targets and targets[0] < start + entry.nbytes:
-            hasher.update(_sample(entry, targets.pop(0) - start, files[entry.file]))
-        start += entry.nbytes
+    tensors = _sampled_tensors(checkpoint)
+    hasher = blake3(canonical_json([[each.name, each.dtype.name, list(each.shape)] for each in tensors]))
+    for sample in samples(checkpoint):
+        hasher.update(_bytes_of(sample, files))
     return hasher.hexdigest(16)
 
 
-def _sample(entry: TensorEntry, position: int, file: RangeFile) -> bytes:
-    """Up to `SAMPLE_BYTES` of the tensor from `position` on."""
-    first = entry.offset + position
-    last = min(first + SAMPLE_BYTES, entry.offset + entry.nbytes)
+def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
+    """What the content id is taken from."""
+    tensors = _sampled_tensors(checkpoint)
+    total = sum(map(_element_bytes, tensors))
+    targets = [max(0, total - SAMPLE_BYTES) * i // (N_SAMPLES - 1) for i in range(N_SAMPLES)]
+    start = 0
+    for tensor in tensors:
+        nbytes = _element_bytes(tensor)
+        while targets and targets[0] < start + nbytes:
+            first = targets.pop(0) - start
+            yield Sample(tensor, first, min(first + SAMPLE_BYTES, nbytes))
+        start += nbytes
+
+
+def _element_bytes(tensor: Readable) -> int:
+    return tensor.n_elements * tensor.dtype.itemsize
+
+
+def _sampled_tensors(checkpoint: Checkpoint) -> list[Readable]:
+    """What is stored, by name; of encoded tensors what they stand for."""
+    found: dict[tuple[str, str, int], Readable] = {}
+    for tensor in checkpoint.tensors.values():
+        if isinstance(tensor, NeedsBase) and not tensor.is_delta:
+            found[tensor.name, "", 0] = tensor
+        else:
+            found.update({(entry.name, str(entry.file), entry.offset): entry for entry in tensor.stored})
+    return [found[key] for key in sorted(found)]
+
+
+def stored_entries(checkpoint: Checkpoint) -> list[TensorEntry]:
+    """The byte ranges behind a checkpoint's tensors, each once, by name."""
+    entries = {(e.name, str(e.file), e.offset): e for tensor in checkpoint.tensors.values() for e in tensor.stored}
+    return [entries[key] for key in sorted(entries)]
+
+
+def _bytes_of(sample: Sample, files: Mapping[Path, RangeFile]) -> bytes:
+    tensor = sample.tensor
+    if not isinstance(tensor, TensorEntry):
+        out = np.empty(sample.span.n_elements * tensor.dtype.itemsize, np.uint8)
+        tensor.opened(files)(sample.span, out, Purpose.ANALYSIS)
+        skip = sample.first - sample.span.start * tensor.dtype.itemsize
+        return out[skip : skip + sample.stop - sample.first].tobytes()
+    file, first, last = files[tensor.file], tensor.offset + sample.first, tensor.offset + sample.stop
     aligned = first // file.alignment * file.alignment
     nbytes = round_up(last, file.alignment) - aligned
     buffer = aligned_buffer(round_up(nbytes, 4096))

@@ -9,11 +9,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.engine.layouts import Piece, SegmentLayout
 from mergepipe.engine.reductions import Reduction
-from mergepipe.engine.segments import JobShape, Piece, SegmentLayout, SegmentShape
+from mergepipe.engine.segments import JobShape, SegmentShape
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.recipe.tasks import MergeTask
 
 SURVEY_SEGMENTS = 8
 
@@ -122,9 +123,8 @@ class Job:
     def _passes_in_memory(self) -> Iterator[Pass]:
         segments = self.shape.segments
         yield Pass(Stage.ACCUMULATE, segments, True, Afterwards.HOLD, last_reads=True)
-        if not self._finish_reductions():
+        while not self._finish_reductions():
             yield Pass(Stage.REFINE, segments, False, Afterwards.HOLD, last_reads=True)
-            self._finish_reductions()
         self._conclude()
         last = Pass(Stage.MERGE, segments, False, Afterwards.WRITE, last_reads=True)
         yield last if self._writes else Pass(Stage.MERGE, segments, False, Afterwards.RELEASE, last_reads=True)
@@ -138,9 +138,8 @@ class Job:
                 work.reduction.narrow()
         yield Pass(Stage.ACCUMULATE, sample, False, Afterwards.RELEASE, last_reads=False)
         yield Pass(Stage.ACCUMULATE, rest, True, Afterwards.RELEASE, last_reads=False)
-        if not self._finish_reductions():
+        while not self._finish_reductions():  # an analysis refines once
             yield Pass(Stage.REFINE, segments, True, Afterwards.RELEASE, last_reads=not self._writes, repeated=True)
-            self._finish_reductions()
         self._conclude()
         if self._writes:
             yield Pass(Stage.MERGE, segments, True, Afterwards.WRITE, last_reads=True, repeated=True)
@@ -164,7 +163,7 @@ class Job:
     def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         work = self._works[piece.run.task_index]
         if stage is Stage.MERGE:
-            _merge_piece(work, piece, buffer)
+            merge_piece(work, piece, buffer)
         elif work.reduction:
             steps: dict[Stage, Callable[[RawBlock], None]] = {
                 Stage.SURVEY: work.reduction.survey,
@@ -183,10 +182,12 @@ def _split_sample(
     return sample, tuple(s for i, s in enumerate(segments) if i not in chosen)
 
 
-def _merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+    """Merge or copy one piece inside its filled buffer, once the work is concluded."""
     task = work.task
     function = work.function
-    if function is None or (function.copies_base and task.dtype == task.base.dtype):
+    is_reused = piece.run.reused is not None
+    if is_reused or function is None or (function.copies_base and task.dtype == task.base.dtype):
         nbytes = piece.run.span.n_elements * task.dtype.itemsize
         source = buffer[piece.base_offset : piece.base_offset + nbytes]
         buffer[piece.out_offset : piece.out_offset + nbytes] = source
@@ -199,11 +200,11 @@ def _raw_block(task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> RawB
     return RawBlock(
         raw=buffer,
         base_offset=piece.base_offset,
-        base_code=task.base.dtype.kernel_code,
+        base_code=task.base.kernel_code,
         present_E=np.array(present, np.int64),
         counted_E=np.array(sorted((*present, *piece.run.free)), np.int64),
         offsets_E=np.array(piece.expert_offsets, np.int64),
-        codes_E=np.array([task.experts[e].dtype.kernel_code for e in present], np.int64),
+        codes_E=np.array([piece.run.source(task, e).kernel_code for e in present], np.int64),
         first_element=piece.run.span.start,
         n_elements=piece.run.span.n_elements,
         out=buffer,

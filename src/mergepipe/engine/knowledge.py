@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergepipe.engine.selection import NOTHING_KEPT_BITS
-from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
+from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.statistics import TensorStatistics, rank_of_density
 
-StatisticsByTensor = Mapping[str, TensorStatistics]
 
-
-def answer(name: str, request: ReductionRequest, statistics_E: Sequence[StatisticsByTensor]) -> Reduced | None:
+def answer(request: ReductionRequest, statistics_E: Sequence[TensorStatistics | None]) -> Reduced | None:
     """What exact statistics of every expert's tensor say, equal to what a reduction would; None if any is lacking."""
-    known = [of_expert.get(name) for of_expert in statistics_E]
-    found = [each for each in known if each is not None]
-    if len(found) < len(known):
+    found = [each for each in statistics_E if each is not None]
+    if len(found) < len(statistics_E):
         return None
     match request:
         case MagnitudeCut(kept_E):
-            bits = [_cut(each, kept) for each, kept in zip(found, kept_E, strict=True)]
-            return None if None in bits else Reduced(threshold_bits_E=np.array(bits, np.uint32))
+            cuts_E = _cuts(found, kept_E)
+            return None if cuts_E is None else Reduced(threshold_bits_E=cuts_E)
+        case MagnitudeBand(kept_E, dropped_E):
+            lower_E, upper_E = _cuts(found, kept_E), _cuts(found, dropped_E)
+            return None if lower_E is None or upper_E is None else Reduced(lower_E, upper_bits_E=upper_E)
         case InnerProducts():
             return Reduced(products_E3=np.array([each.products_3 for each in found]))
+        case _:  # of several experts together, and by row, nothing is on record
+            return None
+
+
+def _cuts(found: Sequence[TensorStatistics], kept_E: Sequence[int]) -> NDArray[np.uint32] | None:
+    bits = [_cut(each, kept) for each, kept in zip(found, kept_E, strict=True)]
+    return None if None in bits else np.array(bits, np.uint32)
 
 
 def _cut(statistics: TensorStatistics, kept: int) -> int | None:

@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 from mergepipe.budget import Purpose
 from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
-from mergepipe.engine.segments import Piece, SegmentLayout, SegmentShape, lay_out
-from mergepipe.errors import CorruptError
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.engine.layouts import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
+from mergepipe.engine.segments import SegmentShape
+from mergepipe.errors import CorruptError, StorageError
+from mergepipe.readers.base import ComputedTensor, NeedsBase, TensorEntry, Unchanged
+from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import BufferPool
 
@@ -39,6 +41,10 @@ class SegmentSink(Protocol):
     def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
 
 
+Fill = Callable[[Computation, NDArray[np.uint8]], None]
+"""Fetches the elements that a computation names into their place in a buffer."""
+
+
 @dataclass(slots=True)
 class _Filled:
     """A buffer on its way through one job."""
@@ -46,12 +52,16 @@ class _Filled:
     job: _RunningJob
     layout: SegmentLayout
     buffer: NDArray[np.uint8]
-    reads_left: int = 0
+    orders_left: int = 0
+    on_base: list[Computation] = field(default_factory=list)  # what can start only when all else is there
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """A job with its current pass and what that pass still waits for."""
+    """A job with its current pass and what that pass still waits for.
+
+    `opened` holds what computed tensors keep between their blocks, as long as the job runs.
+    """
 
     job: Job
     passes: Iterator[Pass]
@@ -60,13 +70,14 @@ class _RunningJob:
     pending: int = 0
     buffers: int = 0
     held: list[_Filled] = field(default_factory=list)
+    opened: dict[tuple[int, bool], Fill] = field(default_factory=dict)
     finished: bool = False
 
 
 class _Step(Enum):
     """What a worker did to a buffer."""
 
-    READ = auto()  # one of its requests
+    FILLED = auto()  # by one of its reads or computations
     COMPUTED = auto()
     WRITTEN = auto()
 
@@ -107,7 +118,7 @@ class Pipeline:
         self._threads = threads
         self._on_tick = on_tick
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
-        self._read_queue: SimpleQueue[tuple[_Filled, int] | None] = SimpleQueue()
+        self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
         self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
         self._stopping = threading.Event()
@@ -197,24 +208,35 @@ class Pipeline:
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
         layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
         if running.current.repeated:
-            analysis = tuple(replace(read, purpose=Purpose.ANALYSIS) for read in layout.reads)
-            layout = replace(layout, reads=analysis)
-        filled = _Filled(running, layout, buffer, len(layout.reads))
+            layout = _as_analysis(layout)
+        filled = _Filled(running, layout, buffer)
         running.buffers += 1
-        if not layout.reads:
-            self._compute_queue.put((filled, running.current.stage))
-        for index in range(len(layout.reads)):
-            self._read_queue.put((filled, index))
+        now: list[Read | Computation] = list(layout.reads)
+        for computation in layout.computations:
+            if computation.key not in running.opened:
+                running.opened[computation.key] = _opened(computation.source, self._files, on_base=computation.on_base)
+            (filled.on_base if computation.on_base else now).append(computation)
+        self._order(filled, now)
+
+    def _order(self, filled: _Filled, orders: Sequence[Read | Computation]) -> None:
+        """Have these done, then what waits for them, then compute."""
+        if not orders and filled.on_base:
+            orders, filled.on_base = filled.on_base, []
+        filled.orders_left = len(orders)
+        if not orders:
+            self._compute_queue.put((filled, filled.job.current.stage))
+        for order in orders:
+            self._read_queue.put((filled, order))
 
     def _handle(self, event: _Done | _Failed) -> None:
         if isinstance(event, _Failed):
             raise event.error
         filled = event.filled
         match event.step:
-            case _Step.READ:
-                filled.reads_left -= 1
-                if filled.reads_left == 0:
-                    self._compute_queue.put((filled, filled.job.current.stage))
+            case _Step.FILLED:
+                filled.orders_left -= 1
+                if filled.orders_left == 0:
+                    self._order(filled, ())
             case _Step.COMPUTED:
                 self._after_compute(filled)
             case _Step.WRITTEN:
@@ -258,7 +280,13 @@ class Pipeline:
     def _start(self, loop: Callable[[], None], workers: list[threading.Thread]) -> None:
         thread = threading.Thread(target=self._guard, args=(loop,), daemon=True, name=f"mergepipe-{loop.__name__}")
         workers.append(thread)  # first, so that an interrupt cannot come between
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # what the interpreter makes of a refusal
+            raise StorageError.of(
+                "storage.no-threads", "--threads", "the system starts no more threads for this process",
+                "lower --threads, or raise the limits on its threads and memory (ulimit -u, ulimit -v)",
+            ) from error  # fmt: skip
 
     def _guard(self, loop: Callable[[], None]) -> None:
         try:
@@ -267,20 +295,13 @@ class Pipeline:
             self._events.put(_Failed(error))
 
     def _read_loop(self) -> None:
-        while (order := self._read_queue.get()) is not None and not self._stopping.is_set():
-            filled, index = order
-            read = filled.layout.reads[index]
-            file = self._files[read.file]
-            view = filled.buffer.data[read.buffer_offset : read.buffer_offset + read.nbytes]
-            got = file.read_into(read.offset, view, read.purpose)
-            if got < min(read.nbytes, file.size_bytes - read.offset):
-                raise CorruptError.of(
-                    "storage.shrunk",
-                    read.file,
-                    f"ended at byte {read.offset + got}, {file.size_bytes} bytes were there when it was opened",
-                    "do not change inputs during a merge; run again",
-                )
-            self._events.put(_Done(_Step.READ, filled))
+        while (taken := self._read_queue.get()) is not None and not self._stopping.is_set():
+            filled, order = taken
+            if isinstance(order, Read):
+                _read(order, filled.buffer, self._files)
+            else:
+                filled.job.opened[order.key](order, filled.buffer)
+            self._events.put(_Done(_Step.FILLED, filled))
 
     def _compute_loop(self) -> None:
         while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
@@ -303,3 +324,71 @@ class Pipeline:
         for worker in workers:
             if worker.ident is not None:  # it was started
                 worker.join()
+
+
+def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
+    """The same reads, charged as made on top of the one pass that every merge makes."""
+    return replace(
+        layout,
+        reads=tuple(replace(each, purpose=Purpose.ANALYSIS) for each in layout.reads),
+        computations=tuple(replace(each, purpose=Purpose.ANALYSIS) for each in layout.computations),
+    )
+
+
+def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Path, RangeFile]) -> None:
+    file = files[read.file]
+    view = buffer.data[read.buffer_offset : read.buffer_offset + read.nbytes]
+    got = file.read_into(read.offset, view, read.purpose)
+    if got < min(read.nbytes, file.size_bytes - read.offset):
+        raise CorruptError.of(
+            "storage.shrunk",
+            read.file,
+            f"ended at byte {read.offset + got}, {file.size_bytes} bytes were there when it was opened",
+            "do not change inputs during a merge; run again",
+        )
+
+
+Opened = Mapping[tuple[int, bool], Fill]
+
+
+def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Path, RangeFile]) -> Opened:
+    """The computed tensors of some tasks as they are, opened, by `Computation.key`."""
+    found: dict[tuple[int, bool], Fill] = {}
+    for task in tasks:
+        for source in (task.base, *task.experts):
+            if not isinstance(source, TensorEntry | Unchanged):
+                on_base = is_on_base(source, task.base)
+                found[id(source), on_base] = _opened(source, files, on_base=on_base)
+    return found
+
+
+def fill_now(
+    layout: SegmentLayout,
+    buffer: NDArray[np.uint8],
+    files: Mapping[Path, RangeFile],
+    opened: Opened,
+    purpose: Purpose,
+) -> None:
+    """Fill a buffer on the calling thread, charging everything to one purpose.
+
+    Raises:
+        StorageError, CorruptError: as `Pipeline.run`.
+    """
+    for read in layout.reads:
+        _read(replace(read, purpose=purpose), buffer, files)
+    for order in sorted(layout.computations, key=lambda each: each.on_base):
+        opened[order.key](replace(order, purpose=purpose), buffer)
+
+
+def _opened(source: ComputedTensor, files: Mapping[Path, RangeFile], *, on_base: bool) -> Fill:
+    """What fetches elements of a computed tensor into their place in a buffer."""
+    if on_base and isinstance(source, NeedsBase):
+        fetch_on_base = source.opened_on_base(files)
+
+        def fill_on_base(order: Computation, buffer: NDArray[np.uint8]) -> None:
+            base = buffer[order.base_offset : order.base_offset + order.base_bytes]
+            fetch_on_base(order.span, base, order.place_in(buffer), order.purpose)
+
+        return fill_on_base
+    fetch = source.opened(files)
+    return lambda order, buffer: fetch(order.span, order.place_in(buffer), order.purpose)

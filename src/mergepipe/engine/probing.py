@@ -12,8 +12,8 @@ from mergepipe.blocks import BlockGrid, Span
 from mergepipe.engine.segments import Run
 from mergepipe.engine.summaries import fill_record
 from mergepipe.operators.base import RawBlock, Reduced
-from mergepipe.readers.base import TensorEntry
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.readers.base import Source, TensorEntry
+from mergepipe.recipe.tasks import MergeTask
 from mergepipe.statistics import BLOCK_RECORD, HASH_BYTES, N_OCTAVES, N_SKETCH, TensorStatistics
 from mergepipe.storage.buffers import PAGE_BYTES
 
@@ -25,6 +25,9 @@ def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: flo
     The task has one expert.
     """
     expert = task.experts[0]
+    if not isinstance(expert, TensorEntry):  # it has no pages of its own
+        yield from (Run(task_index, span, (0,), (0,)) for span in grid.spans())
+        return
     size = expert.dtype.itemsize
     for span in grid.spans():
         start, stop = expert.offset + span.start * size, expert.offset + span.stop * size
@@ -44,9 +47,9 @@ class ProbeSummary:
     place, since its bytes are not known: no block is taken for the same as another.
     """
 
-    def __init__(self, grid: BlockGrid, expert: TensorEntry) -> None:
+    def __init__(self, grid: BlockGrid, expert: Source) -> None:
         self._grid = grid
-        self._place = f"{expert.file}:{expert.offset}"
+        self._place = ",".join(f"{entry.file}:{entry.offset}" for entry in expert.stored)
         self._records_B = np.zeros(grid.n_blocks, BLOCK_RECORD)
 
     def survey(self, block: RawBlock) -> None:

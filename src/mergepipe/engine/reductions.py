@@ -1,4 +1,4 @@
-"""Tensor-wide quantities gathered from blocks: magnitude cuts and inner products.
+"""Tensor-wide quantities gathered from blocks: cuts of magnitudes and scores, inner products, sums by row.
 
 A reduction sees every element of its tensor once by `accumulate`, from any thread and in any order, and is asked by
 `finish` whether it is done. If not, it sees every element once more by `refine`. Where the tensor is not kept in
@@ -15,7 +15,22 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import GRAIN_ELEMENTS
 from mergepipe.engine.selection import RankSearch
-from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock, Reduced, ReductionRequest
+from mergepipe.operators.base import (
+    ColumnGram,
+    InnerProducts,
+    MagnitudeBand,
+    MagnitudeCut,
+    Measure,
+    RawBlock,
+    Reduced,
+    ReductionRequest,
+    RowGram,
+    RowSums,
+    Score,
+    ScoreCut,
+)
+
+SCORED_ELEMENTS = 64 * 1024
 
 
 class Reduction(Protocol):
@@ -51,16 +66,31 @@ def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -
     match request:
         case MagnitudeCut(kept_E):
             return MagnitudeCuts(kept_E, n_elements)
+        case MagnitudeBand(kept_E, dropped_E):
+            return MagnitudeCuts(kept_E, n_elements, dropped_E)
         case InnerProducts():
             return InnerProductSums(n_elements, n_experts)
+        case RowGram(row_elements):
+            return RowGrams(n_elements, n_experts, row_elements)
+        case ColumnGram(n_columns, cell_elements):
+            return ColumnGrams(n_elements, n_experts, n_columns, cell_elements)
+        case RowSums(measure, row_elements):
+            return MeasureSums(measure, n_elements, row_elements)
+        case ScoreCut(score, ranks):
+            return ScoreCuts(score, ranks, n_elements)
 
 
 class MagnitudeCuts:
-    """Per expert the exact magnitude of the `kept_E[e]`-th largest |delta|. Memory: see `RankSearch`, per expert."""
+    """Per expert the exact magnitude of the `kept_E[e]`-th largest |delta|, and of the `dropped_E[e]`-th, if wanted.
 
-    def __init__(self, kept_E: Sequence[int], n_elements: int) -> None:
+    Memory: see `RankSearch`, per expert.
+    """
+
+    def __init__(self, kept_E: Sequence[int], n_elements: int, dropped_E: Sequence[int] | None = None) -> None:
         self._kept_E = tuple(kept_E)
-        self._search_E = [RankSearch((kept,), n_elements) for kept in kept_E]
+        self._dropped_E = None if dropped_E is None else tuple(dropped_E)
+        ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
+        self._search_E = [RankSearch(set(wanted), n_elements) for wanted in ranks]
 
     def _each(self, block: RawBlock, step: Callable[[RankSearch, RawBlock, int], None]) -> None:
         """Do a step for every open expert, starting at a different one for each block: threads seldom meet."""
@@ -91,11 +121,31 @@ class MagnitudeCuts:
         return all(decided)
 
     def result(self) -> Reduced:
-        bits = [search.threshold_bits(kept) for search, kept in zip(self._search_E, self._kept_E, strict=True)]
-        return Reduced(threshold_bits_E=np.array(bits, np.uint32))
+        upper_E = None if self._dropped_E is None else self._bits(self._dropped_E)
+        return Reduced(threshold_bits_E=self._bits(self._kept_E), upper_bits_E=upper_E)
+
+    def _bits(self, rank_E: Sequence[int]) -> NDArray[np.uint32]:
+        return np.array([s.threshold_bits(rank) for s, rank in zip(self._search_E, rank_E, strict=True)], np.uint32)
 
 
-class InnerProductSums:
+class OnePass:
+    """What reductions have in common that learn nothing from a sample and need each block once."""
+
+    def survey(self, block: RawBlock) -> None:
+        """Nothing to learn from a sample."""
+
+    def narrow(self) -> None:
+        """Nothing to narrow."""
+
+    def finish(self) -> bool:
+        """One pass is enough."""
+        return True
+
+    def refine(self, block: RawBlock) -> None:
+        """Never called, but in company of other reductions."""
+
+
+class InnerProductSums(OnePass):
     """<base, base>, <delta, delta>, <base, delta> in float64, the same however the tensor is cut for reading.
 
     Memory: 8 bytes per 16 Ki elements, and 16 per expert and 16 Ki elements.
@@ -105,12 +155,6 @@ class InnerProductSums:
         n_cells = -(-n_elements // GRAIN_ELEMENTS)
         self._base_C = np.zeros(n_cells, np.float64)
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
-
-    def survey(self, block: RawBlock) -> None:
-        """Nothing to learn from a sample."""
-
-    def narrow(self) -> None:
-        """Nothing to narrow."""
 
     def accumulate(self, block: RawBlock) -> None:
         from mergepipe.kernels.summary import sum_products, sum_squares
@@ -123,14 +167,113 @@ class InnerProductSums:
                 int(block.codes_E[place]), block.n_elements, self._cells_EC2[e, first_cell:],
             )  # fmt: skip
 
-    def finish(self) -> bool:
-        return True
-
-    def refine(self, block: RawBlock) -> None:
-        raise AssertionError("inner products need one pass")
-
     def result(self) -> Reduced:
         return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
+
+
+class RowGrams(OnePass):
+    """Inner products of base and deltas by row, the same however the tensor is cut. Memory: 8 (E + 1)^2 an atom."""
+
+    def __init__(self, n_elements: int, n_experts: int, row_elements: int) -> None:
+        from mergepipe.kernels.atoms import count_atoms
+
+        self._n_elements, self._row_elements = n_elements, row_elements
+        self._gram_AFF = np.zeros((count_atoms(n_elements, row_elements), n_experts + 1, n_experts + 1), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.atoms import common_multiple
+        from mergepipe.kernels.gram import add_row_grams
+
+        add_row_grams(
+            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
+            block.first_element, block.n_elements, self._row_elements, common_multiple(self._row_elements),
+            self._gram_AFF,
+        )  # fmt: skip
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.atoms import join_atoms
+
+        gram_RFF = join_atoms(self._gram_AFF, self._n_elements, self._row_elements)
+        return Reduced(gram_GFF=_both_triangles(gram_RFF))
+
+
+class ColumnGrams(OnePass):
+    """Inner products of base and deltas by column. Memory: 8 (E + 1)^2 for each column of each cell."""
+
+    def __init__(self, n_elements: int, n_experts: int, n_columns: int, cell_elements: int) -> None:
+        self._n_columns, self._cell_elements = n_columns, cell_elements
+        n_cells = -(-n_elements // cell_elements)
+        self._gram_CFFP = np.zeros((n_cells, n_experts + 1, n_experts + 1, n_columns), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        from mergepipe.kernels.gram import add_column_grams
+
+        add_column_grams(
+            block.raw, block.base_offset, block.base_code, block.present_E, block.offsets_E, block.codes_E,
+            block.first_element, block.n_elements, self._n_columns, self._cell_elements, self._gram_CFFP,
+        )  # fmt: skip
+
+    def result(self) -> Reduced:
+        return Reduced(gram_GFF=_both_triangles(self._gram_CFFP.sum(axis=0).transpose(2, 0, 1)))
+
+
+def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A symmetric matrix from its upper triangle."""
+    return np.triu(upper_GFF) + np.triu(upper_GFF, 1).transpose(0, 2, 1)
+
+
+class MeasureSums(OnePass):
+    """Sums of a measure by row, the same however the tensor is cut. Memory: 8 bytes for each sum of an atom."""
+
+    def __init__(self, measure: Measure, n_elements: int, row_elements: int) -> None:
+        from mergepipe.kernels.atoms import count_atoms
+
+        self._measure, self._n_elements, self._row_elements = measure, n_elements, row_elements
+        self._sums_AK = np.zeros((count_atoms(n_elements, row_elements), measure.n_sums), np.float64)
+
+    def accumulate(self, block: RawBlock) -> None:
+        self._measure(block, self._row_elements, self._sums_AK)
+
+    def result(self) -> Reduced:
+        from mergepipe.kernels.atoms import join_atoms
+
+        return Reduced(sums=(join_atoms(self._sums_AK, self._n_elements, self._row_elements),))
+
+
+class ScoreCuts:
+    """The exact scores of some ranks. Memory: see `RankSearch`, and 256 KiB a thread."""
+
+    def __init__(self, score: Score, ranks: Sequence[int], n_elements: int) -> None:
+        self._score, self._ranks = score, tuple(ranks)
+        self._search = RankSearch(set(ranks), n_elements)
+
+    def _each(self, block: RawBlock, steps: Sequence[Callable[[NDArray[np.float32]], None]]) -> None:
+        if not self._search.is_open:
+            return
+        for skip in range(0, block.n_elements, SCORED_ELEMENTS):
+            scores_N = np.empty(min(SCORED_ELEMENTS, block.n_elements - skip), np.float32)
+            self._score(block, skip, scores_N)
+            for step in steps:
+                step(scores_N)
+
+    def survey(self, block: RawBlock) -> None:
+        self._each(block, [self._search.count_coarse_scores])
+
+    def narrow(self) -> None:
+        self._search.narrow()
+
+    def accumulate(self, block: RawBlock) -> None:
+        self._each(block, [self._search.count_coarse_scores, self._search.count_fine_scores])
+
+    def refine(self, block: RawBlock) -> None:
+        self._each(block, [self._search.count_fine_scores])
+
+    def finish(self) -> bool:
+        return self._search.decide()
+
+    def result(self) -> Reduced:
+        bits = [self._search.threshold_bits(rank) for rank in self._ranks]
+        return Reduced(score_bits=np.array(bits, np.uint32))
 
 
 def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -5,20 +5,27 @@ Pure planning: no file is opened. A segment holds either a run of one tensor or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from mergepipe.blocks import GRAIN_ELEMENTS, Span
-from mergepipe.budget import Purpose
+from mergepipe.blocks import F32, GRAIN_ELEMENTS, Span
 from mergepipe.errors import LimitError
-from mergepipe.readers.base import TensorEntry
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.readers.base import (
+    Graded,
+    NeedsBase,
+    Readable,
+    Source,
+    TensorEntry,
+    Unchanged,
+)
+from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 
 IDEAL_BUFFER_BYTES = 16 << 20
 LARGEST_SHARE_OF_MEMORY = 8  # a buffer takes at most 1/8 of the memory cap where it can
 FEWEST_BUFFERS = 3
+MOST_COUNTED = 16  # pairs of a small tensor and an expert in one buffer: reductions count each in up to 1 MiB
 # A read may be rounded out by just under a page at either end, and starts on a page of the buffer.
 ROUNDING_BYTES = 2 * PAGE_BYTES
 
@@ -28,7 +35,8 @@ class Run:
     """Consecutive elements of one tensor for which the same experts take part.
 
     `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes. `free` are
-    experts that equal the base here and are not read.
+    experts that equal the base here and are not read. With `reused` the result is known: it stands in that tensor, and
+    nothing else is read. `levels` are (expert, level) of those that are read in part.
     """
 
     task_index: int
@@ -36,6 +44,18 @@ class Run:
     present: tuple[int, ...]
     sources: tuple[int, ...]
     free: tuple[int, ...] = ()
+    reused: TensorEntry | None = None
+    levels: tuple[tuple[int, int], ...] = ()
+
+    def source(self, task: MergeTask, expert: int) -> Readable:
+        """What is read of an expert, at its level."""
+        source = task.experts[expert]
+        if isinstance(source, Unchanged):
+            raise ValueError(f"{source.name} is not changed by this expert: there is nothing to read")
+        for e, level in self.levels:
+            if e == expert:
+                return graded(source).at_level(level)
+        return source
 
     @property
     def read_experts(self) -> tuple[int, ...]:
@@ -46,10 +66,62 @@ class Run:
 RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 
-def full_access(task_index: int, task: MergeTask) -> Iterable[Run]:
-    """Every expert everywhere."""
-    everyone = tuple(range(len(task.experts)))
-    return (Run(task_index, Span(0, task.base.n_elements), everyone, everyone),)
+def graded(source: Source) -> Graded:
+    """The source as one with levels.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not isinstance(source, Graded):
+        raise ValueError(f"{source.name} has no levels: it is read as it is")
+    return source
+
+
+Levels = tuple[tuple[int, int], ...]
+
+
+def full_access(task_index: int, task: MergeTask, span: Span | None = None, levels: Levels = ()) -> tuple[Run]:
+    """Every expert everywhere (in `span`), but for those that are known not to change the tensor."""
+    unchanged = tuple(e for e, source in enumerate(task.experts) if isinstance(source, Unchanged))
+    others = tuple(e for e in range(len(task.experts)) if e not in unchanged)
+    return (Run(task_index, span or Span(0, task.base.n_elements), others, others, unchanged, levels=levels),)
+
+
+@dataclass(frozen=True, slots=True)
+class Reusable:
+    """Spans of one output tensor whose result stands in `entry` already: sorted, disjoint, between allowed cuts."""
+
+    entry: TensorEntry
+    spans: tuple[Span, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to be merged."""
+        return sum(span.n_elements for span in self.spans) == self.entry.n_elements
+
+
+def with_reuse(runs_of: RunsOf, reusable: Mapping[str, Reusable]) -> RunsOf:
+    """The same runs, but for spans whose result is known."""
+
+    def reusing(task_index: int, task: MergeTask) -> Iterable[Run]:
+        known = reusable.get(task.name)
+        return runs_of(task_index, task) if known is None else _split(runs_of(task_index, task), known)
+
+    return reusing
+
+
+def _split(runs: Iterable[Run], known: Reusable) -> Iterator[Run]:
+    for run in runs:
+        position = run.span.start
+        for span in known.spans:
+            start, stop = max(span.start, position), min(span.stop, run.span.stop)
+            if start < stop:
+                if position < start:
+                    yield replace(run, span=Span(position, start))
+                yield Run(run.task_index, Span(start, stop), (), (), reused=known.entry)
+                position = stop
+        if position < run.span.stop or not run.span.n_elements:
+            yield replace(run, span=Span(position, run.span.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +155,58 @@ class BufferSizes:
 
 def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> int:
     """Buffer bytes that `n_elements` of the base and of `experts` need at most, rounding of reads included."""
-    sizes = [task.base.dtype.itemsize, *(task.experts[e].dtype.itemsize for e in experts)]
+    sizes = [task.base.dtype.itemsize, *(_widest_item_bytes(task.experts[e]) for e in experts)]
     return sum(n_elements * size + ROUNDING_BYTES for size in sizes)
 
 
+def _widest_item_bytes(source: Source) -> int:
+    """Bytes of an element at whatever level."""
+    return max(source.dtype.itemsize, F32.itemsize) if isinstance(source, Graded) else source.dtype.itemsize
+
+
+def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
+    """Buffer bytes that `n_elements` of what a run reads need at most."""
+    if run.reused is not None:
+        return n_elements * run.reused.dtype.itemsize + ROUNDING_BYTES
+    return stored_bytes(task, n_elements, run.read_experts)
+
+
+CutOf = Callable[[MergeTask], int]
+"""Elements whose multiples are where a task's tensor may be cut."""
+
+
+def cut_everywhere(cut_elements: int) -> CutOf:
+    """The same cuts for every task."""
+    return lambda _: cut_elements
+
+
+CUT_AT_GRAINS = cut_everywhere(GRAIN_ELEMENTS)
+
+
+def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -> CutOf:
+    """The same cuts, but none through the encoded blocks of sources, so that no block is decoded twice.
+
+    Where buffers for that do not fit into `memory_bytes`, the cuts stay.
+    """
+
+    def coarse(task: MergeTask) -> int:
+        encoded = [s.cut_elements for s in (task.base, *task.experts) if isinstance(s, NeedsBase)]
+        return math.lcm(cut_of(task), *encoded)
+
+    return coarse if fits_memory(tasks, memory_bytes, coarse) else cut_of
+
+
 def choose_buffer_sizes(
-    tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int = GRAIN_ELEMENTS, reserved_bytes: int = 0
+    tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf = CUT_AT_GRAINS, reserved_bytes: int = 0
 ) -> BufferSizes:
-    """Pick the buffer size for a memory cap; a buffer holds at least `cut_elements` of every model.
+    """Pick the buffer size for a memory cap; a buffer holds at least one stretch between cuts of every model.
 
     `memory_bytes` is what the cap leaves for buffers, after `reserved_bytes` for something else.
 
     Raises:
         LimitError: not even three buffers of the smallest useful size fit into the cap.
     """
-    raw_bytes, out_bytes = _smallest_buffer(tasks, cut_elements)
+    raw_bytes, out_bytes = _smallest_buffer(tasks, cut_of)
     smallest = raw_bytes + out_bytes
     needed = FEWEST_BUFFERS * smallest
     if memory_bytes < needed:
@@ -114,17 +223,17 @@ def choose_buffer_sizes(
     )
 
 
-def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_elements: int) -> bool:
+def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf) -> bool:
     """Whether `choose_buffer_sizes` would find a size."""
-    return memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, cut_elements))
+    return memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, cut_of))
 
 
-def _smallest_buffer(tasks: Sequence[MergeTask], cut_elements: int) -> tuple[int, int]:
-    """Bytes for the stored and the resulting `cut_elements` of the widest task."""
+def _smallest_buffer(tasks: Sequence[MergeTask], cut_of: CutOf) -> tuple[int, int]:
+    """Bytes for the stored and the resulting stretch between cuts of the widest task."""
     raw = out = PAGE_BYTES
     for task in tasks:
-        n = min(cut_elements, task.base.n_elements)
-        raw = max(raw, stored_bytes(task, n, range(len(task.experts))))
+        n = min(cut_of(task), task.base.n_elements)
+        raw = max(raw, stored_bytes(task, n, range(len(task.experts))), n * task.dtype.itemsize + ROUNDING_BYTES)
         out = max(out, n * task.dtype.itemsize)
     return round_up(raw, PAGE_BYTES), round_up(out, PAGE_BYTES)
 
@@ -133,14 +242,14 @@ def plan_jobs(
     tasks: Sequence[MergeTask],
     sizes: BufferSizes,
     runs_of: RunsOf = full_access,
-    cut_elements: int = GRAIN_ELEMENTS,
+    cut_of: CutOf = CUT_AT_GRAINS,
 ) -> Iterator[JobShape]:
-    """Cut `tasks` (in output order) into jobs, lazily. `cut_elements` is a multiple of `GRAIN_ELEMENTS`.
+    """Cut `tasks` (in output order) into jobs, lazily.
 
     Laws: the runs of each task are disjoint, in order and cover its tensor; every segment fits its buffer; every cut
-    inside a tensor falls on a multiple of `cut_elements`.
+    inside a tensor falls on a multiple of `cut_of` its task.
     """
-    packer = _Packer(tasks, sizes, cut_elements)
+    packer = _Packer(tasks, sizes, cut_of)
     for index, task in enumerate(tasks):
         runs = tuple(runs_of(index, task))
         if packer.fits_whole(runs):
@@ -158,20 +267,21 @@ def plan_jobs(
 class _Packer:
     """Fills one segment at a time."""
 
-    def __init__(self, tasks: Sequence[MergeTask], sizes: BufferSizes, cut_elements: int) -> None:
+    def __init__(self, tasks: Sequence[MergeTask], sizes: BufferSizes, cut_of: CutOf) -> None:
         self._tasks = tasks
         self._sizes = sizes
-        self._cut = cut_elements
+        self._cut_of = cut_of
         self._number = 0
         self.runs: list[Run] = []
         self._raw = 0
         self._out = 0
+        self._counted = 0
 
     def _need(self, runs: Iterable[Run]) -> tuple[int, int]:
         raw = out = 0
         for run in runs:
             task = self._tasks[run.task_index]
-            raw += stored_bytes(task, run.span.n_elements, run.read_experts)
+            raw += _run_bytes(task, run, run.span.n_elements)
             out += run.span.n_elements * task.dtype.itemsize
         return raw, out
 
@@ -181,10 +291,16 @@ class _Packer:
 
     def has_room(self, runs: Sequence[Run]) -> bool:
         raw, out = self._need(runs)
-        return self._raw + raw <= self._sizes.raw_bytes and self._out + out <= self._sizes.out_bytes
+        has_bytes = self._raw + raw <= self._sizes.raw_bytes and self._out + out <= self._sizes.out_bytes
+        return has_bytes and (not self.runs or self._counted + self._pairs(runs) <= MOST_COUNTED)
+
+    def _pairs(self, runs: Sequence[Run]) -> int:
+        """How many experts the tensors of some runs have."""
+        return sum(len(self._tasks[index].experts) for index in {run.task_index for run in runs})
 
     def add(self, runs: Sequence[Run]) -> None:
         raw, out = self._need(runs)
+        self._counted += self._pairs(runs)
         self.runs.extend(runs)
         self._raw += raw
         self._out += out
@@ -192,7 +308,7 @@ class _Packer:
     def _segment(self) -> SegmentShape:
         segment = SegmentShape(self._number, tuple(self.runs), self._out)
         self._number += 1
-        self.runs, self._raw, self._out = [], 0, 0
+        self.runs, self._raw, self._out, self._counted = [], 0, 0, 0
         return segment
 
     def close(self) -> JobShape:
@@ -220,92 +336,14 @@ class _Packer:
         """Where a piece of `run` from `start` on can end in this segment: its own end, or a cut; `start` if nowhere."""
         if self.has_room((replace(run, span=Span(start, run.span.stop)),)):
             return run.span.stop
-        cuts = self._cuts_that_fit(run)
-        return min(run.span.stop, (start // self._cut + cuts) * self._cut) if cuts else start
+        cut = self._cut_of(self._tasks[run.task_index])
+        cuts = self._cuts_that_fit(run, cut)
+        return min(run.span.stop, (start // cut + cuts) * cut) if cuts else start
 
-    def _cuts_that_fit(self, run: Run) -> int:
+    def _cuts_that_fit(self, run: Run, cut: int) -> int:
         task = self._tasks[run.task_index]
-        fixed = stored_bytes(task, 0, run.read_experts)
-        raw_each = stored_bytes(task, self._cut, run.read_experts) - fixed
-        out_each = self._cut * task.dtype.itemsize
+        fixed = _run_bytes(task, run, 0)
+        raw_each = _run_bytes(task, run, cut) - fixed
+        out_each = cut * task.dtype.itemsize
         raw_room = (self._sizes.raw_bytes - self._raw - fixed) // raw_each
         return max(0, min(raw_room, (self._sizes.out_bytes - self._out) // out_each))
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One request: `nbytes` at `offset` of a file, to `buffer_offset`; all multiples of the file's alignment."""
-
-    file: Path
-    offset: int
-    nbytes: int
-    buffer_offset: int
-    purpose: Purpose
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run with the places of its bytes in the buffer: stored bytes from 0, results from `out_offset`."""
-
-    run: Run
-    base_offset: int
-    expert_offsets: tuple[int, ...]
-    out_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentLayout:
-    """Everything needed to fill, merge and write one buffer."""
-
-    shape: SegmentShape
-    reads: tuple[Read, ...]
-    pieces: tuple[Piece, ...]
-
-
-def lay_out(
-    shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
-) -> SegmentLayout:
-    """Place a segment's byte ranges in its buffer, joining those that touch once rounded to the file's alignment."""
-    ranges: list[tuple[TensorEntry, Span, Purpose]] = []
-    for run in shape.runs:
-        task = tasks[run.task_index]
-        ranges.append((task.base, run.span, Purpose.BASE))
-        ranges.extend((task.experts[e], run.span, Purpose.EXPERT) for e in run.read_experts)
-    reads, places = _join(ranges, alignment_of)
-    pieces, position, out_offset = [], 0, out_start
-    for run in shape.runs:
-        stop = position + 1 + len(run.read_experts)
-        place_of = dict(zip(run.read_experts, places[position + 1 : stop], strict=True))
-        pieces.append(Piece(run, places[position], tuple(place_of[e] for e in run.sources), out_offset))
-        position = stop
-        out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
-    return SegmentLayout(shape, tuple(reads), tuple(pieces))
-
-
-def _join(
-    ranges: Sequence[tuple[TensorEntry, Span, Purpose]], alignment_of: Callable[[Path], int]
-) -> tuple[list[Read], list[int]]:
-    """Requests that cover all ranges, and for each range the buffer offset of its first byte."""
-    starts = [entry.offset + span.start * entry.dtype.itemsize for entry, span, _ in ranges]
-    order = sorted(range(len(ranges)), key=lambda i: (ranges[i][2], str(ranges[i][0].file), starts[i]))
-    reads: list[Read] = []
-    places = [0] * len(ranges)
-    position = 0
-    for i in order:
-        entry, span, purpose = ranges[i]
-        alignment = alignment_of(entry.file)
-        first = starts[i] // alignment * alignment
-        last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment) if span.n_elements else first
-        previous = reads[-1] if reads else None
-        if (
-            previous is not None
-            and (previous.file, previous.purpose) == (entry.file, purpose)
-            and previous.offset <= first <= previous.offset + previous.nbytes
-        ):
-            grown = max(previous.nbytes, last - previous.offset)
-            reads[-1] = Read(previous.file, previous.offset, grown, previous.buffer_offset, purpose)
-        else:
-            reads.append(Read(entry.file, first, last - first, position, purpose))
-        position = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES)
-        places[i] = reads[-1].buffer_offset + starts[i] - reads[-1].offset
-    return [read for read in reads if read.nbytes], places

@@ -31,6 +31,7 @@ class RankSearch:
         self._n_elements = n_elements
         self._answers: dict[int, int | None] = {rank: self._trivial(rank) for rank in ranks}
         self._coarse_B = np.zeros(COARSE_BINS, np.int64)
+        self._bin_R = np.empty(0, np.uint32)
         self._row_of_bin_B: NDArray[np.int16] | None = None
         self._fine_RB: NDArray[np.int32] | None = None
         self._lock = threading.Lock()
@@ -78,8 +79,23 @@ class RankSearch:
         with self._lock:
             count_fine(
                 block.raw, block.base_offset, block.base_code, int(block.offsets_E[place]),
-                int(block.codes_E[place]), block.n_elements, self._row_of_bin_B, self._fine_RB,
+                int(block.codes_E[place]), block.n_elements, self._bin_R, self._row_of_bin_B, self._fine_RB,
             )  # fmt: skip
+
+    def count_coarse_scores(self, scores_N: NDArray[np.float32]) -> None:
+        """Take in the coarse histogram of scores instead of deltas."""
+        from mergepipe.kernels.reduce import count_bits
+
+        with self._lock:
+            count_bits(scores_N.view(np.uint32), len(scores_N), self._coarse_B)
+
+    def count_fine_scores(self, scores_N: NDArray[np.float32]) -> None:
+        """Take in the watched bins of scores instead of deltas."""
+        from mergepipe.kernels.reduce import count_fine_scores
+
+        if self._fine_RB is not None and self._row_of_bin_B is not None:
+            with self._lock:
+                count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB)
 
     def narrow(self) -> None:
         """Take what was counted so far for a sample: watch around the ranks' expected bins and start again."""
@@ -122,9 +138,10 @@ class RankSearch:
         from mergepipe.kernels.reduce import COARSE_BINS, FINE_BINS
 
         self._row_of_bin_B = self._fine_RB = None
+        self._bin_R = np.array(sorted(bins), np.uint32)
         if bins:
             self._row_of_bin_B = np.full(COARSE_BINS, -1, np.int16)
-            self._row_of_bin_B[sorted(bins)] = np.arange(len(bins))
+            self._row_of_bin_B[self._bin_R] = np.arange(len(bins))
             self._fine_RB = np.zeros((len(bins), FINE_BINS), np.int32)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.blocks import GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
+from mergepipe.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
 from mergepipe.engine.reductions import join_products
 from mergepipe.engine.selection import RankSearch
-from mergepipe.operators.base import InnerProducts, MagnitudeCut, RawBlock, Reduced, ReductionRequest
+from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, RawBlock, Reduced, ReductionRequest
 from mergepipe.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
@@ -45,10 +45,8 @@ class TensorSummary:
         self._grid = grid
         self._request = request
         self._densities = tuple(sorted(densities))
-        kept_E = request.kept_E if isinstance(request, MagnitudeCut) else (None,) * n_experts
-        self._kept_E = kept_E
         ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}
-        self._search_E = [RankSearch(ranks if kept is None else ranks | {kept}, grid.n_elements) for kept in kept_E]
+        self._search_E = [RankSearch(ranks | wanted, grid.n_elements) for wanted in _wanted_ranks(request, n_experts)]
         n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
         self._base_C = np.zeros(n_cells, np.float64)
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
@@ -81,7 +79,7 @@ class TensorSummary:
         span = self._grid.span(index)
         skip = span.start - block.first_element
         code = int(block.codes_E[place])
-        offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code]
+        offset = int(block.offsets_E[place]) + skip * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]
         counts_B = self._scratch()
         cells_C2 = self._cells_EC2[e, span.start // GRAIN_ELEMENTS :]
         sketch_S = np.zeros(N_SKETCH, np.float32)
@@ -94,7 +92,7 @@ class TensorSummary:
         octave_energies(counts_B, largest_bits, energies_O)
         n_cells = -(-span.n_elements // GRAIN_ELEMENTS)
         record = self._records_EB[e, index : index + 1]
-        stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code]]
+        stored = block.raw[offset : offset + span.n_elements * ITEMSIZE_BY_KERNEL_CODE[code & ~DELTA_FLAG]]
         record["hash"] = np.frombuffer(blake3(stored.data).digest(HASH_BYTES), np.uint8)
         fill_record(record, float(cells_C2[:n_cells, 0].sum()), largest_bits, changed, energies_O, sketch_S)
         self._search_E[e].move_counts(counts_B)
@@ -121,12 +119,18 @@ class TensorSummary:
         return all(decided)
 
     def result(self) -> Reduced:
-        if isinstance(self._request, MagnitudeCut):
-            bits = [search.threshold_bits(k) for search, k in zip(self._search_E, self._request.kept_E, strict=True)]
-            return Reduced(threshold_bits_E=np.array(bits, np.uint32))
-        if isinstance(self._request, InnerProducts):
-            return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
-        return Reduced()
+        match self._request:
+            case MagnitudeCut(kept_E):
+                return Reduced(threshold_bits_E=self._bits(kept_E))
+            case MagnitudeBand(kept_E, dropped_E):
+                return Reduced(threshold_bits_E=self._bits(kept_E), upper_bits_E=self._bits(dropped_E))
+            case InnerProducts():
+                return Reduced(products_E3=join_products(self._base_C, self._cells_EC2))
+            case _:  # not what statistics hold: still to be reduced
+                return Reduced()
+
+    def _bits(self, rank_E: Sequence[int]) -> NDArray[np.uint32]:
+        return np.array([s.threshold_bits(rank) for s, rank in zip(self._search_E, rank_E, strict=True)], np.uint32)
 
     def statistics(self, e: int) -> TensorStatistics:
         """The statistics of one expert, once `finish` said True."""
@@ -139,6 +143,16 @@ class TensorSummary:
             np.array(bits, np.uint32),
             join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
         )
+
+
+def _wanted_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:
+    match request:
+        case MagnitudeCut(kept_E):
+            return [{kept} for kept in kept_E]
+        case MagnitudeBand(kept_E, dropped_E):
+            return [{kept, dropped} for kept, dropped in zip(kept_E, dropped_E, strict=True)]
+        case _:
+            return [set() for _ in range(n_experts)]
 
 
 def fill_record(

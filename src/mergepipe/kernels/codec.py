@@ -3,7 +3,8 @@
 A tile is at most `TILE_ELEMENTS` consecutive elements: small enough to stay in the first-level cache between decode,
 arithmetic and encode. `code` is `DType.kernel_code`. Offsets are bytes into a flat `uint8` buffer, of any alignment.
 Encoding rounds to nearest, ties to even; every NaN becomes the quiet NaN of the target with a clear sign, so that
-results do not depend on how a processor propagates payloads.
+results do not depend on how a processor propagates payloads. Nothing saturates: what rounds beyond the largest number
+becomes infinity, or NaN in E4M3, which has no infinity (as torch and ml_dtypes convert).
 """
 
 from __future__ import annotations
@@ -11,25 +12,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.blocks import DELTA_FLAG
 from mergepipe.kernels.compiled import Bits32, Bytes, Floats, kernel
 
 TILE_ELEMENTS = 2048
 
-CODE_F64, CODE_F32, CODE_F16, CODE_BF16 = 0, 1, 2, 3
+CODE_F64, CODE_F32, CODE_F16, CODE_BF16, CODE_E4M3, CODE_E5M2 = 0, 1, 2, 3, 4, 5
+IS_DELTA = DELTA_FLAG
+_DTYPE_BITS = DELTA_FLAG - 1
 
 
 @kernel
 def itemsize_of(code: int) -> int:
     """Bytes of one element."""
-    if code == CODE_F64:
+    dtype = code & _DTYPE_BITS
+    if dtype == CODE_F64:
         return 8
-    return 4 if code == CODE_F32 else 2
+    if dtype == CODE_F32:
+        return 4
+    return 2 if dtype <= CODE_BF16 else 1
 
 
 @kernel
 def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
     """Decode `n` elements at byte `offset` of `raw` into `out[:n]` (float32)."""
     out_bits = out.view(np.uint32)
+    code &= _DTYPE_BITS
     if code == CODE_BF16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
         for i in range(n):
@@ -38,9 +46,21 @@ def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None
         words = raw[offset : offset + 4 * n].view(np.uint32)
         for i in range(n):
             out_bits[i] = words[i]
-    elif code == CODE_F16:
+    else:
+        _decode_less_common(raw, offset, code, n, out)
+
+
+@kernel
+def _decode_less_common(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
+    # Apart from `decode_tile`, which is small enough to be compiled into its callers.
+    out_bits = out.view(np.uint32)
+    if code == CODE_F16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
         _decode_f16(halves, n, out, out_bits)
+    elif code == CODE_E4M3:
+        _decode_e4m3(raw[offset : offset + n], n, out, out_bits)
+    elif code == CODE_E5M2:
+        _decode_e5m2(raw[offset : offset + n], n, out, out_bits)
     else:
         doubles = raw[offset : offset + 8 * n].view(np.float64)
         for i in range(n):
@@ -65,6 +85,37 @@ def _decode_f16(halves: NDArray[np.uint16], n: int, out: Floats, out_bits: Bits3
 
 
 @kernel
+def _decode_e4m3(stored: Bytes, n: int, out: Floats, out_bits: Bits32) -> None:
+    # As _decode_f16, with an exponent that is 120 too small. All ones is the only NaN, and there is no infinity.
+    scale = np.float32(2.0**120)
+    for i in range(n):
+        out_bits[i] = np.uint32(stored[i] & np.uint8(0x7F)) << np.uint32(20)
+    for i in range(n):
+        out[i] *= scale
+    for i in range(n):
+        byte = np.uint32(stored[i])
+        sign = (byte & np.uint32(0x80)) << np.uint32(24)
+        is_nan = (byte & np.uint32(0x7F)) == np.uint32(0x7F)
+        out_bits[i] = sign | (np.uint32(0x7FC00000) if is_nan else out_bits[i])
+
+
+@kernel
+def _decode_e5m2(stored: Bytes, n: int, out: Floats, out_bits: Bits32) -> None:
+    # The upper byte of a float16.
+    scale = np.float32(2.0**112)
+    for i in range(n):
+        out_bits[i] = np.uint32(stored[i] & np.uint8(0x7F)) << np.uint32(21)
+    for i in range(n):
+        out[i] *= scale
+    for i in range(n):
+        byte = np.uint32(stored[i])
+        sign = (byte & np.uint32(0x80)) << np.uint32(24)
+        special = np.uint32(0x7F800000) | ((byte & np.uint32(0x03)) << np.uint32(21))
+        is_special = (byte & np.uint32(0x7C)) == np.uint32(0x7C)
+        out_bits[i] = sign | (special if is_special else out_bits[i])
+
+
+@kernel
 def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> None:
     """Encode `tile[:n]` (float32) at byte `offset` of `raw`."""
     bits = tile.view(np.uint32)
@@ -81,9 +132,20 @@ def encode_tile(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> Non
             u = bits[i]
             is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             words[i] = np.uint32(0x7FC00000) if is_nan else u
-    elif code == CODE_F16:
+    else:
+        _encode_less_common(tile, n, raw, offset, code)
+
+
+@kernel
+def _encode_less_common(tile: Floats, n: int, raw: Bytes, offset: int, code: int) -> None:
+    bits = tile.view(np.uint32)
+    if code == CODE_F16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
         _encode_f16(tile, bits, n, halves)
+    elif code == CODE_E4M3:
+        _encode_f8(tile, bits, n, raw[offset : offset + n], 20, np.float32(2.0**14), np.uint32(0x43E80001))
+    elif code == CODE_E5M2:
+        _encode_f8(tile, bits, n, raw[offset : offset + n], 21, np.float32(2.0**7), np.uint32(0x47700000))
     else:
         doubles = raw[offset : offset + 8 * n].view(np.uint64)
         values = raw[offset : offset + 8 * n].view(np.float64)
@@ -113,3 +175,53 @@ def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) 
         rounded = np.uint32(0x7C00) if magnitude >= np.uint32(0x477FF000) else rounded
         is_nan = magnitude > np.uint32(0x7F800000)
         halves[i] = np.uint16(np.uint32(0x7E00) if is_nan else (sign | rounded))
+
+
+@kernel
+def _encode_f8(
+    tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, lifter: np.float32, too_large: np.uint32
+) -> None:
+    # As _encode_f16: `lifter` is the float32 whose unit in the last place is the smallest subnormal, `shift` the number
+    # of mantissa bits that go, `too_large` the first magnitude that has no number.
+    lost = np.uint32(shift)
+    is_e4m3 = shift == 20
+    rebias = np.uint32(0x3C000000) if is_e4m3 else np.uint32(0x38000000)
+    beyond = np.uint32(0x7F) if is_e4m3 else np.uint32(0x7C)
+    nan = np.uint32(0x7F) if is_e4m3 else np.uint32(0x7E)
+    below_half = (np.uint32(1) << (lost - np.uint32(1))) - np.uint32(1)
+    raised = np.empty(TILE_ELEMENTS + 1, np.float32)
+    raised_bits = raised.view(np.uint32)
+    raised[TILE_ELEMENTS] = lifter
+    lifted = raised_bits[TILE_ELEMENTS]
+    for i in range(n):
+        raised[i] = abs(tile[i]) + lifter
+    for i in range(n):
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        sign = (bits[i] >> np.uint32(24)) & np.uint32(0x80)
+        odd = (magnitude >> lost) & np.uint32(1)
+        normal = (magnitude - rebias + below_half + odd) >> lost
+        small = raised_bits[i] - lifted
+        rounded = small if magnitude < rebias + np.uint32(0x00800000) else normal
+        is_nan = magnitude > np.uint32(0x7F800000) or (is_e4m3 and magnitude >= too_large)
+        rounded = beyond if magnitude >= too_large else rounded
+        stored[i] = np.uint8(nan if is_nan else (sign | rounded))
+
+
+@kernel
+def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
+    """As `decode_tile` from the start of `raw`, for any number of elements."""
+    start = 0
+    while start < n:
+        m = min(TILE_ELEMENTS, n - start)
+        decode_tile(raw, start * itemsize_of(code), code, m, out[start : start + m])
+        start += m
+
+
+@kernel
+def encode_all(values: Floats, raw: Bytes, code: int) -> None:
+    """As `encode_tile` to the start of `raw`, for any number of elements."""
+    start = 0
+    while start < values.shape[0]:
+        m = min(TILE_ELEMENTS, values.shape[0] - start)
+        encode_tile(values[start : start + m], m, raw, start * itemsize_of(code), code)
+        start += m

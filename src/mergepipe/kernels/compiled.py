@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+from blake3 import blake3
 from numba import njit
 from numpy.typing import NDArray
 
@@ -26,4 +29,19 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     Floating point is strict (no reassociation, no contraction): results are the same on every machine.
     """
     compiled: Callable[P, R] = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+    _renew_with_any_kernel(compiled)
     return compiled
+
+
+@cache
+def sources_digest(directory: Path = Path(__file__).parent) -> str:
+    """A hash of all kernels' sources."""
+    files = sorted(directory.glob("*.py"))
+    return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _renew_with_any_kernel(compiled: Any) -> None:
+    # numba takes what it has cached for fresh while a kernel's own file is the same, though kernels compile in what
+    # they call from other files: the stamp of all files, and of all beside it, stands in the place of that of one.
+    directories = {Path(__file__).parent, Path(compiled.py_func.__code__.co_filename).parent}
+    compiled._cache._cache_file._source_stamp = "".join(sources_digest(each) for each in sorted(directories))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Floats, kernel
+from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
 
-KEEP_ALL, KEEP_LARGE, KEEP_RANDOM = 0, 1, 2
+KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED = 0, 1, 2, 3, 4, 5
+NO_START = -1
+NEAREST = np.float32(1e-6)
 
 _TILE = TILE_ELEMENTS
 
@@ -36,8 +38,19 @@ def decode_delta(
 ) -> None:
     """Decode elements `start ... start + n` of a base and a model, and take their delta."""
     decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
-    decode_tile(raw, offset + start * itemsize_of(code), code, n, model)
-    take_delta(model, base, n, delta)
+    decode_against(raw, offset, code, start, n, base, model, delta)
+
+
+@kernel
+def decode_against(
+    raw: Bytes, offset: int, code: int, start: int, n: int, base: Floats, model: Floats, delta: Floats
+) -> None:
+    """The delta of elements `start ... start + n` of a model to a decoded base; stored deltas are taken as they are."""
+    if code & IS_DELTA:
+        decode_tile(raw, offset + start * itemsize_of(code), code, n, delta)
+    else:
+        decode_tile(raw, offset + start * itemsize_of(code), code, n, model)
+        take_delta(model, base, n, delta)
 
 
 @kernel
@@ -46,6 +59,91 @@ def _keep_large(delta: Floats, n: int, threshold_bits: np.uint32) -> None:
     for i in range(n):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         bits[i] = bits[i] if magnitude >= threshold_bits else np.uint32(0)
+
+
+@kernel
+def keep_band(delta: Floats, n: int, lower_bits: np.uint32, upper_bits: np.uint32) -> None:
+    """Clear what is smaller than the lower magnitude, or not smaller than the upper one."""
+    bits = delta.view(np.uint32)
+    for i in range(n):
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        bits[i] = bits[i] if magnitude >= lower_bits and magnitude < upper_bits else np.uint32(0)
+
+
+@kernel
+def _scale(delta: Floats, n: int, scale: np.float32) -> None:
+    if scale != np.float32(1.0):
+        for i in range(n):
+            delta[i] *= scale
+
+
+@kernel
+def _keep_near(delta: Floats, n: int, reach: np.float32) -> None:
+    # The step of an element is at most `reach`; one smaller than 1e-6 counts as that.
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for i in range(n):
+        size = abs(delta[i])
+        size = NEAREST if size < NEAREST else size
+        share = reach / size
+        share = one if share > one else (zero if share < zero else share)
+        delta[i] *= share
+
+
+@kernel
+def variance_tile(
+    deltas_EN: Floats, n_deltas: int, n_experts: int, n: int, variances: Floats, moments_2N: Doubles
+) -> None:
+    """The population variance of `n_experts` deltas, of which the first `n_deltas` are given and the others zero.
+
+    `moments_2N` (float64, two rows of a tile) is overwritten.
+    """
+    mean, square = moments_2N[0], moments_2N[1]
+    mean[:n] = 0.0
+    for e in range(n_deltas):
+        for i in range(n):
+            mean[i] += np.float64(deltas_EN[e, i])
+    _divide(mean, n, n_experts)
+    n_zeros = float(n_experts - n_deltas)
+    for i in range(n):
+        square[i] = n_zeros * mean[i] * mean[i]
+    for e in range(n_deltas):
+        for i in range(n):
+            off = np.float64(deltas_EN[e, i]) - mean[i]
+            square[i] += off * off
+    _divide(square, n, n_experts)
+    for i in range(n):
+        variances[i] = np.float32(square[i])
+
+
+@kernel
+def _divide(values: Doubles, n: int, divisor: int) -> None:
+    if divisor & (divisor - 1) == 0:  # a power of two: a product gives the same
+        factor = 1.0 / divisor
+        for i in range(n):
+            values[i] *= factor
+    else:
+        for i in range(n):
+            values[i] /= divisor
+
+
+@kernel
+def keep_varied(
+    deltas_EN: Floats,
+    n_deltas: int,
+    n_experts: int,
+    n: int,
+    variance_bits: np.uint32,
+    variances: Floats,
+    moments_2N: Doubles,
+) -> None:
+    """Clear the deltas of elements whose variance is below the cut; nothing where the cut is zero."""
+    if variance_bits == np.uint32(0):
+        return
+    variance_tile(deltas_EN, n_deltas, n_experts, n, variances, moments_2N)
+    bits = variances.view(np.uint32)
+    for e in range(n_deltas):
+        for i in range(n):
+            deltas_EN[e, i] = deltas_EN[e, i] if bits[i] >= variance_bits else np.float32(0.0)
 
 
 @kernel
@@ -81,8 +179,19 @@ def _add_agreeing(delta: Floats, n: int, weight: np.float32, vote: Floats, numer
 
 
 @kernel
-def _settle(vote: Floats, numerator: Floats, divisor: Floats, n: int, normalize: bool, scale: np.float32) -> None:
+def _settle(
+    vote: Floats,
+    numerator: Floats,
+    divisor: Floats,
+    n: int,
+    normalize: bool,
+    least_divisor: np.float32,
+    scale: np.float32,
+) -> None:
     zero, one = np.float32(0.0), np.float32(1.0)
+    if least_divisor > zero:
+        for i in range(n):
+            divisor[i] = max(divisor[i], least_divisor)
     for i in range(n):
         share = one if (divisor[i] == zero or not normalize) else divisor[i]
         merged = scale * (numerator[i] / share)
@@ -95,17 +204,23 @@ def merge_block(
     raw: Bytes,
     base_offset: int,
     base_code: int,
+    start_offset: int,
+    start_code: int,
     offsets_E: Counts,
     codes_E: Counts,
     coefficients_E: Floats,
+    votes_E: Floats,
     keep: int,
-    thresholds_E: Bits32,
+    lower_E: Bits32,
+    upper_E: Bits32,
     keys_E: Bits64,
     cuts_E: Bits64,
     scales_E: Floats,
+    n_experts: int,
     first_element: int,
     consensus: bool,
     normalize: bool,
+    least_divisor: np.float32,
     anchor_scale: np.float32,
     delta_scale: np.float32,
     out: Bytes,
@@ -115,49 +230,164 @@ def merge_block(
 ) -> None:
     """Merge `n` consecutive elements of one tensor.
 
-    Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`, where `K` keeps all elements,
-    those whose magnitude bits reach `thresholds_E[e]`, or those whose random word is below `cuts_E[e]`, scaled by
-    `scales_E[e]`. With `consensus`: `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the weighted kept
-    deltas that share the sign of their total, divided by their weights' sum if `normalize`.
+    Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`. `K` keeps all elements, those
+    whose magnitude bits reach `lower_E[e]` (and not `upper_E[e]`, for a band), those whose random word is below
+    `cuts_E[e]`, or those whose variance over `n_experts` experts reaches `lower_E[0]`; what is kept is scaled by
+    `scales_E[e]`, but for KEEP_NEAR, where that is the largest step. With `consensus`:
+    `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
+    the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
+    `normalize`. With a `start_code` that is not `NO_START`, the sum without consensus goes on from the values stored at
+    `start_offset`, instead of from `anchor_scale * M_0`.
 
     Args:
         raw: uint8, the stored bytes of base and experts at `base_offset` and `offsets_E`.
         first_element: index of the first element in its tensor (the random generator counts from it).
         out: uint8, written at `out_offset`; may not overlap `raw`.
     """
-    n_experts = offsets_E.shape[0]
+    n_present = offsets_E.shape[0]
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
-    rows = n_experts if consensus else 1
-    deltas_EN = np.empty((rows, _TILE), np.float32)
+    together = consensus or keep == KEEP_VARIED
+    deltas_EN = np.empty((n_present if together else 1, _TILE), np.float32)
     numerator = np.empty(_TILE, np.float32)
     divisor = np.empty(_TILE, np.float32)
     words = np.empty(_TILE + 2 * GROUP_ELEMENTS, np.uint32)
+    moments_2N = np.empty((2, _TILE if keep == KEEP_VARIED else 0), np.float64)
     start = 0
     while start < n:
         m = min(_TILE, n - start)
         decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
-        for i in range(m):
-            total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
-        for e in range(n_experts):
-            delta = deltas_EN[e if consensus else 0]
-            decode_tile(raw, offsets_E[e] + start * itemsize_of(codes_E[e]), codes_E[e], m, model)
-            take_delta(model, base, m, delta)
+        if start_code != NO_START:
+            decode_tile(raw, start_offset + start * itemsize_of(start_code), start_code, m, total)
+        else:
+            for i in range(m):
+                total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
+        for e in range(n_present):
+            delta = deltas_EN[e if together else 0]
+            decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
             if keep == KEEP_LARGE:
-                _keep_large(delta, m, thresholds_E[e])
+                _keep_large(delta, m, lower_E[e])
+                _scale(delta, m, scales_E[e])
             elif keep == KEEP_RANDOM:
                 _keep_random(delta, m, keys_E[e], first_element + start, cuts_E[e], scales_E[e], words)
-            _add_scaled(delta, m, coefficients_E[e], total)
+            elif keep == KEEP_BAND:
+                keep_band(delta, m, lower_E[e], upper_E[e])
+                _scale(delta, m, scales_E[e])
+            elif keep == KEEP_NEAR:
+                _keep_near(delta, m, scales_E[e])
+            if keep != KEEP_VARIED:
+                _add_scaled(delta, m, votes_E[e], total)
+        if keep == KEEP_VARIED and n_present > 0:
+            keep_varied(deltas_EN, n_present, n_experts, m, lower_E[0], model, moments_2N)
+            for e in range(n_present):
+                _add_scaled(deltas_EN[e], m, votes_E[e], total)
         if consensus:
             for i in range(m):
                 numerator[i] = np.float32(0.0)
                 divisor[i] = np.float32(0.0)
-            for e in range(n_experts):
+            for e in range(n_present):
                 _add_agreeing(deltas_EN[e], m, coefficients_E[e], total, numerator, divisor)
-            _settle(total, numerator, divisor, m, normalize, delta_scale)
+            _settle(total, numerator, divisor, m, normalize, least_divisor, delta_scale)
             for i in range(m):
                 anchor = anchor_scale * base[i]
                 total[i] = anchor if numerator[i] == np.float32(0.0) else anchor + numerator[i]
+        encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
+        start += m
+
+
+@kernel
+def merge_rows(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    coefficients_ER: Floats,
+    anchor_scale_R: Floats,
+    lower_ER: Bits32,
+    row_elements: int,
+    first_element: int,
+    out: Bytes,
+    out_offset: int,
+    out_code: int,
+    n: int,
+) -> None:
+    """As `merge_block` without consensus, with coefficients, anchor scale and magnitude cut of its own for each row."""
+    none = np.empty(0, np.uint64)
+    ones_E = np.ones(offsets_E.shape[0], np.float32)
+    start = 0
+    while start < n:
+        row = (first_element + start) // row_elements
+        m = min(n - start, (row + 1) * row_elements - first_element - start)
+        starts_E = offsets_E.copy()
+        for e in range(offsets_E.shape[0]):
+            starts_E[e] += start * itemsize_of(codes_E[e])
+        coefficients_E = coefficients_ER[:, row].copy()
+        lower_E = lower_ER[:, row].copy()
+        merge_block(
+            raw,
+            base_offset + start * itemsize_of(base_code),
+            base_code,
+            0,
+            NO_START,
+            starts_E,
+            codes_E,
+            coefficients_E,
+            coefficients_E,
+            KEEP_LARGE,
+            lower_E,
+            lower_E,
+            none,
+            none,
+            ones_E,
+            offsets_E.shape[0],
+            first_element + start,
+            False,
+            False,
+            np.float32(0.0),
+            anchor_scale_R[row],
+            np.float32(1.0),
+            out,
+            out_offset + start * itemsize_of(out_code),
+            out_code,
+            m,
+        )
+        start += m
+
+
+@kernel
+def merge_columns(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    coefficients_EP: Floats,
+    anchor_scale_P: Floats,
+    first_element: int,
+    out: Bytes,
+    out_offset: int,
+    out_code: int,
+    n: int,
+) -> None:
+    """`anchor_scale * M_0 + sum_e coefficients * delta_e`, both by column: element `i` belongs to `i % columns`."""
+    n_columns = anchor_scale_P.shape[0]
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    delta = np.empty(_TILE, np.float32)
+    total = np.empty(_TILE, np.float32)
+    start = 0
+    while start < n:
+        column = (first_element + start) % n_columns
+        m = min(_TILE, n - start, n_columns - column)
+        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+        for i in range(m):
+            total[i] = anchor_scale_P[column + i] * base[i]
+        for e in range(offsets_E.shape[0]):
+            decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
+            for i in range(m):
+                added = total[i] + coefficients_EP[e, column + i] * delta[i]
+                total[i] = total[i] if delta[i] == np.float32(0.0) else added
         encode_tile(total, m, out, out_offset + start * itemsize_of(out_code), out_code)
         start += m

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compiled import Bytes, Counts, kernel
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Floats, kernel
 from mergepipe.kernels.merge import decode_delta
 
 COARSE_SHIFT = 16
@@ -32,9 +32,15 @@ def count_magnitudes(
     while start < n:
         m = min(_TILE, n - start)
         decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        for i in range(m):
-            counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
+        count_bits(bits, m, counts)
         start += m
+
+
+@kernel
+def count_bits(bits: Bits32, n: int, counts: Counts) -> None:
+    """Add to `counts` (COARSE_BINS) how many of `n` float32 bit patterns have which upper 15 magnitude bits."""
+    for i in range(n):
+        counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
 
 @kernel
@@ -45,12 +51,13 @@ def count_fine(
     offset: int,
     code: int,
     n: int,
+    bin_R: Bits32,
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
 ) -> None:
     """Add to `counts_RB[r, b]` how many `|delta|` have upper bits of row `r` and lower 16 bits `b > 0`.
 
-    `row_of_bin_B` maps upper bits to a row, or to -1. Deltas of 16-bit formats have
+    `bin_R` lists the upper bits of the rows, `row_of_bin_B` maps them to a row, or to -1. Deltas of 16-bit formats have
     few significant bits, so most of a bin sits at `b == 0`: that count is left out, being the bin's total less the
     others, and the search for the rest stays a comparison of whole vectors.
     """
@@ -58,23 +65,66 @@ def count_fine(
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
     bits = delta.view(np.uint32)
-    hits = np.zeros(_TILE, np.uint8)
-    words = hits.view(np.uint64)
+    hits_2N = np.zeros((2, _TILE), np.uint8)
     start = 0
     while start < n:
         m = min(_TILE, n - start)
         decode_delta(raw, base_offset, base_code, offset, code, start, m, base, model, delta)
-        for i in range(m):
-            hits[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
-        for w in range((m + 7) // 8):
-            if words[w] != np.uint64(0):
-                for i in range(8 * w, min(8 * w + 8, m)):
-                    if hits[i]:
-                        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-                        row = row_of_bin_B[magnitude >> np.uint32(COARSE_SHIFT)]
-                        if row >= 0:
-                            counts_RB[row, magnitude & np.uint32(0xFFFF)] += 1
+        count_fine_bits(bits, m, hits_2N, bin_R, row_of_bin_B, counts_RB)
         start += m
+
+
+@kernel
+def count_fine_bits(
+    bits: Bits32,
+    n: int,
+    hits_2N: Bytes,
+    bin_R: Bits32,
+    row_of_bin_B: NDArray[np.int16],
+    counts_RB: NDArray[np.int32],
+) -> None:
+    """As `count_fine`, of `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows of a tile) is scratch."""
+    hits = hits_2N[0]
+    words = hits.view(np.uint64)
+    for i in range(n):
+        hits[i] = np.uint8((bits[i] & np.uint32(0xFFFF)) != np.uint32(0))
+    dense = 0
+    for w in range((n + 7) // 8):
+        dense += 1 if words[w] != np.uint64(0) else 0
+    if dense > n // 16:  # numbers with all their bits: look among those of the watched bins only
+        _clear_unwatched(bits, n, hits, hits_2N[1], bin_R)
+    for w in range((n + 7) // 8):
+        if words[w] != np.uint64(0):
+            for i in range(8 * w, min(8 * w + 8, n)):
+                if hits[i]:
+                    magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+                    row = row_of_bin_B[magnitude >> np.uint32(COARSE_SHIFT)]
+                    if row >= 0:
+                        counts_RB[row, magnitude & np.uint32(0xFFFF)] += 1
+
+
+@kernel
+def _clear_unwatched(bits: Bits32, n: int, hits: Bytes, watched: Bytes, bin_R: Bits32) -> None:
+    for i in range(n):
+        watched[i] = np.uint8(0)
+    for r in range(bin_R.shape[0]):
+        wanted = bin_R[r]
+        for i in range(n):
+            watched[i] |= np.uint8((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT) == wanted)
+    for i in range(n):
+        hits[i] &= watched[i]
+
+
+@kernel
+def count_fine_scores(
+    scores_N: Floats, bin_R: Bits32, row_of_bin_B: NDArray[np.int16], counts_RB: NDArray[np.int32]
+) -> None:
+    """As `count_fine`, of scores that are not negative."""
+    bits = scores_N.view(np.uint32)
+    hits_2N = np.zeros((2, _TILE), np.uint8)
+    for start in range(0, len(bits), _TILE):
+        m = min(_TILE, len(bits) - start)
+        count_fine_bits(bits[start : start + m], m, hits_2N, bin_R, row_of_bin_B, counts_RB)
 
 
 @kernel

@@ -39,7 +39,11 @@ class RawBlock:
 
 @dataclass(frozen=True, slots=True)
 class OperatorInput:
-    """What an operator knows of one tensor: parameters in force, its size, and one random stream key per expert."""
+    """What an operator knows of one tensor: parameters in force, its size, and one random stream key per expert.
+
+    `anchor` is empty where the anchor is only what deltas are taken against. An empty `shape` with more than one
+    element stands for a flat tensor.
+    """
 
     globals: Mapping[str, Scalar]
     anchor: Mapping[str, Scalar]
@@ -47,10 +51,21 @@ class OperatorInput:
     n_elements: int
     stream_keys: tuple[int, ...]
     renormalize: bool = False  # where experts are omitted, weights are divided by the sum of those that are not
+    shape: tuple[int, ...] = ()
 
     def weights_E(self) -> NDArray[np.float64]:
         """The experts' weights."""
         return np.array([float(p["weight"]) for p in self.experts], np.float64)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row: the tensor's last dimension; all of it for a flat one."""
+        return max(1, self.shape[-1] if len(self.shape) > 1 else self.n_elements)
+
+    @property
+    def n_columns(self) -> int:
+        """Elements for each entry of the first dimension: elements a column apart are next to each other along it."""
+        return max(1, self.n_elements // max(1, self.shape[0]) if len(self.shape) > 1 else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +76,108 @@ class MagnitudeCut:
 
 
 @dataclass(frozen=True, slots=True)
+class MagnitudeBand:
+    """Wanted: as `MagnitudeCut`, and above it the magnitude of the `dropped_E[e]`-th largest."""
+
+    kept_E: tuple[int, ...]
+    dropped_E: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InnerProducts:
     """Wanted: <base, base>, <delta, delta> and <base, delta> over the whole tensor, in float64."""
 
 
-ReductionRequest = MagnitudeCut | InnerProducts
+@dataclass(frozen=True, slots=True)
+class RowGram:
+    """Wanted: inner products of the base and all deltas with one another, for each row of `row_elements`, in float64.
+
+    The whole tensor may be one row.
+    """
+
+    row_elements: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
-    """Answers to a `ReductionRequest`; the fields that were not asked for are None.
+class ColumnGram:
+    """As `RowGram`, for each of `n_columns` columns: element `i` belongs to column `i % n_columns`.
 
-    `threshold_bits_E` (uint32): the float32 bit patterns of the cut magnitudes; elements at or above are kept.
+    Cuts inside the tensor must fall on multiples of `cell_elements`, a multiple of `n_columns`.
+    """
+
+    n_columns: int
+    cell_elements: int
+
+
+class Measure(Protocol):
+    """Sums of functions of an element, its base and its deltas."""
+
+    @property
+    def n_sums(self) -> int:
+        """How many sums."""
+        ...
+
+    def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
+        """Add the block's sums to those of its atoms (see `kernels.atoms`); nothing else of `sums_AK` is touched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """Wanted: the measure's sums for each row of `row_elements`."""
+
+    measure: Measure
+    row_elements: int
+
+
+class Score(Protocol):
+    """A float32 per element that is not negative (or NaN, which counts as larger than all)."""
+
+    def __call__(self, block: RawBlock, skip: int, scores_N: NDArray[np.float32]) -> None:
+        """Write the scores of the block's elements from `skip` on to all of `scores_N`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCut:
+    """Wanted: the scores that are the `ranks[i]`-th largest of the whole tensor."""
+
+    score: Score
+    ranks: tuple[int, ...]
+
+
+ReductionRequest = MagnitudeCut | MagnitudeBand | InnerProducts | RowGram | ColumnGram | RowSums | ScoreCut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """Answers to the `ReductionRequest`s so far; the fields that were not asked for are None.
+
+    `threshold_bits_E` (uint32): the float32 bit patterns of the cut magnitudes; elements at or above are kept, but not
+    those at or above `upper_bits_E`.
     `products_E3` (float64): per expert <base, base>, <delta, delta>, <base, delta>.
+    `gram_GFF` (float64): per row or column the inner products of base (0) and deltas (from 1 on).
+    `sums`: answers to `RowSums`, each rows by sums (float64), in the order of the requests.
+    `score_bits` (uint32): the answer to the last `ScoreCut`, one entry per rank.
     """
 
     threshold_bits_E: NDArray[np.uint32] | None = None
     products_E3: NDArray[np.float64] | None = None
+    upper_bits_E: NDArray[np.uint32] | None = None
+    gram_GFF: NDArray[np.float64] | None = None
+    sums: tuple[NDArray[np.float64], ...] = ()
+    score_bits: NDArray[np.uint32] | None = None
+
+    def joined(self, later: Reduced) -> Reduced:
+        """Both together: what `later` knows stands in the place of what was known before, sums are added at the end."""
+        return Reduced(
+            self.threshold_bits_E if later.threshold_bits_E is None else later.threshold_bits_E,
+            self.products_E3 if later.products_E3 is None else later.products_E3,
+            self.upper_bits_E if later.upper_bits_E is None else later.upper_bits_E,
+            self.gram_GFF if later.gram_GFF is None else later.gram_GFF,
+            (*self.sums, *later.sums),
+            self.score_bits if later.score_bits is None else later.score_bits,
+        )
 
 
 NOTHING_REDUCED = Reduced()
@@ -105,10 +205,29 @@ class Operator(Protocol):
         """Whether the stream keys are used."""
         ...
 
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        """What must be known of the whole tensor before any block can be merged."""
+    def granularity(self, given: OperatorInput) -> int:
+        """Cuts inside the tensor must fall on multiples of this many elements; 1 where any cut will do."""
+        ...
+
+    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        """What must be known of the whole tensor next, `reduced` being known; None when blocks can be merged."""
         ...
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
         """The function for this tensor's blocks."""
         ...
+
+
+class Plain:
+    """What most operators have in common: nothing of them is random, nothing is reduced, any cut will do."""
+
+    __slots__ = ()
+    is_random = False
+
+    def granularity(self, given: OperatorInput) -> int:
+        """Any cut will do."""
+        return 1
+
+    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        """Nothing is needed."""
+        return None

@@ -20,6 +20,9 @@ class Keep(IntEnum):
     ALL = 0
     LARGE = 1
     RANDOM = 2
+    BAND = 3
+    NEAR = 4
+    VARIED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,18 @@ class ElementwiseRule:
     coefficients_E: NDArray[np.float32]
     anchor_scale: float = 1.0
     keep: Keep = Keep.ALL
+    votes_E: NDArray[np.float32] | None = None  # what counts for the sign; the coefficients if None
     threshold_bits_E: NDArray[np.uint32] | None = None
+    upper_bits_E: NDArray[np.uint32] | None = None
     stream_keys_E: NDArray[np.uint64] | None = None
     cuts_E: NDArray[np.uint64] | None = None
     scales_E: NDArray[np.float32] | None = None
     consensus: bool = False
     normalize: bool = False
+    least_divisor: float = 0.0
     delta_scale: float = 1.0
     share_of: Shares | None = None
+    goes_on: bool = False  # the first expert is the sum so far, in whose place `anchor_scale * M_0` would stand
     unread_scale: float | None = None  # instead of `anchor_scale` where nothing is known of any expert
 
     @property
@@ -62,27 +69,37 @@ class ElementwiseRule:
 
     def __call__(self, block: RawBlock) -> None:
         """Merge one block into `block.out`."""
-        from mergepipe.kernels.merge import merge_block
+        from mergepipe.kernels.merge import NO_START, merge_block
 
-        chosen = block.present_E
+        skipped = 1 if self.goes_on else 0
+        chosen = block.present_E[skipped:]
         scale = self.anchor_scale
         if self.unread_scale is not None and not len(block.counted_E):
             scale = self.unread_scale
+        coefficients_E = self.coefficients_E[chosen]
+        if self.share_of is not None:
+            coefficients_E = self.share_of.among(chosen, block.counted_E)
         merge_block(
             block.raw,
             block.base_offset,
             block.base_code,
-            block.offsets_E,
-            block.codes_E,
-            self.coefficients_E[chosen] if self.share_of is None else self.share_of.among(chosen, block.counted_E),
+            int(block.offsets_E[0]) if skipped else 0,
+            int(block.codes_E[0]) if skipped else NO_START,
+            block.offsets_E[skipped:],
+            block.codes_E[skipped:],
+            coefficients_E,
+            coefficients_E if self.votes_E is None else self.votes_E[chosen],
             int(self.keep),
             _pick(self.threshold_bits_E, chosen, np.uint32),
+            _pick(self.upper_bits_E, chosen, np.uint32),
             _pick(self.stream_keys_E, chosen, np.uint64),
             _pick(self.cuts_E, chosen, np.uint64),
-            _pick(self.scales_E, chosen, np.float32),
+            np.ones(len(chosen), np.float32) if self.scales_E is None else self.scales_E[chosen],
+            len(self.coefficients_E),
             block.first_element,
             self.consensus,
             self.normalize,
+            np.float32(self.least_divisor),
             np.float32(scale),
             np.float32(self.delta_scale),
             block.out,

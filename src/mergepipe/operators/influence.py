@@ -48,12 +48,8 @@ Products = NDArray[np.float64]
 
 
 def influence_of(operator: str, given: OperatorInput, products_E3: Products | None) -> Influence:
-    """The influence of the operator of that name; `products_E3` as in `Reduced`, or None where they are not known.
-
-    Raises:
-        KeyError: there is no such operator.
-    """
-    return _slerp(given, products_E3) if operator == "slerp" else _INFLUENCES[operator](given)
+    """The influence of the operator of that name; `products_E3` as in `Reduced`, or None where they are not known."""
+    return _slerp(given, products_E3) if operator == "slerp" else _INFLUENCES.get(operator, _as_they_are)(given)
 
 
 def _linear(given: OperatorInput) -> Influence:
@@ -115,11 +111,50 @@ def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:
     return coefficients_E.astype(np.float32).astype(np.float64)
 
 
+def _banded(given: OperatorInput) -> Influence:
+    """What the band keeps of a block cannot be known from its octaves."""
+    coefficients_E = fixed_coefficients(given).astype(np.float64)
+    return Influence(coefficients_E, np.ones_like(coefficients_E))
+
+
+def _banded_consensus(given: OperatorInput) -> Influence:
+    coefficients_E = _consensus_coefficients(given)
+    return Influence(coefficients_E, np.ones_like(coefficients_E))
+
+
+def _shares(given: OperatorInput) -> Influence:
+    """Weights over their sum, as if all models lay along one line."""
+    parts = ((given.anchor,) if given.anchor else ()) + given.experts
+    weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
+    share_E = weights_P[len(parts) - len(given.experts) :] / nonzero_sum(weights_P)
+    return Influence(share_E, np.ones_like(share_E))
+
+
+def _equal_shares(given: OperatorInput) -> Influence:
+    share_E = np.full(len(given.experts), 1.0 / max(1, len(given.experts)))
+    return Influence(share_E, np.ones_like(share_E))
+
+
+def _as_they_are(given: OperatorInput) -> Influence:
+    """Each delta for itself: what a rule of which nothing is known is taken for."""
+    ones_E = np.ones(len(given.experts))
+    return Influence(ones_E, ones_E.copy())
+
+
 _INFLUENCES: dict[str, Callable[[OperatorInput], Influence]] = {
     "linear": _linear,
     "task_arithmetic": _task_arithmetic,
     "ties": _ties,
     "dare_linear": _dare_linear,
     "dare_ties": _dare_ties,
+    "breadcrumbs": _banded,
+    "breadcrumbs_ties": _banded_consensus,
+    "della": _dare_ties,
+    "della_linear": _dare_linear,
+    "nuslerp": _shares,
+    "multislerp": _shares,
+    "karcher": _shares,
+    "model_stock": _equal_shares,
+    "sce": _equal_shares,
     "passthrough": _passthrough,
 }

@@ -7,29 +7,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import OperatorInput, Reduced, ReductionRequest
+from mergepipe.operators.base import OperatorInput, Plain, Reduced
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
 from mergepipe.operators.spec import OperatorSpec
 
+SMALLEST_SUM = 1e-8
+
 
 def nonzero_sum(weights_E: NDArray[np.float64]) -> float:
-    """The sum of the weights, or 1 where it is zero: a divisor."""
-    return float(weights_E.sum()) or 1.0
+    """The sum of the weights, or 1 where it is next to zero: a divisor."""
+    total = float(weights_E.sum())
+    return total if abs(total) >= SMALLEST_SUM else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Plain):
     """`sum_i w_i M_i`, weights normalised by default, written around the anchor: `(sum w) M_0 + sum_i w_i delta_i`.
 
     Source: Wortsman et al. 2022 (arXiv 2203.05482). The anchored form is what lets an omitted delta be a zero.
     """
 
     spec: OperatorSpec = OPERATORS["linear"]
-    is_random: bool = False
-
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return None
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         weights_E = given.weights_E()
@@ -42,31 +41,23 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskArithmetic:
+class TaskArithmetic(Plain):
     """`M_0 + lambda sum_i w_i delta_i`, divided by the sum of weights on request.
 
     Source: Ilharco et al. 2022 (arXiv 2212.04089).
     """
 
     spec: OperatorSpec = OPERATORS["task_arithmetic"]
-    is_random: bool = False
-
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return None
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(coefficients_E=fixed_coefficients(given))
 
 
 @dataclass(frozen=True, slots=True)
-class Passthrough:
+class Passthrough(Plain):
     """The single model, times `scale`."""
 
     spec: OperatorSpec = OPERATORS["passthrough"]
-    is_random: bool = False
-
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return None
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe.operators.base import InnerProducts, OperatorInput, Reduced, ReductionRequest
+from mergepipe.operators.base import NOTHING_REDUCED, InnerProducts, OperatorInput, Plain, Reduced, ReductionRequest
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.spec import OperatorSpec
@@ -17,17 +17,16 @@ SMALLEST_NORM = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class Slerp:
+class Slerp(Plain):
     """`s_0 M_0 + s_1 M_1` on the great circle through the two flattened tensors; linear where they are collinear.
 
     Source: Shoemake 1985, "Animating rotation with quaternion curves"; thresholds as mergekit documents them.
     """
 
     spec: OperatorSpec = OPERATORS["slerp"]
-    is_random: bool = False
 
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return InnerProducts()
+    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        return InnerProducts() if reduced.products_E3 is None else None
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         if reduced.products_E3 is None:

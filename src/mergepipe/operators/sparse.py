@@ -1,4 +1,4 @@
-"""Rules that sparsify each delta before combining: ties, dare_linear, dare_ties."""
+"""Rules that sparsify each delta before combining: ties, dare_linear, dare_ties, breadcrumbs, breadcrumbs_ties."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import MagnitudeCut, OperatorInput, Reduced, ReductionRequest
+from mergepipe.operators.base import (
+    NOTHING_REDUCED,
+    MagnitudeBand,
+    MagnitudeCut,
+    OperatorInput,
+    Plain,
+    Reduced,
+    ReductionRequest,
+    RowSums,
+)
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.linear import fixed_coefficients
+from mergepipe.operators.measures import KeptMagnitudes
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.statistics import rank_of_density
+
+SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
 
 
 def densities_E(given: OperatorInput) -> NDArray[np.float64]:
@@ -21,36 +33,120 @@ def densities_E(given: OperatorInput) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(Plain):
     """Trim to the top `density` share by magnitude, elect the sign of `sum_i w_i delta_i`, merge what agrees.
 
     Source: Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1. `floor(density * n)` elements are the target; all
-    elements equal to the last one kept are kept too. A zero vote counts as positive.
+    elements equal to the last one kept are kept too. A zero vote counts as positive. `rescale` multiplies what is kept
+    so that the sum of magnitudes stays, as mergekit does.
     """
 
     spec: OperatorSpec = OPERATORS["ties"]
-    is_random: bool = False
 
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
+    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         kept_E = tuple(rank_of_density(float(p["density"]), given.n_elements) for p in given.experts)
-        return None if all(kept == given.n_elements for kept in kept_E) else MagnitudeCut(kept_E)
+        if all(kept == given.n_elements for kept in kept_E):
+            return None
+        return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(given, reduced)
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return _consensus(given, keep=Keep.LARGE, threshold_bits_E=reduced.threshold_bits_E)
+        return consensus_rule(
+            given,
+            keep=Keep.LARGE,
+            threshold_bits_E=reduced.threshold_bits_E,
+            scales_E=scales_of_sums(given, reduced),
+        )
+
+
+class _Band(Plain):
+    """What both rules of breadcrumbs share: the cuts above and below what is kept."""
+
+    __slots__ = ()
+
+    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        ranks = [band_ranks(given.n_elements, float(p["density"]), float(p["gamma"])) for p in given.experts]
+        if all(rank == (given.n_elements, 0) for rank in ranks):
+            return None
+        if reduced.threshold_bits_E is None or reduced.upper_bits_E is None:
+            return MagnitudeBand(tuple(kept for kept, _ in ranks), tuple(dropped for _, dropped in ranks))
+        return _sums_to_rescale(given, reduced)
+
+
+def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]:
+    """Ranks by magnitude of the last element kept and of the last one dropped above; `gamma` gives way to `density`."""
+    if density >= 1.0:
+        return n_elements, 0
+    target = rank_of_density(density, n_elements)
+    dropped = min(rank_of_density(gamma, n_elements), n_elements - target)
+    return dropped + target, dropped
 
 
 @dataclass(frozen=True, slots=True)
-class DareLinear:
+class Breadcrumbs(_Band):
+    """Drop the `gamma` share of largest elements, keep the next `density` share, then `M_0 + lambda sum_i w_i delta_i`.
+
+    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Elements equal to the largest one dropped are
+    dropped too, those equal to the smallest one kept are kept.
+    """
+
+    spec: OperatorSpec = OPERATORS["breadcrumbs"]
+
+    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(
+            fixed_coefficients(given),
+            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
+            threshold_bits_E=reduced.threshold_bits_E,
+            upper_bits_E=reduced.upper_bits_E,
+            scales_E=scales_of_sums(given, reduced),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BreadcrumbsTies(_Band):
+    """Drop as breadcrumbs, elect signs and merge as TIES."""
+
+    spec: OperatorSpec = OPERATORS["breadcrumbs_ties"]
+
+    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return consensus_rule(
+            given,
+            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
+            threshold_bits_E=reduced.threshold_bits_E,
+            upper_bits_E=reduced.upper_bits_E,
+            scales_E=scales_of_sums(given, reduced),
+        )
+
+
+def _sums_to_rescale(given: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
+    """Sums of magnitudes before and after trimming, where they are wanted and not known."""
+    if not given.globals["rescale"] or reduced.sums or reduced.threshold_bits_E is None:
+        return None
+    upper_E = reduced.upper_bits_E
+    if upper_E is None:
+        upper_E = np.full(len(given.experts), np.uint32(0xFFFFFFFF))
+    return RowSums(KeptMagnitudes(reduced.threshold_bits_E, upper_E), max(1, given.n_elements))
+
+
+@np.errstate(all="ignore")
+def scales_of_sums(given: OperatorInput, reduced: Reduced) -> NDArray[np.float32]:
+    """What multiplies each expert's kept elements so that the sum of magnitudes stays; 1 where nothing is summed."""
+    if not reduced.sums:
+        return np.ones(len(given.experts), np.float32)
+    before_E, after_E = reduced.sums[-1].sum(axis=0).reshape(-1, 2).T
+    is_small_E = (before_E < SMALLEST_SUM) | (after_E < SMALLEST_SUM)
+    ratio_E: NDArray[np.float64] = np.divide(before_E, after_E, out=np.ones_like(after_E), where=~is_small_E)
+    return ratio_E.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DareLinear(Plain):
     """Drop each element with probability `1 - density`, rescale the survivors, then `M_0 + lambda sum_i w_i delta_i`.
 
     Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
     """
 
     spec: OperatorSpec = OPERATORS["dare_linear"]
-    is_random: bool = True
-
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return None
+    is_random = True
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         cuts_E, scales_E = _drop_and_rescale(given)
@@ -64,21 +160,18 @@ class DareLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class DareTies:
+class DareTies(Plain):
     """Drop and rescale as DARE, then elect signs and merge as TIES.
 
     Source: Yu et al. 2023 (arXiv 2311.03099) with the consensus of Yadav et al. 2023 (arXiv 2306.01708).
     """
 
     spec: OperatorSpec = OPERATORS["dare_ties"]
-    is_random: bool = True
-
-    def reduction(self, given: OperatorInput) -> ReductionRequest | None:
-        return None
+    is_random = True
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         cuts_E, scales_E = _drop_and_rescale(given)
-        return _consensus(
+        return consensus_rule(
             given,
             keep=Keep.RANDOM,
             stream_keys_E=np.array(given.stream_keys, np.uint64),
@@ -94,19 +187,22 @@ def _drop_and_rescale(given: OperatorInput) -> tuple[NDArray[np.uint64], NDArray
     return cuts_E, scales_E.astype(np.float32)
 
 
-def _consensus(
+def consensus_rule(
     given: OperatorInput,
     *,
     keep: Keep,
     threshold_bits_E: NDArray[np.uint32] | None = None,
+    upper_bits_E: NDArray[np.uint32] | None = None,
     stream_keys_E: NDArray[np.uint64] | None = None,
     cuts_E: NDArray[np.uint64] | None = None,
     scales_E: NDArray[np.float32] | None = None,
 ) -> ElementwiseRule:
+    """Combine what is kept as TIES does: elect the sign of the weighted sum, merge what agrees."""
     return ElementwiseRule(
         coefficients_E=given.weights_E().astype(np.float32),
         keep=keep,
         threshold_bits_E=threshold_bits_E,
+        upper_bits_E=upper_bits_E,
         stream_keys_E=stream_keys_E,
         cuts_E=cuts_E,
         scales_E=scales_E,

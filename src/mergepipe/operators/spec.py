@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -19,6 +20,7 @@ class BaseRole(StrEnum):
 
     REQUIRED = "required"  # deltas are taken against it
     OPTIONAL = "optional"  # the anchor is base_model, else the first model
+    ORIGIN = "origin"  # if given, deltas are taken against it and it has no part; else the first model is the anchor
     NONE = "none"  # base_model means nothing and is refused
 
 
@@ -36,6 +38,7 @@ class ParameterSpec:
     high: float = inf
     low_open: bool = False
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
+    is_whole: bool = False  # only whole numbers
     only_default: bool = False  # known to mergekit; other values than the default are not supported yet
 
     def range_text(self) -> str:
@@ -47,7 +50,11 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSpec:
-    """An operator's name, its parameters and the number of experts (models other than the anchor) it takes."""
+    """An operator's name, its parameters and the number of experts (models other than the anchor) it takes.
+
+    With `BaseRole.ORIGIN` the numbers are those of the models that take part, the first model included if there is no
+    base. `conflict` says how the parameters of one model contradict each other; empty if they do not.
+    """
 
     name: str
     title: str
@@ -56,6 +63,11 @@ class OperatorSpec:
     parameters: tuple[ParameterSpec, ...]
     min_experts: int = 1
     max_experts: int | None = None
+    conflict: Callable[[Mapping[str, float | bool]], str] | None = None
+
+    def conflict_of(self, model: Mapping[str, float | bool]) -> str:
+        """How the parameters of one model contradict each other; empty if they do not."""
+        return self.conflict(model) if self.conflict is not None else ""
 
     def parameter(self, name: str) -> ParameterSpec | None:
         """The parameter of that name, or None."""

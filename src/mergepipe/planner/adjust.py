@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mergepipe.plan import Fallback
 from mergepipe.planner.problem import AdjustPolicy, PlanningProblem
-from mergepipe.recipe.resolve import Action, MergeTask, Resolution, TensorParameters
+from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 
 NO_DENSITY = "the operator has no density"
 
@@ -28,7 +28,7 @@ def adjust_densities(
     decisions = tuple(adjuster.decisions) or (
         Fallback(f"operator '{problem.operator}'", "nothing adjusted", NO_DENSITY),
     )
-    return replace(problem, resolution=Resolution(tasks, problem.resolution.dropped)), decisions
+    return replace(problem, resolution=replace(problem.resolution, tasks=tasks)), decisions
 
 
 def adjusted_density(density: float, min_density: float, held: float, known: Sequence[float] | None) -> float:
@@ -56,20 +56,21 @@ class _Adjuster:
     ) -> None:
         self.decisions: list[Fallback] = []
         self._texts = [model.text for model in problem.experts]
+        self._expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
         self._policy = policy
         self._held = held
         self._known = known
-        self._done: dict[int, TensorParameters] = {}
+        self._done: dict[tuple[int, tuple[int, ...]], TensorParameters] = {}
         self._decided: set[tuple[int, float]] = set()
 
     def adjusted(self, task: MergeTask) -> MergeTask:
         if task.action is not Action.MERGE or not any("density" in each for each in task.parameters.experts):
             return task
-        key = id(task.parameters)  # the problem keeps it alive
+        key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
         if key not in self._done:
             experts = tuple(
-                {**each, "density": self._density(e, float(each["density"]))}
-                for e, each in enumerate(task.parameters.experts)
+                {**each, "density": self._density(self._expert_of[model], float(each["density"]))}
+                for model, each in zip(task.expert_models, task.parameters.experts, strict=True)
             )
             self._done[key] = replace(task.parameters, experts=experts)
         return replace(task, parameters=self._done[key])

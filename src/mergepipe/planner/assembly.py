@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.plan import Access, Fallback, FileBinding, PlannedModel, PlannedTensor, Runs, SharedRuns
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.items import Candidates, Items
+from mergepipe.planner.levels import ALL
 from mergepipe.planner.problem import PlanningModel, PlanningProblem
 from mergepipe.planner.rules import UNKNOWN, Rules
 from mergepipe.planner.selection import Selection
@@ -20,25 +22,42 @@ BASE_ONLY = "no block of any expert is read: the result is the base"
 STOPPED = "the rest of the budget is not spent"
 
 
-def planned_tensors(candidates: Candidates, selection: Selection, rules: Rules) -> tuple[PlannedTensor, ...]:
-    """One per merged tensor, with one `Access` per expert."""
-    access = [_accesses(e, candidates, selection, rules) for e in range(candidates.n_experts)]
-    return tuple(
-        PlannedTensor(
-            name=task.name,
-            n_elements=task.base.n_elements,
-            globals=task.parameters.globals,
-            anchor=task.parameters.anchor,
-            experts=task.parameters.experts,
-            access=tuple(of_expert[t] for of_expert in access),
+def planned_tensors(
+    candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
+) -> tuple[PlannedTensor, ...]:
+    """One per merged tensor, with one `Access` per expert; `energy_ET2`, if given, is what is left and all."""
+    access = [_accesses(e, candidates, selection, rules, energy_ET2) for e in range(candidates.n_experts)]
+    slot_ET = candidates.columns.slot_ET
+    tensors = []
+    for t, task in enumerate(candidates.columns.tasks):
+        ordered = candidates.columns.participants(t)
+        tensors.append(
+            PlannedTensor(
+                name=task.name,
+                n_elements=task.base.n_elements,
+                globals=task.parameters.globals,
+                anchor=task.parameters.anchor,
+                experts=task.parameters.experts,
+                access=tuple(_among_participants(access[e][t], slot_ET[:, t]) for e in ordered),
+                models=tuple(ordered),
+            )
         )
-        for t, task in enumerate(candidates.columns.tasks)
-    )
+    return tuple(tensors)
 
 
-def _accesses(e: int, candidates: Candidates, selection: Selection, rules: Rules) -> list[Access]:
+def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
+    """The access with experts that serve others named by their place in the tensor."""
+    shared = tuple((start, stop, int(slot_E[source])) for start, stop, source in access.shared)
+    return replace(access, shared=shared)
+
+
+def _accesses(
+    e: int, candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
+) -> list[Access]:
     columns = candidates.columns
     read = _runs(selection.read_EB[e], columns)
+    level_B = selection.level_EB[e].astype(np.int16)
+    levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
     cuts = rules.cut_bits_ET[e].tolist()
@@ -49,6 +68,8 @@ def _accesses(e: int, candidates: Candidates, selection: Selection, rules: Rules
             shared=shared[t],
             threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
             products=rules.products.get((e, t)),
+            levels=levels[t],
+            energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
         )
         for t in range(len(columns.tasks))
     ]
@@ -93,13 +114,17 @@ def _edges(
 def planned_models(
     problem: PlanningProblem, full_E: NDArray[np.int64], planned_E: NDArray[np.int64]
 ) -> tuple[PlannedModel, ...]:
-    """The base (read in full), then the experts."""
-    base_bytes = problem.resolution.base_bytes
-    experts = zip(problem.experts, full_E.tolist(), planned_E.tolist(), strict=True)
-    return (
-        _planned_model("base", problem.base, base_bytes, base_bytes),
-        *(_planned_model("expert", model, full, planned) for model, full, planned in experts),
-    )
+    """All models: those that are nowhere an expert are read in full where they are the base."""
+    expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
+    models = []
+    for index, model in enumerate(problem.models):
+        e = expert_of.get(index)
+        if e is None:
+            base_bytes = problem.resolution.base_bytes_of(index)
+            models.append(_planned_model("base", model, base_bytes, base_bytes))
+        else:
+            models.append(_planned_model("expert", model, int(full_E[e]), int(planned_E[e])))
+    return tuple(models)
 
 
 def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:

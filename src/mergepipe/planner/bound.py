@@ -30,11 +30,13 @@ def omission_bound(
     knowledge: Knowledge,
     rules: Rules,
     present_EB: NDArray[np.bool_],
+    left_EB: NDArray[np.float64],
     on_omit: OnOmit,
     cosine_TEE: NDArray[np.float64],
 ) -> OmissionBound | NoBound:
     """`[sum_b (sum_i |alpha_i - alpha'_i| ||delta_i,b||)^2]^(1/2)`, `alpha'` being the coefficients under the plan.
 
+    `left_EB` is the norm of what reading in part leaves of a delta that is present: it counts by `alpha'`.
     `present_EB` tells which deltas are known to the merge: read, served or free. With `OnOmit.KEEP`, `alpha'` is
     `alpha` where the delta is present and 0 where it is omitted: the bound of DESIGN.md 5. With `OnOmit.RENORMALIZE` it
     is `w_i / (w_anchor + sum of the present w)` where present: since `M_A = M_0 + sum_i alpha'_i delta_i` in either
@@ -46,6 +48,8 @@ def omission_bound(
     for e in range(len(present_EB)):
         drift_B = _drift(e, columns, rules, present_EB[e], divisor_B)
         unknown += int(np.count_nonzero((drift_B != 0) & ~knowledge.exact_ET[e][columns.tensor_B]))
+        kept_B = np.abs(rules.coefficient_ET[e][columns.tensor_B]) + drift_B
+        total_B += np.multiply(kept_B, left_EB[e], out=np.zeros_like(total_B), where=left_EB[e] != 0)
         total_B += np.multiply(drift_B, knowledge.norm_EB[e], out=np.zeros_like(total_B), where=drift_B != 0)
     if unknown:
         return NoBound(f"the norms of {unknown} omitted blocks are not known, or only estimated")

@@ -79,7 +79,7 @@ def by_conflict(
     rate_BE = _greedy_rates(amplitude_BE, candidates.cost_EB.T, taking_part_EB.T, shrunk(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
-    rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]]
+    rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]] * items.steepness_I[single]
     return descending(rate_I)
 
 
@@ -109,8 +109,9 @@ def _greedy_rates(
     rate_BE = np.zeros_like(gain_BE)
     ceiling_B = np.full(n_columns, np.inf)
     left_BE = open_BE.copy()
+    price_BE = np.maximum(cost_BE, 1)  # what is closed may cost nothing
     for _ in range(n_experts):
-        now_BE = np.where(left_BE, gain_BE / cost_BE, -np.inf)
+        now_BE = np.where(left_BE, gain_BE / price_BE, -np.inf)
         taken_B = now_BE.argmax(axis=1)
         valid_B = left_BE[every, taken_B]
         ceiling_B = np.where(valid_B, np.minimum(ceiling_B, now_BE[every, taken_B]), ceiling_B)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.budget_request import BudgetRequest
-from mergepipe.errors import RecipeError
+from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.plan import Fallback, OmissionBound, Plan
+from mergepipe.plan import Access, Fallback, OmissionBound, Plan, Runs
 from mergepipe.planner.adjust import adjust_densities
 from mergepipe.planner.assembly import budget_fallbacks, planned_models, planned_tensors, whole_tensor_fallbacks
 from mergepipe.planner.bound import NoBound, omission_bound
 from mergepipe.planner.columns import Columns, lay_out_columns, read_costs
 from mergepipe.planner.conflict import by_conflict, tensor_cosines
+from mergepipe.planner.expected import energies_by_tensor, expected_error, norms_left
 from mergepipe.planner.items import Candidates, Items, find_candidates, make_items
-from mergepipe.planner.knowledge import Knowledge, find_usable, gather_knowledge
-from mergepipe.planner.policies import Order, at_random, by_norm, stratified
+from mergepipe.planner.knowledge import REASON_UNIT, Knowledge, find_usable, gather_knowledge, units
+from mergepipe.planner.levels import ALL, find_ladders
+from mergepipe.planner.policies import Order, at_random, by_norm, in_step, stratified
 from mergepipe.planner.problem import OnOmit, PlanningProblem, PlanOptions, Policy
-from mergepipe.planner.rules import Rules, work_out_rules
+from mergepipe.planner.rules import REASON_ROWS, Rules, work_out_rules
 from mergepipe.planner.sampling import sample_cost_bytes
 from mergepipe.planner.scores import amplitudes, score_blocks
 from mergepipe.planner.selection import Selection, full_costs, take_prefix
+from mergepipe.storage.buffers import PAGE_BYTES
 
 
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Plan:
@@ -36,6 +39,12 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
     """
+    ranking = rank_blocks(problem, request, policy, options)
+    return ranking.plan(ranking.budget_bytes)
+
+
+def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Ranking:
+    """Put everything that can be read in order; see `plan_merge`."""
     survey = _survey(problem)
     _check_on_omit(problem, survey, options.on_omit)
     budget_bytes = request.limit_bytes(int(survey.full_E.sum()))
@@ -44,7 +53,12 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
         held = min(1.0, budget_bytes / max(1, int(survey.full_E.sum())))
         problem, adjustments = adjust_densities(problem, options.adjust, held, needs_cut=survey.rules.trims)
         survey = _survey(problem)
-    return _select(problem, survey, budget_bytes, policy, options, adjustments)
+    cosine_TEE = _cosines(problem, survey, policy)
+    score_EB = score_blocks(survey.columns, survey.knowledge, survey.rules, survey.candidates.ladders)
+    items = make_items(survey.candidates, score_EB, survey.knowledge.informed_ET)
+    order_I = in_step(items, _order(items, survey, score_EB, cosine_TEE, policy, options.selection_seed))
+    ranking = Ranking(problem, policy, options, budget_bytes, survey, score_EB, items, order_I, cosine_TEE, adjustments)
+    return ranking if options.target_error is None else replace(ranking, budget_bytes=ranking.cheapest_bytes())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,16 +75,27 @@ class _Survey:
 
 
 def _survey(problem: PlanningProblem) -> _Survey:
-    columns = lay_out_columns(problem.tasks, problem.block_elements)
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements)
     known_ET, unusable = find_usable(problem, columns)
     rules = work_out_rules(problem, columns, known_ET)
-    knowledge = gather_knowledge(problem, columns, known_ET, with_octaves=rules.trims)
-    whole_ET = ~known_ET
-    for e, t in rules.lacking:
+    ladders = find_ladders(columns, operator_named(problem.operator), problem.block_elements)
+    knowledge = gather_knowledge(problem, columns, known_ET, ladders, with_octaves=rules.trims)
+    of_units = dict.fromkeys(units(columns), REASON_UNIT)
+    unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
+    reasons = {**of_units, **rules.lacking, **unknown}
+    whole_ET = np.zeros_like(known_ET)
+    for e, t in reasons:
         whole_ET[e, t] = True
-    candidates = find_candidates(columns, read_costs(columns, len(problem.experts)), knowledge, whole_ET)
+    cost_EB = read_costs(columns, ladders)
+    for (e, t), reason in rules.lacking.items():
+        if reason == REASON_ROWS:  # cut between rows: no block is free alone, a page at each cut may be read twice
+            inside = columns.of_tensor(t)
+            knowledge.free_EB[e, inside] = knowledge.free_EB[e, inside].all()
+            cost_EB[e, inside] += PAGE_BYTES
+    for (e, t), ladder in ladders.items():
+        cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
+    candidates = find_candidates(columns, cost_EB, knowledge, whole_ET, ladders)
     sample_E = _sample_costs(problem)
-    reasons = {**rules.lacking, **unusable}
     return _Survey(columns, knowledge, rules, candidates, reasons, sample_E, full_costs(candidates, sample_E))
 
 
@@ -92,41 +117,121 @@ def _check_on_omit(problem: PlanningProblem, survey: _Survey, on_omit: OnOmit) -
         )
 
 
-def _select(
-    problem: PlanningProblem,
-    survey: _Survey,
-    budget_bytes: int,
-    policy: Policy,
-    options: PlanOptions,
-    adjustments: tuple[Fallback, ...],
-) -> Plan:
-    columns, knowledge, rules, candidates = survey.columns, survey.knowledge, survey.rules, survey.candidates
-    cosine_TEE = _cosines(problem, survey, policy)
-    score_EB = score_blocks(columns, knowledge, rules)
-    items = make_items(candidates, score_EB, knowledge.known_ET)
-    order_I = _order(items, survey, score_EB, cosine_TEE, policy, options.selection_seed)
-    selection = take_prefix(candidates, items, order_I, survey.sample_E, budget_bytes)
-    bound, no_bound = _bound(survey, selection, options.on_omit, cosine_TEE)
-    return Plan(
-        operator=problem.operator,
-        block_elements=problem.block_elements,
-        seed=problem.seed,
-        policy=policy.value,
-        on_omit=options.on_omit.value,
-        budget_bytes=budget_bytes,
-        planned_bytes=selection.planned_bytes,
-        full_cost_bytes=int(survey.full_E.sum()),
-        recipe=problem.recipe,
-        models=planned_models(problem, survey.full_E, selection.planned_E),
-        tensors=planned_tensors(candidates, selection, rules),
-        fallbacks=(
-            *whole_tensor_fallbacks(problem, columns, survey.reasons),
-            *budget_fallbacks(problem, columns, items, selection, budget_bytes),
-            *no_bound,
-        ),
-        adjustments=adjustments,
-        bound=bound,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking:
+    """Everything that can be read, in the order in which it is taken: a plan for every budget.
+
+    `budget_bytes` is the budget that was asked for, or that the error asked for needs. Law: `plan(a)` reads what
+    `plan(b)` reads and more, for `a >= b`; of what can be read in part, it reads it at the same level or a higher one.
+    """
+
+    problem: PlanningProblem
+    policy: Policy
+    options: PlanOptions
+    budget_bytes: int
+    survey: _Survey
+    score_EB: NDArray[np.float64]
+    items: Items
+    order_I: Order
+    cosine_TEE: NDArray[np.float64]
+    adjustments: tuple[Fallback, ...]
+
+    @property
+    def full_cost_bytes(self) -> int:
+        """The cost of reading everything."""
+        return int(self.survey.full_E.sum())
+
+    def select(self, budget_bytes: int) -> Selection:
+        """The longest prefix that costs no more."""
+        survey = self.survey
+        return take_prefix(survey.candidates, self.items, self.order_I, survey.sample_E, budget_bytes)
+
+    def cheapest_bytes(self) -> int:
+        """The least budget whose expected error is at most `options.target_error`.
+
+        Raises:
+            LimitError: `plan.target-error`, the budget that was asked for does not hold it.
+            UnsupportedError: `plan.target-unknown`, nothing is known of some tensors, so no error is expected.
+        """
+        survey, target = self.survey, self.options.target_error
+        silent_ET = survey.columns.silent_ET() | (np.diff(survey.columns.first_T) == 0)
+        unknown_E = (~survey.knowledge.informed_ET & ~silent_ET).any(axis=1)
+        if unknown_E.any() or target is None:
+            name = self.problem.experts[int(np.flatnonzero(unknown_E)[0])].text
+            message = "has tensors of which nothing is known, so that no error can be expected"
+            raise UnsupportedError.of("plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it")
+        found = self._error(self.budget_bytes)
+        if found > target:
+            message = f"the error that is expected within {self.budget_bytes} bytes is {found:.4g}, not {target:g}"
+            raise LimitError.of("plan.target-error", "--target-error", message, "raise --budget or --target-error")
+        low, high = 0, self.budget_bytes
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._error(middle) <= target else (middle + 1, high)
+        return self.select(high).planned_bytes
+
+    def _error(self, budget_bytes: int) -> float:
+        return expected_error(self.survey.candidates, self.select(budget_bytes), self.score_EB)
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The longest prefix that costs no more."""
+        problem, survey, candidates = self.problem, self.survey, self.survey.candidates
+        selection = self.select(budget_bytes)
+        says_error = bool(candidates.ladders) or self.options.target_error is not None
+        energy_ET2 = energies_by_tensor(candidates, selection, self.score_EB) if says_error else None
+        bound, no_bound = _bound(survey, selection, self.options.on_omit, self.cosine_TEE)
+        return Plan(
+            operator=problem.operator,
+            block_elements=problem.block_elements,
+            seed=problem.seed,
+            policy=self.policy.value,
+            on_omit=self.options.on_omit.value,
+            budget_bytes=budget_bytes,
+            planned_bytes=selection.planned_bytes,
+            full_cost_bytes=self.full_cost_bytes,
+            recipe=problem.recipe,
+            models=planned_models(problem, survey.full_E, selection.planned_E),
+            tensors=planned_tensors(candidates, selection, survey.rules, energy_ET2),
+            fallbacks=(
+                *whole_tensor_fallbacks(problem, survey.columns, survey.reasons),
+                *budget_fallbacks(problem, survey.columns, self.items, selection, budget_bytes),
+                *no_bound,
+            ),
+            adjustments=self.adjustments,
+            bound=bound,
+        )
+
+    def read_cost_E(self, plan: Plan, runs: Mapping[str, Runs]) -> NDArray[np.int64]:
+        """Bytes per expert that `plan` charges for the blocks in `runs`, by tensor."""
+        columns, candidates = self.survey.columns, self.survey.candidates
+        cost_E = np.zeros(columns.n_experts, np.int64)
+        planned = {tensor.name: tensor for tensor in plan.tensors}
+        for t, task in enumerate(columns.tasks):
+            if task.name in runs:
+                tensor, inside = planned[task.name], columns.of_tensor(t)
+                wanted_B = _mask(runs[task.name], inside.stop - inside.start)
+                for e, access in zip(tensor.models, tensor.access, strict=True):
+                    cost_E[e] += _cost_of(access, candidates, e, t)[wanted_B].sum()
+        return cost_E
+
+
+def _cost_of(access: Access, candidates: Candidates, e: int, t: int) -> NDArray[np.int64]:
+    """Bytes that an access costs, by block."""
+    inside, ladder = candidates.columns.of_tensor(t), candidates.ladders.get((e, t))
+    cost_B = candidates.cost_EB[e, inside]
+    level_B = np.where(_mask(access.blocks, len(cost_B)), ALL, 0).astype(np.int8)
+    if ladder is None:
+        return np.where(level_B > 0, cost_B, 0)
+    for start, stop, level in access.levels:
+        level_B[start:stop] = level
+    return ladder.cost_at(level_B)
+
+
+def _mask(runs: Runs, n_blocks: int) -> NDArray[np.bool_]:
+    mask_B = np.zeros(n_blocks, np.bool_)
+    for start, stop in runs:
+        mask_B[start:stop] = True
+    return mask_B
 
 
 def _cosines(problem: PlanningProblem, survey: _Survey, policy: Policy) -> NDArray[np.float64]:
@@ -163,7 +268,8 @@ def _bound(
     if not survey.rules.is_additive:
         return None, ()
     present_EB = selection.read_EB | selection.served_EB | survey.knowledge.free_EB
-    found = omission_bound(survey.columns, survey.knowledge, survey.rules, present_EB, on_omit, cosine_TEE)
+    left_EB = norms_left(survey.candidates, selection)
+    found = omission_bound(survey.columns, survey.knowledge, survey.rules, present_EB, left_EB, on_omit, cosine_TEE)
     if isinstance(found, NoBound):
         return None, (Fallback("omission bound", "none is given", found.reason),)
     return found, ()

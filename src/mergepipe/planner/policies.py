@@ -73,6 +73,18 @@ def stratified(items: Items, names: list[str]) -> Order:
     return sequence_I[np.argsort(place_I, kind="stable")]
 
 
+def in_step(items: Items, order_I: Order) -> Order:
+    """The order with the steps of each block in their own order, in the places that they have together."""
+    n = items.n_single
+    flat_S = items.flat_I[:n]
+    if not (flat_S[1:] == flat_S[:-1]).any():
+        return order_I
+    place_I = np.empty(len(order_I), np.int64)
+    place_I[order_I] = np.arange(len(order_I))
+    place_I[:n] = place_I[:n][np.lexsort((place_I[:n], flat_S))]
+    return np.argsort(place_I)
+
+
 def _evenly(sequence: Order, items: Items, group: NDArray[np.int64]) -> Order:
     """Reorder so that all groups advance together, each in the given order."""
     return sequence[np.argsort(_places(items.cost_I[sequence], group), kind="stable")]

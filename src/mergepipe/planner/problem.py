@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from mergepipe.canonical import digest_of
 from mergepipe.readers.base import Checkpoint
-from mergepipe.recipe.resolve import Action, MergeTask, Resolution
+from mergepipe.recipe.tasks import Action, MergeTask, Resolution
 from mergepipe.statistics import TensorStatistics
 
 
@@ -41,11 +41,15 @@ class AdjustPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Choices beside budget and policy. `selection_seed` is what the policy `random` draws with."""
+    """Choices beside budget and policy. `selection_seed` is what the policy `random` draws with.
+
+    With a `target_error`, relative to what the full merge changes, no more of the budget is spent than it needs.
+    """
 
     on_omit: OnOmit = OnOmit.KEEP
     adjust: AdjustPolicy | None = None
     selection_seed: int = 0
+    target_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,10 @@ class PlanningModel:
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """Everything a plan depends on. `statistics` has one mapping per expert, from tensor to what is known of it.
+    """Everything a plan depends on. `models` are the resolution's; those that are an expert somewhere are `experts`.
 
-    A tensor without an entry, or with statistics of another grid, is one of which nothing is known.
+    `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
+    tensor without an entry, or with statistics of another grid, is one of which nothing is known.
     """
 
     operator: str
@@ -75,8 +80,7 @@ class PlanningProblem:
     seed: int
     block_elements: int
     resolution: Resolution
-    base: PlanningModel
-    experts: tuple[PlanningModel, ...]
+    models: tuple[PlanningModel, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
     def __post_init__(self) -> None:
@@ -84,8 +88,13 @@ class PlanningProblem:
             raise ValueError(f"blocks of {self.block_elements} elements")
         if len(self.statistics) != len(self.experts):
             raise ValueError(f"statistics of {len(self.statistics)} experts for {len(self.experts)}")
-        if any(len(task.experts) != len(self.experts) for task in self.tasks):
-            raise ValueError("a merged tensor lacks an expert")
+        if len(self.models) != len(self.resolution.models):
+            raise ValueError(f"{len(self.models)} models for {len(self.resolution.models)}")
+
+    @property
+    def experts(self) -> tuple[PlanningModel, ...]:
+        """The models whose reads are planned, in order: the E of all arrays."""
+        return tuple(self.models[i] for i in self.resolution.expert_models)
 
     @property
     def tasks(self) -> tuple[MergeTask, ...]:

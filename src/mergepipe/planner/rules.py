@@ -8,16 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import InnerProducts, MagnitudeCut, OperatorInput
+from mergepipe.operators.base import (
+    InnerProducts,
+    MagnitudeCut,
+    Operator,
+    OperatorInput,
+    Reduced,
+    ReductionRequest,
+)
 from mergepipe.operators.influence import Average, Influence, influence_of
 from mergepipe.operators.registry import operator_named
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.problem import PlanningProblem
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.recipe.tasks import MergeTask
 from mergepipe.statistics import TensorStatistics
 
 REASON_NO_CUT = "the magnitude cut of its density is not in the statistics"
 REASON_NO_PRODUCTS = "its inner products are not finite"
+REASON_ROWS = "the rule needs whole rows, which blocks would cut"
+REASON_NOT_KEPT = "the rule needs sums or cuts over the whole tensor that statistics do not hold"
 NOTHING_KEPT_BITS = 0xFFFFFFFF
 UNKNOWN = -1
 
@@ -50,7 +59,7 @@ class Rules:
 def operator_input(task: MergeTask) -> OperatorInput:
     """What the operator knows of a tensor, but for its random streams."""
     given = task.parameters
-    return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, ())
+    return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
 
 
 def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
@@ -63,27 +72,53 @@ def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     influences = _Influences(problem.operator)
     found: list[Influence] = []
     for t, task in enumerate(tasks):
-        statistics = [problem.statistics[e].get(task.name) if known_ET[e, t] else None for e in range(n_experts)]
-        match operator.reduction(operator_input(task)) if n_experts and task.base.n_elements else None:
+        experts = columns.participants(t)
+        statistics = {e: problem.statistics[e].get(task.name) if known_ET[e, t] else None for e in experts}
+        given = operator_input(task)
+        request = operator.reduction(given) if n_experts and task.base.n_elements else None
+        match request:
             case MagnitudeCut(kept_E):
-                for e, kept in enumerate(kept_E):
+                for e, kept in zip(experts, kept_E, strict=True):
                     cut_bits_ET[e, t] = cut = known_cut(statistics[e], kept, task.base.n_elements)
-                    if cut == UNKNOWN:
+                    if cut == UNKNOWN and columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_CUT
             case InnerProducts():
-                for e, each in enumerate(statistics):
+                for e, each in statistics.items():
                     if each is not None and np.isfinite(each.products_3).all():
                         products[e, t] = (
                             float(each.products_3[0]),
                             float(each.products_3[1]),
                             float(each.products_3[2]),
                         )
-                    else:
+                    elif columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_PRODUCTS
-            case None:
+            case _:
                 pass
-        found.append(influences.of(task, [products.get((e, t)) for e in range(n_experts)]))
-    return _rules(found, n_experts, cut_bits_ET, products, lacking)
+        why = why_whole(operator, given, request, problem.block_elements)
+        if why is not None:
+            lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
+        found.append(influences.of(task, [products.get((e, t)) for e in experts]))
+    return _rules(found, columns, cut_bits_ET, products, lacking)
+
+
+def why_whole(
+    operator: Operator, given: OperatorInput, request: ReductionRequest | None, block_elements: int
+) -> str | None:
+    """Why an expert's tensor must be read whole or not at all, though `request` be answered; None if it need not."""
+    granularity = operator.granularity(given)
+    if granularity > 1 and block_elements % granularity and given.n_elements > block_elements:
+        return REASON_ROWS
+    nothing_E = np.zeros(len(given.experts), np.uint32)
+    match request:
+        case None:
+            return None
+        case MagnitudeCut():
+            known = Reduced(threshold_bits_E=nothing_E)
+        case InnerProducts():
+            known = Reduced(products_E3=np.zeros((len(given.experts), 3)))
+        case _:
+            return REASON_NOT_KEPT
+    return None if operator.reduction(given, known) is None else REASON_NOT_KEPT
 
 
 def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -> int:
@@ -117,20 +152,29 @@ class _Influences:
 
 def _rules(
     found: list[Influence],
-    n_experts: int,
+    columns: Columns,
     cut_bits_ET: NDArray[np.int64],
     products: Mapping[tuple[int, int], _Products],
     lacking: Mapping[tuple[int, int], str],
 ) -> Rules:
-    shape = (len(found), n_experts)
+    shape = (len(found), columns.n_experts)
+    coefficient_TE = [columns.by_expert(t, each.coefficients_E, 0.0) for t, each in enumerate(found)]
+    factor_TE = [columns.by_expert(t, each.energy_factor_E, 1.0) for t, each in enumerate(found)]
     return Rules(
-        coefficient_ET=np.array([each.coefficients_E for each in found], np.float64).reshape(shape).T,
-        energy_factor_ET=np.array([each.energy_factor_E for each in found], np.float64).reshape(shape).T,
+        coefficient_ET=np.array(coefficient_TE, np.float64).reshape(shape).T,
+        energy_factor_ET=np.array(factor_TE, np.float64).reshape(shape).T,
         trims=any(each.trims for each in found),
         is_additive=all(each.is_additive for each in found),
         anchor_scale_T=np.array([each.anchor_scale for each in found], np.float64),
-        average_T=tuple(each.average for each in found),
+        average_T=tuple(_among_all(columns, t, each.average) for t, each in enumerate(found)),
         cut_bits_ET=cut_bits_ET,
         products=products,
         lacking=lacking,
     )
+
+
+def _among_all(columns: Columns, t: int, average: Average | None) -> Average | None:
+    """An average over a task's own experts, with no weight for the others."""
+    if average is None:
+        return None
+    return Average(columns.by_expert(t, average.weights_E, 0.0), average.anchor_weight)

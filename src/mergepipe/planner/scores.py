@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.knowledge import Knowledge
+from mergepipe.planner.levels import NO_LADDERS, Ladders
 from mergepipe.planner.rules import UNKNOWN, Rules
 from mergepipe.statistics import N_OCTAVES
 
@@ -24,21 +25,29 @@ def _octave_table() -> NDArray[np.float32]:
 OCTAVE_SHARES = _octave_table()
 
 
-def score_blocks(columns: Columns, knowledge: Knowledge, rules: Rules) -> NDArray[np.float64]:
+def score_blocks(
+    columns: Columns, knowledge: Knowledge, rules: Rules, ladders: Ladders = NO_LADDERS
+) -> NDArray[np.float64]:
     """`score_EB`: squared coefficient times the energy of what is left of the delta.
 
     The energy is `||delta||^2`, times the share above the tensor's cut for operators that trim, times the expected
-    share left by random dropping and rescaling. Where nothing is known it is `n` times the typical energy of an
-    element: the median over all known blocks that differ from the base, 1 if there are none.
+    share left by random dropping and rescaling; of what can be read in part it is on record. Where nothing is known it
+    is `n` times the typical energy of an element: the median over all known blocks that differ from the base, 1 if
+    there are none.
     """
     passing_EB = np.square(knowledge.usable_norm_EB)
     for e in range(len(passing_EB)):
         passing_EB[e] *= rules.energy_factor_ET[e][columns.tensor_B]
         if rules.trims:
             passing_EB[e] *= _surviving_share(e, columns, knowledge, rules)
+    for (e, t), ladder in ladders.items():
+        factor = rules.energy_factor_ET[e, t]
+        passing_EB[e, columns.of_tensor(t)] = np.where(
+            knowledge.free_EB[e, columns.of_tensor(t)], 0.0, ladder.unread_B * factor
+        )
     typical = _typical_energy(passing_EB, columns, knowledge)
     for e in range(len(passing_EB)):
-        unknown_B = ~knowledge.known_ET[e][columns.tensor_B]
+        unknown_B = ~knowledge.informed_ET[e][columns.tensor_B]
         passing_EB[e, unknown_B] = columns.n_B[unknown_B] * typical
         passing_EB[e] *= np.square(rules.coefficient_ET[e])[columns.tensor_B]
     return passing_EB
@@ -80,9 +89,9 @@ def octave_position(largest_B: NDArray[np.float32], cut_B: NDArray[np.float32]) 
 
 
 def _typical_energy(passing_EB: NDArray[np.float64], columns: Columns, knowledge: Knowledge) -> float:
-    if knowledge.known_ET.all():
+    if knowledge.informed_ET.all():
         return 1.0  # not used
-    counts_EB = knowledge.known_ET[:, columns.tensor_B] & ~knowledge.free_EB
+    counts_EB = knowledge.informed_ET[:, columns.tensor_B] & ~knowledge.free_EB
     each = (passing_EB / columns.n_B)[counts_EB]
     return float(np.median(each)) if len(each) else 1.0
 

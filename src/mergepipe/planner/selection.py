@@ -16,18 +16,23 @@ class Selection:
     """What is read.
 
     Attributes:
-        read_EB: blocks read from the expert's own file.
+        level_EB: the level at which blocks are read from the expert's own file, 0 where they are not.
         served_EB: blocks served by another expert's bytes.
         planned_E: bytes per expert, samples included.
         next_item: the first item that did not fit, None if everything is selected.
         next_cost_bytes: what it would have cost on top.
     """
 
-    read_EB: NDArray[np.bool_]
+    level_EB: NDArray[np.int8]
     served_EB: NDArray[np.bool_]
     planned_E: NDArray[np.int64]
     next_item: int | None
     next_cost_bytes: int
+
+    @property
+    def read_EB(self) -> NDArray[np.bool_]:
+        """Blocks read from the expert's own file, in full or in part."""
+        return self.level_EB > 0
 
     @property
     def planned_bytes(self) -> int:
@@ -56,16 +61,18 @@ def take_prefix(
         cost_I[place] += sample_E[e]
     reached_I = np.cumsum(cost_I)
     n_taken = int(np.searchsorted(reached_I, budget_bytes, side="right"))
-    read_EB = _expand(candidates, items, order_I[:n_taken])
-    served_EB = _served(candidates, read_EB)
-    planned_E = (candidates.cost_EB * read_EB).sum(axis=1)
+    taken = order_I[:n_taken]
+    level_EB = _expand(candidates, items, taken)
+    served_EB = _served(candidates, level_EB > 0)
+    planned_E = np.zeros(candidates.n_experts, np.int64)
+    np.add.at(planned_E, items.expert_I[taken], items.cost_I[taken])
     for e, place in first_E.items():
         planned_E[e] += sample_E[e] * (place < n_taken)
     rest = n_taken < len(items)
     return Selection(
-        read_EB,
+        level_EB,
         served_EB,
-        np.asarray(planned_E, np.int64),
+        planned_E,
         int(order_I[n_taken]) if rest else None,
         int(cost_I[n_taken]) if rest else 0,
     )
@@ -87,14 +94,16 @@ def _first_uses(candidates: Candidates, items: Items, order_I: Order, experts: N
     return found
 
 
-def _expand(candidates: Candidates, items: Items, taken: Order) -> NDArray[np.bool_]:
-    read_EB = np.zeros(candidates.cost_EB.shape, np.bool_)
-    read_EB.ravel()[items.flat_I[taken]] = True
+def _expand(candidates: Candidates, items: Items, taken: Order) -> NDArray[np.int8]:
+    """Of the steps of a block the last that is taken counts."""
+    level_EB = np.zeros(candidates.cost_EB.shape, np.int8)
+    single = np.sort(taken[taken < items.n_single])
+    level_EB.ravel()[items.flat_I[single]] = items.level_I[single]
     for item in taken[taken >= items.n_single].tolist():
         inside = candidates.columns.of_tensor(int(items.tensor_I[item]))
         expert = int(items.expert_I[item])
-        read_EB[expert, inside] = ~candidates.free_EB[expert, inside]
-    return read_EB
+        level_EB[expert, inside] = np.where(candidates.free_EB[expert, inside], 0, items.level_I[item])
+    return level_EB
 
 
 def _served(candidates: Candidates, read_EB: NDArray[np.bool_]) -> NDArray[np.bool_]:

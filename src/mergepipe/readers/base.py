@@ -1,12 +1,27 @@
-"""What every reader yields: a checkpoint as named tensors, each one byte range of one file."""
+"""What every reader yields: a checkpoint as named tensors, stored in one byte range or worked out from such."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from mergepipe.blocks import DType, element_count
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import DELTA_FLAG, DType, Span, element_count
+from mergepipe.budget import Purpose
+from mergepipe.storage.base import RangeFile
+
+
+class CheckpointKind(StrEnum):
+    """What the tensors of a checkpoint are, compared with its base."""
+
+    FULL = "full"  # weights: every tensor of the base is expected
+    DELTA = "delta"  # differences from the base; a tensor that is not there does not differ
+    ADAPTER = "adapter"  # low-rank differences; a tensor that is not there does not differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +34,7 @@ class TensorEntry:
     file: Path
     offset: int
     nbytes: int
+    is_delta: bool = False  # the stored values are differences from the base
 
     def __post_init__(self) -> None:
         if self.nbytes != self.n_elements * self.dtype.itemsize:
@@ -27,6 +43,168 @@ class TensorEntry:
     @property
     def n_elements(self) -> int:
         return element_count(self.shape)
+
+    @property
+    def kernel_code(self) -> int:
+        """How kernels decode the stored bytes: the dtype's code, with `DELTA_FLAG` where they are a delta."""
+        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges behind this tensor: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTotal(TensorEntry):
+    """The float32 sum that an earlier merge kept: no model's tensor, so that no budget counts it."""
+
+
+class Fetch(Protocol):
+    """Writes the elements `span` of a computed tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
+
+    Called from many threads. It reads through the files it was opened with, charging `purpose`.
+    """
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+
+
+class ComputedTensor(Protocol):
+    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge.
+
+    `dtype` is that of the fetched elements. `is_unit`: its stored bytes are read all at once, on the first fetch of
+    an opened tensor, and kept; a plan reads all of its blocks or none. Otherwise each block is read on its own.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_delta(self) -> bool: ...
+
+    @property
+    def is_unit(self) -> bool: ...
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges it may be worked out from, for accounting and to open their files."""
+        ...
+
+    @property
+    def n_elements(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that reading all of it needs."""
+        ...
+
+    @property
+    def kernel_code(self) -> int: ...
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages; for a unit, those of all of it."""
+        ...
+
+    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+        """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
+        ...
+
+
+class FetchOnBase(Protocol):
+    """As `Fetch`, given the base's stored bytes (uint8) of the same elements, in the base's dtype."""
+
+    def __call__(self, span: Span, base: NDArray[np.uint8], out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+
+
+@runtime_checkable
+class NeedsBase(Protocol):
+    """A computed tensor whose stored bytes mean something only together with another's: encoded differences.
+
+    The engine hands it the bytes of `encoded_on` where that is the base it has read anyway. `opened` still works
+    alone: it reads them too. Cut at multiples of `cut_elements`, nothing that is stored is read twice.
+    """
+
+    @property
+    def encoded_on(self) -> TensorEntry: ...
+
+    @property
+    def cut_elements(self) -> int: ...
+
+    def opened_on_base(self, files: Mapping[Path, RangeFile]) -> FetchOnBase: ...
+
+
+@runtime_checkable
+class Graded(Protocol):
+    """A computed tensor of which less can be read for fewer bytes, by levels: small numbers above 0.
+
+    Below the last level it is a delta in float32; read as it is, it is at the last.
+    """
+
+    def at_level(self, level: int) -> ComputedTensor:
+        """The same tensor read at a level; the same object for the same level."""
+        ...
+
+    def exact_level(self, kept: int) -> int:
+        """The least level at which the `kept` largest |deltas| are exact, and all others smaller or exact too."""
+        ...
+
+    def ladder(self, top: int) -> tuple[int, ...]:
+        """Levels up to `top`, each of which reads all that the one before it reads."""
+        ...
+
+    @property
+    def last_level(self) -> int: ...
+
+    @property
+    def cut_elements(self) -> int: ...
+
+    def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
+        """`cost_bytes` at a level, of each `stretches` stretches of `cut_elements` that are fetched as one."""
+        ...
+
+    def squared_errors(self, level: int) -> NDArray[np.float64]:
+        """What a level leaves of the squared delta, for each stretch of `cut_elements`; level 0 reads nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """A tensor that an adapter or a delta checkpoint does not touch: its delta is zero, and nothing is read."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    is_delta: bool = True
+    nbytes: int = 0
+    stored: tuple[TensorEntry, ...] = ()
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code | DELTA_FLAG
+
+
+Readable: TypeAlias = TensorEntry | ComputedTensor
+Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
+
+
+def files_of(sources: Iterable[Source]) -> set[Path]:
+    """The files that reading these needs: of encoded ones also what they are encoded on."""
+    files: set[Path] = set()
+    for source in sources:
+        files.update(entry.file for entry in source.stored)
+        if isinstance(source, NeedsBase):
+            files.add(source.encoded_on.file)
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +227,11 @@ class Checkpoint:
 
     path: Path
     root: Path
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, Readable]
     files: tuple[FileFingerprint, ...]
     sidecars: tuple[str, ...]
+    kind: CheckpointKind = CheckpointKind.FULL
+    base_digest: str | None = None  # of a delta: identifies the base it was taken from
 
     @property
     def tensor_bytes(self) -> int:

@@ -1,30 +1,28 @@
-"""A Hugging Face directory, or one bare safetensors file, opened as a checkpoint."""
+"""A Hugging Face directory, or one bare file of weights, opened as a checkpoint."""
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError, UnsupportedError
-from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.errors import CorruptError, NotFoundError, Problem, StorageError, UnsupportedError
+from mergepipe.readers.base import Checkpoint, CheckpointKind, FileFingerprint, TensorEntry
+from mergepipe.readers.choosing import SAFETENSORS, TORCH, choose_weights, names_shown
 from mergepipe.readers.contained import is_plain_name, stat_regular
-from mergepipe.readers.safetensors import SafetensorsHeader, read_header
+from mergepipe.readers.delta_mark import DeltaMark, mark_of
+from mergepipe.readers.safetensors import read_header
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
+from mergepipe.readers.torch_weights import read_torch_weights
 from mergepipe.storage.base import Store
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_PROBLEMS = 20
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
 # Code (*.py named by auto_map) is left out on purpose: nothing executable passes from an input to an output.
 SIDECAR_NAMES = frozenset({
@@ -34,29 +32,19 @@ SIDECAR_NAMES = frozenset({
     "spiece.model", "sentencepiece.bpe.model",
 })  # fmt: skip
 _SIDECAR_PATTERN = "*.tiktoken"
-_ADAPTER_NAMES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-_FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Where a directory keeps its tensors: the `name` of an index, or of the only safetensors file."""
-
-    name: str
-    is_index: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """One safetensors file of a checkpoint, header read."""
+class WeightFile:
+    """One file of tensors: what it says it holds; `mark` where those are differences from a base."""
 
     fingerprint: FileFingerprint
-    header: SafetensorsHeader
+    entries: tuple[TensorEntry, ...]
+    mark: DeltaMark | None = None
 
 
 def open_checkpoint(store: Store, path: Path) -> Checkpoint:
-    """Open a directory or a bare `.safetensors` file; reads headers, the index and names, never tensor bytes.
+    """Open a directory or a bare file of weights; reads headers, the index and names, never tensor bytes.
 
     A link given as `path` itself is followed; links inside a directory must stay in it, or in its hub cache folder.
 
@@ -71,63 +59,13 @@ def open_checkpoint(store: Store, path: Path) -> Checkpoint:
         return _open_directory(store, path)
     if not stat.S_ISREG(found.st_mode):
         raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
-    if path.suffix != SUFFIX:
+    known = (*SAFETENSORS.suffixes, *TORCH.suffixes)
+    if path.suffix not in known:
         raise UnsupportedError.of(
-            "checkpoint.path.format", path, f"a single file must be a {SUFFIX} file", "convert it to safetensors"
-        )
-    return _checkpoint(path, path.parent, [_read_file(store, path.parent, path.name, found)], ())
-
-
-def choose_weights(root: Path, names: Collection[str]) -> Weights:
-    """Decide from the file names of the directory `root` which of them holds the tensors.
-
-    Raises:
-        NotFoundError, UnsupportedError, CorruptError: nothing, nothing readable, or no single answer.
-    """
-    visible = sorted(name for name in names if not name.startswith("."))
-    indices = [name for name in visible if name.endswith(INDEX_SUFFIX)]
-    singles = [name for name in visible if name.endswith(SUFFIX)]
-    if INDEX_NAME in indices:
-        return Weights(INDEX_NAME, is_index=True)
-    if SINGLE_NAME in singles:
-        return Weights(SINGLE_NAME, is_index=False)
-    if any(name in visible for name in _ADAPTER_NAMES):
-        raise UnsupportedError.of(
-            "checkpoint.directory.adapter", root, "this is an adapter; adapters are not yet merged",
-            "merge it into its base model first",
+            "checkpoint.path.format", path, f"a single file must end in one of {', '.join(known)}",
+            "convert it to safetensors",
         )  # fmt: skip
-    if len(indices) == 1:
-        return Weights(indices[0], is_index=True)
-    if not indices and len(singles) == 1:
-        return _whole_file(root, singles[0])
-    raise _no_weights(root, visible, indices or singles)
-
-
-def _whole_file(root: Path, name: str) -> Weights:
-    shard = _SHARD.search(name)
-    if shard and int(shard[2]) > 1:
-        raise CorruptError.of(
-            "checkpoint.directory.incomplete", root,
-            f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {INDEX_NAME}", "download it again",
-        )  # fmt: skip
-    return Weights(name, is_index=False)
-
-
-def _no_weights(root: Path, visible: list[str], candidates: list[str]) -> MergePipeError:
-    if candidates:
-        return CorruptError.of(
-            "checkpoint.directory.ambiguous", root,
-            f"there is neither {INDEX_NAME} nor {SINGLE_NAME}, but {len(candidates)} candidates: {_listed(candidates)}",
-            "add the index of the shards, or name one file",
-        )  # fmt: skip
-    foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
-    if foreign:
-        return UnsupportedError.of(
-            "checkpoint.directory.format", root, f"holds {_listed(foreign)}: not yet read", "convert to safetensors"
-        )
-    return NotFoundError.of(
-        "checkpoint.directory.no_weights", root, f"no {SUFFIX} file here, found: {_listed(visible) or 'nothing'}"
-    )
+    return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, found)], ())
 
 
 def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection[str]]) -> Iterator[Problem]:
@@ -145,7 +83,7 @@ def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection
 def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
     what = f"tensor {shown(tensor)}"
     if len(found) > 1:
-        code, message = "tensor_twice", f"{what} is stored in {len(found)} shards: {_listed(found)}"
+        code, message = "tensor_twice", f"{what} is stored in {len(found)} shards: {names_shown(found)}"
     elif listed is None:
         code, message = "tensor_unlisted", f"{what} is stored in {shown(found[0])}, but the index does not list it"
     elif not found:
@@ -165,43 +103,54 @@ def _stat_given(path: Path) -> os.stat_result:
 
 
 def _open_directory(store: Store, path: Path) -> Checkpoint:
-    names = _list_names(path)
+    names = list_names(path)
     weights = choose_weights(path, names)
     if weights.is_index:
         weight_map = _read_index(store, path, weights.name)
-        if SINGLE_NAME in names and SINGLE_NAME not in weight_map.values():
+        single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
+        if single in names and single not in weight_map.values():
             raise CorruptError.of(
                 "checkpoint.directory.ambiguous", path,
-                f"holds {SINGLE_NAME} beside {weights.name}, which does not name it", "remove one of them",
+                f"holds {single} beside {weights.name}, which does not name it", "remove one of them",
             )  # fmt: skip
         files = _read_shards(store, path, weights.name, weight_map)
     else:
-        files = [_read_file(store, path, weights.name, _stat_present(path, weights.name))]
+        files = [read_weight_file(store, path, weights.name, stat_present(path, weights.name))]
     return _checkpoint(path, path, files, _find_sidecars(path, names))
 
 
-def _list_names(folder: Path) -> frozenset[str]:
+def list_names(folder: Path) -> frozenset[str]:
+    """The names in a directory."""
     try:
         return frozenset(entry.name for entry in folder.iterdir())
     except OSError as error:
         raise StorageError.of("storage.list", folder, f"cannot be listed: {error.strerror}") from error
 
 
-def _stat_present(root: Path, name: str) -> os.stat_result:
+def stat_present(root: Path, name: str) -> os.stat_result:
+    """Stat a file that was listed."""
     found = stat_regular(root, name)
     if found is None:
         raise NotFoundError.of("checkpoint.files.dangling_link", root / name, "is a link to a file that does not exist")
     return found
 
 
-def _read_file(store: Store, root: Path, name: str, found: os.stat_result) -> _File:
-    # `found` was taken before the header is read: a change in between shows as a newer time stamp later.
-    header = read_header(store, root / name)
-    return _File(FileFingerprint(name, header.size_bytes, found.st_mtime_ns, header.header_digest), header)
+def read_weight_file(store: Store, root: Path, name: str, found: os.stat_result) -> WeightFile:
+    """Read what the file `name` of the directory `root` says it holds, whatever its format.
+
+    `found` was taken before: a change in between shows as a newer time stamp later.
+    """
+    path = root / name
+    if path.suffix in TORCH.suffixes:
+        weights = read_torch_weights(store, path)
+        return WeightFile(FileFingerprint(name, weights.size_bytes, found.st_mtime_ns, weights.digest), weights.entries)
+    header = read_header(store, path)
+    fingerprint = FileFingerprint(name, header.size_bytes, found.st_mtime_ns, header.header_digest)
+    return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
 
 
 def _read_index(store: Store, root: Path, name: str) -> dict[str, str]:
-    _stat_present(root, name)
+    stat_present(root, name)
     path = root / name
     size_bytes = store.size_bytes(path)
     if size_bytes > MAX_INDEX_BYTES:
@@ -227,16 +176,17 @@ def _weight_map(path: Path, document: Mapping[str, JsonValue]) -> dict[str, str]
                 f"the shard of tensor {shown(tensor)} must be a string, found {shown(shard)}",
             )  # fmt: skip
         checked[tensor] = shard
+    suffixes = next(fmt.suffixes for fmt in (SAFETENSORS, TORCH) if fmt.indices([path.name]))
     for shard in sorted(set(checked.values())):
-        if not is_plain_name(shard) or not shard.endswith(SUFFIX):
+        if not is_plain_name(shard) or not shard.endswith(suffixes):
             raise CorruptError.of(
                 "checkpoint.index.shard_name", path,
-                f"a shard must be a plain file name ending in {SUFFIX}, found {shown(shard)}",
+                f"a shard must be a plain file name ending in {' or '.join(suffixes)}, found {shown(shard)}",
             )  # fmt: skip
     return checked
 
 
-def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[str, str]) -> list[_File]:
+def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     stats = {shard: stat_regular(root, shard) for shard in sorted(set(weight_map.values()))}
     missing = [shard for shard, found in stats.items() if found is None]
@@ -245,8 +195,8 @@ def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[
         raise NotFoundError(
             *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
         )
-    files = [_read_file(store, root, shard, found) for shard, found in stats.items() if found is not None]
-    stored = {file.fingerprint.name: [entry.name for entry in file.header.entries] for file in files}
+    files = [read_weight_file(store, root, shard, found) for shard, found in stats.items() if found is not None]
+    stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))
     return files
 
@@ -266,18 +216,38 @@ def _find_sidecars(root: Path, names: Collection[str]) -> tuple[str, ...]:
     """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
     sidecars = [name for name in names if name in SIDECAR_NAMES or fnmatchcase(name, _SIDECAR_PATTERN)]
     if TEMPLATE_FOLDER in names and (root / TEMPLATE_FOLDER).is_dir():
-        templates = _list_names(root / TEMPLATE_FOLDER)
+        templates = list_names(root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
     for name in sorted(sidecars):
-        _stat_present(root, name)
+        stat_present(root, name)
     return tuple(sorted(sidecars))
 
 
-def _checkpoint(path: Path, root: Path, files: list[_File], sidecars: tuple[str, ...]) -> Checkpoint:
-    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in file.header.entries}
-    return Checkpoint(path, root, MappingProxyType(tensors), tuple(f.fingerprint for f in files), sidecars)
+def _checkpoint(path: Path, root: Path, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
+    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in _as_marked(file)}
+    base = _common_base(path, files)
+    return Checkpoint(
+        path,
+        root,
+        MappingProxyType(tensors),
+        tuple(file.fingerprint for file in files),
+        sidecars,
+        CheckpointKind.FULL if base is None else CheckpointKind.DELTA,
+        base,
+    )
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(shown(name) for name in names[:10]) + more
+def _as_marked(file: WeightFile) -> Iterator[TensorEntry]:
+    for entry in file.entries:
+        is_delta = file.mark is not None and entry.name not in file.mark.full
+        yield replace(entry, is_delta=True) if is_delta else entry
+
+
+def _common_base(path: Path, files: list[WeightFile]) -> str | None:
+    """The base that all files are differences from; None for plain weights."""
+    bases = {None if file.mark is None else file.mark.base for file in files}
+    if len(bases) > 1:
+        raise CorruptError.of(
+            "delta.mixed", path, "some of its files are differences from a base and others are not, or from another one"
+        )
+    return next(iter(bases), None)

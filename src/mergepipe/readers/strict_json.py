@@ -14,7 +14,7 @@ from mergepipe.errors import CorruptError
 JsonValue: TypeAlias = "dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None"
 
 MAX_DEPTH = 64
-_MAX_INTEGER_DIGITS = 20  # 2**64 has 20; also keeps clear of Python's own limit on long integers
+MAX_INTEGER_DIGITS = 20  # 2**64 has 20; also keeps clear of Python's own limit on long integers
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _STRING = re.compile(rb'"[^"]*"')
@@ -29,14 +29,16 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def parse_object(raw: bytes, *, where: object, code: str) -> dict[str, JsonValue]:
+def parse_object(
+    raw: bytes, *, where: object, code: str, max_integer_digits: int = MAX_INTEGER_DIGITS
+) -> dict[str, JsonValue]:
     """Parse one JSON object. `code` is the prefix of the error codes, `where` the file named in messages.
 
     Raises:
         CorruptError: `.not_utf8`, `.not_json`, `.not_object`, `.too_deep`, `.duplicate_key`, `.bad_number` or
             `.lone_surrogate` after the prefix.
     """
-    rules = _Rules(where, code)
+    rules = _Rules(where, code, max_integer_digits)
     text = rules.decode(raw)
     if _is_too_deep(raw):
         rules.refuse("too_deep", f"JSON is nested deeper than {MAX_DEPTH} levels")
@@ -62,6 +64,7 @@ class _Rules:
 
     where: object
     code: str
+    max_integer_digits: int
 
     def refuse(self, what: str, message: str) -> NoReturn:
         raise CorruptError.of(f"{self.code}.{what}", self.where, message)
@@ -83,8 +86,8 @@ class _Rules:
         return unique
 
     def integer(self, text: str) -> int | float:
-        if len(text) > _MAX_INTEGER_DIGITS:
-            self.refuse("bad_number", f"the integer {shown(text)} has more than {_MAX_INTEGER_DIGITS} characters")
+        if len(text) > self.max_integer_digits:
+            self.refuse("bad_number", f"the integer {shown(text)} has more than {self.max_integer_digits} characters")
         return -0.0 if text == "-0" else int(text)
 
     def real(self, text: str) -> float:

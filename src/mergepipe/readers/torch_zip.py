@@ -63,8 +63,9 @@ class TorchArchive:
         where = f"{self.file}: {path}"
         if element_count(tensor.shape) and not _is_contiguous(tensor):
             raise UnsupportedError.of(
-                "torch.stride", where, f"shape {tensor.shape} with strides {tensor.stride} is not contiguous"
-            )
+                "torch.stride", where, f"shape {tensor.shape} with strides {tensor.stride} is not contiguous",
+                "call .contiguous() on it and save again",
+            )  # fmt: skip
         offset = tensor.storage_offset * tensor.dtype.itemsize
         nbytes = element_count(tensor.shape) * tensor.dtype.itemsize
         if offset + nbytes > member.nbytes:

@@ -1,211 +1,202 @@
-"""Loads a recipe: mergekit's YAML as it is, every problem told at once, nothing ignored in silence."""
+"""Loads recipes: mergekit's YAML as it is, every problem told at once, nothing ignored in silence."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from mergepipe.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
-from mergepipe.recipe.model import ModelInput, Recipe, Scalar
-from mergepipe.recipe.parameters import read_parameters
+from mergepipe.operators.custom import load_entry_points
+from mergepipe.operators.spec import OperatorSpec, Scope
+from mergepipe.recipe.documents import document_names, in_order
+from mergepipe.recipe.entries import CONTENT_KEYS, Surroundings, read_models, read_modules, read_slices
+from mergepipe.recipe.model import ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipe.problems import Findings
 from mergepipe.recipe.reading import Reading, describe
-from mergepipe.recipe.references import read_reference
-from mergepipe.recipe.rules import check_base, check_count, check_recipe
-from mergepipe.recipe.yaml_source import Value, YamlSource, parse_yaml, read_yaml, shortened
+from mergepipe.recipe.references import read_model
+from mergepipe.recipe.rules import check_base
+from mergepipe.recipe.settings import Setting
+from mergepipe.recipe.tokens import read_tokenizer
+from mergepipe.recipe.yaml_source import Value, YamlSource, parse_documents, read_documents, shortened
 
-RECIPE_KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype")
-MODEL_KEYS = ("model", "parameters")
-
-# What mergekit knows and this version does not: refused by name, so that no recipe means something else here.
-UNSUPPORTED_KEYS = ("slices", "modules", "tokenizer_source", "tokenizer", "chat_template", "name")
-UNSUPPORTED_METHODS = (
-    "nuslerp", "multislerp", "karcher", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "sce",
-    "ram", "ramplus_tl", "model_stock", "nearswap", "arcee_fusion",
+RECIPE_KEYS = (
+    "merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype",
+    "tokenizer_source", "tokenizer", "chat_template", "name",
 )  # fmt: skip
+AUTO = "auto"
+_MIXTURE_KEYS = ("gate_mode", "experts")
+DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
-_KEYS_IN_PLACE_OF_MODELS = ("slices", "modules")
+
+def load_recipes(path: Path) -> tuple[Recipe, ...]:
+    """Read and validate the recipes in `path`, one a document, each after those it merges; the last is the output's.
+
+    Model paths must exist; no model is opened.
+
+    Raises:
+        RecipeError: everything that is wrong with them, one problem each.
+        UnsupportedError: nothing is wrong with them but what this version does not do.
+        NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
+        StorageError: it cannot be read.
+    """
+    return _load(read_documents(path.absolute()), {})
+
+
+def reload_recipes(text: str, located: Mapping[str, Path]) -> tuple[Recipe, ...]:
+    """Read recipes that were stored as text, with the models they name where `located` says they are.
+
+    Raises as `load_recipes` does.
+    """
+    return _load(parse_documents(Path.cwd() / "recipe", text), located)
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and validate the recipe in `path`. Model paths must exist; no model is opened.
-
-    Raises:
-        RecipeError: everything that is wrong with it, one problem each.
-        UnsupportedError: nothing is wrong with it but what this version does not do.
-        NotFoundError: there is no such recipe, or nothing is wrong but models that do not exist.
-        StorageError: it cannot be read.
-    """
-    return _load(read_yaml(path.absolute()), {})
+    """Read and validate the only recipe in `path`. Raises as `load_recipes` does."""
+    return _only(load_recipes(path))
 
 
 def reload_recipe(text: str, located: Mapping[str, Path]) -> Recipe:
-    """Read a recipe that was stored as text, with the models it names where `located` says they are.
-
-    Raises as `load_recipe` does.
-    """
-    return _load(parse_yaml(Path.cwd() / "recipe", text), located)
+    """Read the only recipe that was stored as text, as `reload_recipes`; intermediate models are located by name."""
+    return _only(reload_recipes(text, located))
 
 
-def _load(source: YamlSource, located: Mapping[str, Path]) -> Recipe:
-    if not isinstance(source.root, dict):
-        message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
-        raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
-    reading = Reading(source, Findings(RecipeError, NotFoundError), located)
-    recipe = _read(reading, source.root)
+def _only(recipes: tuple[Recipe, ...]) -> Recipe:
+    if len(recipes) > 1:
+        where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
+        raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))
+    return recipes[0]
+
+
+def _load(sources: Sequence[YamlSource], located: Mapping[str, Path]) -> tuple[Recipe, ...]:
+    findings = Findings(RecipeError, NotFoundError)
+    places: dict[str, Path] = {}
+    names = document_names(sources, findings)
+    readings = [Reading(source, findings, located, names, places) for source in sources]
+    recipes = [_read(reading, reading.source.root) for reading in readings]
+    _raise_any(findings)
+    sound = [recipe for recipe in recipes if recipe is not None]
+    if len(sound) < len(recipes):
+        raise AssertionError("no recipe, and nothing found wrong with it")
+    ordered = in_order(readings, sound)
+    _raise_any(findings)
+    return ordered
+
+
+def _raise_any(findings: Findings) -> None:
     try:
-        reading.findings.raise_any()
+        findings.raise_any()
     except RecipeError as error:
         if all(problem.code == "recipe.unsupported" for problem in error.problems):
             raise UnsupportedError(*error.problems) from None
         raise
-    if recipe is None:
-        raise AssertionError("no recipe, and nothing found wrong with it")
-    return recipe
 
 
-def _read(reading: Reading, root: dict[str, Value]) -> Recipe | None:
+def _read(reading: Reading, root: Value) -> Recipe | None:
+    if not isinstance(root, dict):
+        message = f"a recipe is a mapping of names to values, found {describe(root)}"
+        reading.refuse("recipe.wrong-kind", (), message)
+        return None
+    if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
+        what = "a recipe that builds a mixture of experts (gate_mode, experts) is"
+        reading.unsupported((), what, "mergekit-moe makes it, and MergePipe merges what comes out")
+        return None
     _check_keys(reading, root)
     operator = _operator(reading, root)
-    dtypes = _dtype(reading, root, "dtype"), _dtype(reading, root, "out_dtype")
+    dtypes = _dtypes(reading, root)
     base = _base(reading, root)
-    models = _models(reading, root, operator)
     shared = _shared_parameters(reading, root, operator)
-    if operator is None:
+    if operator is not None:
+        is_given = root.get("base_model") is not None
+        check_base(reading, operator, is_given=is_given or _has_slice_bases(root), is_sliced="models" not in root)
+    content = _content(Surroundings(reading, operator, base, (shared,)), root)
+    template = None if root.get("chat_template") is None else reading.text(root["chat_template"], ("chat_template",))
+    name = None if root.get("name") is None else reading.text(root["name"], ("name",))
+    if operator is None or content is None or (base is None and root.get("base_model") is not None):
+        read_tokenizer(reading, root, (), has_base=root.get("base_model") is not None)
         return None
-    check_base(reading, operator, is_given=root.get("base_model") is not None)
-    if models is None or (base is None and root.get("base_model") is not None):
-        return None
-    models = _with_one_path_a_place(reading, base, models)
-    if base is not None or operator.base_role is not BaseRole.REQUIRED:
-        check_count(reading, operator, base, models)
-    recipe = Recipe(reading.source.path, reading.source.text, operator, base, models, shared, *dtypes)
-    check_recipe(reading, recipe)
-    return recipe
+    models, slices, modules = content
+    source = reading.source
+    recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
+    tokenizer = read_tokenizer(reading, root, recipe.inputs(), has_base=base is not None)
+    return Recipe(
+        source.path, source.text, operator, base, models, shared, *dtypes, slices, modules, tokenizer, template, name
+    )
 
 
 def _check_keys(reading: Reading, root: dict[str, Value]) -> None:
-    for key in UNSUPPORTED_KEYS:
-        if key in root:
-            reading.unsupported((key,), f"'{key}' is")
-    known_here = {key: value for key, value in root.items() if key not in UNSUPPORTED_KEYS}
-    reading.unknown_keys(known_here, RECIPE_KEYS, ())
+    reading.unknown_keys(root, RECIPE_KEYS, ())
+    given = [key for key in CONTENT_KEYS if key in root]
+    if len(given) > 1:
+        message = f"stands beside '{given[0]}'"
+        reading.refuse("recipe.content", (given[1],), message, "a recipe has one of models, slices and modules")
+
+
+def _has_slice_bases(root: dict[str, Value]) -> bool:
+    """Whether slices name their own bases, all of them: then the recipe needs none for all."""
+    slices = root.get("slices")
+    return isinstance(slices, list) and all(isinstance(each, dict) and each.get("base_model") for each in slices)
 
 
 def _operator(reading: Reading, root: dict[str, Value]) -> OperatorSpec | None:
     given = root.get("merge_method")
     if given is None:
-        message, hint = "the recipe has no merge_method", did_you_mean("", _known())
+        message, hint = "the recipe has no merge_method", did_you_mean("", list(OPERATORS))
         reading.refuse("recipe.missing-key", ("merge_method",), message, hint)
         return None
     name = reading.text(given, ("merge_method",))
+    if name is not None and name not in OPERATORS:
+        load_entry_points()
     if name is None or name in OPERATORS:
         return OPERATORS[name] if name else None
-    if name in UNSUPPORTED_METHODS:
-        reading.unsupported(("merge_method",), f"the merge method {name} is", did_you_mean("", _known()))
-    else:
-        message, hint = f"unknown merge method '{shortened(name)}'", did_you_mean(shortened(name), _known())
-        reading.refuse("recipe.unknown-operator", ("merge_method",), message, hint)
+    message = f"unknown merge method '{shortened(name)}'"
+    nearest = partial(did_you_mean, shortened(name), list(OPERATORS))
+    reading.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
     return None
 
 
-def _known() -> list[str]:
-    return list(OPERATORS)
+def _dtypes(reading: Reading, root: dict[str, Value]) -> tuple[DType | None, DType | None]:
+    """`dtype` and `out_dtype`. `auto` keeps each tensor's dtype as it is in the base, whatever `dtype` says."""
+    dtype, out_dtype = _dtype(reading, root, "dtype"), _dtype(reading, root, "out_dtype")
+    return (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
 
 
 def _dtype(reading: Reading, root: dict[str, Value], key: str) -> DType | None:
-    if root.get(key) is None:
+    if root.get(key) in (None, AUTO):
         return None
     name = reading.text(root[key], (key,))
     if name is None or name in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name] if name else None
-    if name == "auto":
-        hint = f"leave {key} out to keep each tensor's dtype as it is in the base, or name one"
-        reading.unsupported((key,), f"{key}: auto is", hint)
-    else:
-        hint = did_you_mean(shortened(name), list(DTYPES_BY_RECIPE_NAME))
-        reading.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
+    hint = did_you_mean(shortened(name), DTYPE_NAMES)
+    reading.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
 
 
 def _base(reading: Reading, root: dict[str, Value]) -> ModelInput | None:
     if root.get("base_model") is None:
         return None
-    reference = read_reference(reading, root["base_model"], ("base_model",))
-    return reference and ModelInput(*reference, {}, reading.source.where("base_model"))
+    return read_model(reading, root["base_model"], ("base_model",), {}, ("base_model",))
 
 
-def _shared_parameters(reading: Reading, root: dict[str, Value], operator: OperatorSpec | None) -> dict[str, Scalar]:
-    value = root.get("parameters")
-    if operator is None:
-        reading.mapping(value, ("parameters",))
-        return {}
-    return read_parameters(reading, value, ("parameters",), operator, Scope.GLOBAL)
+def _shared_parameters(reading: Reading, root: dict[str, Value], operator: OperatorSpec | None) -> dict[str, Setting]:
+    return Surroundings(reading, operator, None, ()).parameters(root, (), Scope.GLOBAL)
 
 
-def _models(reading: Reading, root: dict[str, Value], operator: OperatorSpec | None) -> tuple[ModelInput, ...] | None:
-    """Return the models in order; None if there are none or one of them names no path."""
-    value = root.get("models")
-    if value is None:
-        if not any(key in root for key in _KEYS_IN_PLACE_OF_MODELS):
-            reading.refuse("recipe.missing-key", ("models",), "the recipe has no models")
-        return None
-    if not isinstance(value, list) or not value:
-        needed = "a list of models"
-        found = "an empty list" if value == [] else describe(value)
-        reading.refuse("recipe.wrong-kind", ("models",), f"needs {needed}, found {found}", "write '- model: PATH'")
-        return None
-    models = [_model(reading, entry, index, operator) for index, entry in enumerate(value)]
-    read = tuple(model for model in models if model is not None)
-    return read if len(read) == len(models) else None
-
-
-def _model(reading: Reading, value: Value, index: int, operator: OperatorSpec | None) -> ModelInput | None:
-    key_path = ("models", index)
-    if not isinstance(value, dict):
-        reading.wrong_kind(value, key_path, "a mapping with the key 'model'", "write '- model: PATH'")
-        return None
-    _check_model_keys(reading, value, index, operator)
-    parameters: dict[str, Scalar] = {}
-    if operator is not None:
-        at = (*key_path, "parameters")
-        parameters = read_parameters(reading, value.get("parameters"), at, operator, Scope.MODEL)
-    if value.get("model") is None:
-        reading.refuse("recipe.missing-key", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
-        return None
-    reference = read_reference(reading, value["model"], (*key_path, "model"))
-    return reference and ModelInput(*reference, parameters, reading.source.where(*key_path))
-
-
-def _check_model_keys(reading: Reading, entry: dict[str, Value], index: int, operator: OperatorSpec | None) -> None:
-    misplaced = [key for key in entry if key not in MODEL_KEYS and operator and operator.parameter(key)]
-    for key in misplaced:
-        hint = "write it under 'parameters:' of this model"
-        reading.refuse("recipe.unknown-key", ("models", index, key), f"{key} is a parameter", hint)
-    others = {key: value for key, value in entry.items() if key not in misplaced}
-    reading.unknown_keys(others, MODEL_KEYS, ("models", index))
-
-
-def _with_one_path_a_place(
-    reading: Reading, base: ModelInput | None, models: tuple[ModelInput, ...]
-) -> tuple[ModelInput, ...]:
-    """Note models listed twice, and give a model that is the base (whatever it is called) the base's path.
-
-    mergekit keeps models in a dict, so of two equal ones it silently forgets one.
-    """
-    base_place = os.path.realpath(base.path) if base is not None else None
-    first_at: dict[str, int] = {}
-    result = []
-    for index, model in enumerate(models):
-        place = os.path.realpath(model.path)
-        if place in first_at:
-            message = f"'{shortened(model.text)}' is listed already, as models[{first_at[place]}]"
-            reading.refuse("recipe.duplicate-model", ("models", index, "model"), message, "list every model once")
-        first_at.setdefault(place, index)
-        result.append(replace(model, path=base.path) if base is not None and place == base_place else model)
-    return tuple(result)
+def _content(
+    around: Surroundings, root: dict[str, Value]
+) -> tuple[tuple[ModelInput, ...], tuple[OutputSlice, ...], tuple[OutputModule, ...]] | None:
+    """What is merged: models, slices or modules, the others empty; None if that cannot be made sense of."""
+    given = next((key for key in CONTENT_KEYS if root.get(key) is not None), None)
+    if given == "models":
+        models = read_models(around, root["models"], ("models",))
+        return (models, (), ()) if models else None
+    if given == "slices":
+        slices = read_slices(around, root["slices"], ("slices",))
+        return ((), slices, ()) if slices else None
+    if given == "modules":
+        modules = read_modules(around, root["modules"], ("modules",))
+        return ((), (), modules) if modules else None
+    around.reading.refuse("recipe.missing-key", ("models",), "the recipe has no models")
+    return None

@@ -20,6 +20,8 @@ class Reading:
     source: YamlSource
     findings: Findings
     located: Mapping[str, Path] = field(default_factory=dict)  # where models lie, if not where the recipe says
+    documents: frozenset[str] = frozenset()  # names of the other recipes in the file
+    places: dict[str, Path] = field(default_factory=dict)  # the path under which each place was first named
 
     def refuse(self, code: str, key_path: KeyPath, message: str, hint: str | Callable[[], str] = "") -> None:
         """Note that the recipe is wrong at `key_path`."""

@@ -1,239 +1,205 @@
-"""Resolves a recipe against opened checkpoints: one task per tensor of the base, every other tensor accounted for."""
+"""Resolves a recipe against opened checkpoints: one task per tensor of the output, every other tensor accounted for."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
-from mergepipe.blocks import DType, DTypeKind, element_count
-from mergepipe.errors import (
-    CorruptError,
-    MismatchError,
-    NotFoundError,
-    RecipeError,
-    UnsupportedError,
-    did_you_mean,
+from mergepipe.blocks import DTypeKind
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.operators.spec import BaseRole, Scope
+from mergepipe.readers.base import Checkpoint, Readable, Source
+from mergepipe.recipe.accounting import (
+    REASON_COMPUTED,
+    REASON_EXACT,
+    REASON_NO_MODULE,
+    Accounting,
+    is_computed,
 )
-from mergepipe.operators.spec import BaseRole
-from mergepipe.readers.base import Checkpoint, TensorEntry
-from mergepipe.recipe.model import ModelInput, Recipe, Scalar
-from mergepipe.recipe.parameters import global_values, model_values
+from mergepipe.recipe.arrangement import Arrangement, Group, Member, OpenModel, Wanted
+from mergepipe.recipe.model import Recipe
+from mergepipe.recipe.naming import named_like
+from mergepipe.recipe.pairing import TIED_HEADS, Pairing
+from mergepipe.recipe.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipe.problems import Findings
+from mergepipe.recipe.rules import SMALLEST_WEIGHT_SUM, normalized_sum
+from mergepipe.recipe.settings import EVERY_TENSOR, Cases, Scalar, Setting
+from mergepipe.recipe.tasks import Action, MergeTask, Resolution, TensorParameters
 
-REASON_EXACT = "integer or boolean buffer"
-REASON_COPIED = "copied from the base"
-REASON_NOT_IN_BASE = "not in the base"
-
-_MAX_CANDIDATES = 500
-_NUMBER = re.compile(r"\d+")
+_NOTHING = TensorParameters({}, {}, ())
 
 
-class Action(StrEnum):
-    """How an output tensor comes about."""
+def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Sequence[str] = ()) -> Resolution:
+    """Pair the tensors of `checkpoints`, which are what `recipe.inputs()` names, in that order.
 
-    MERGE = "merge"
-    COPY = "copy"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParameters:
-    """An operator's parameters for one tensor, defaults filled in, those without effect left out.
-
-    `anchor` is empty where the anchor is only what deltas are taken against.
-    """
-
-    globals: Mapping[str, Scalar]
-    anchor: Mapping[str, Scalar]
-    experts: tuple[Mapping[str, Scalar], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MergeTask:
-    """One output tensor. `dtype` is the output's; `experts` has one entry per expert in recipe order, none to copy."""
-
-    name: str
-    action: Action
-    shape: tuple[int, ...]
-    dtype: DType
-    base: TensorEntry
-    experts: tuple[TensorEntry, ...]
-    parameters: TensorParameters
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        if self.base.shape != self.shape or any(entry.shape != self.shape for entry in self.experts):
-            raise ValueError(f"{self.name}: shapes differ")
-        if self.action is Action.COPY and (self.experts or self.dtype != self.base.dtype):
-            raise ValueError(f"{self.name}: a copy has no experts and keeps its dtype")
-        if self.action is Action.MERGE and len(self.experts) != len(self.parameters.experts):
-            raise ValueError(f"{self.name}: {len(self.experts)} experts, {len(self.parameters.experts)} parameter sets")
-
-    @property
-    def output_bytes(self) -> int:
-        return element_count(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedTensor:
-    """A tensor of an expert that no task uses: `model` is the path as the recipe writes it."""
-
-    model: str
-    tensor: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """What a merge will do with every tensor. `tasks` are in the base's storage order.
-
-    Laws: the tasks' names are exactly the base's tensors; every tensor of an expert is used by a task or dropped,
-    never both.
-    """
-
-    tasks: tuple[MergeTask, ...]
-    dropped: tuple[DroppedTensor, ...]
-
-    @property
-    def base_bytes(self) -> int:
-        """Bytes of the base's tensors, all of which are read."""
-        return sum(task.base.nbytes for task in self.tasks)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the experts' tensors that tasks use: what a full-read merge reads from experts."""
-        return sum(entry.nbytes for task in self.tasks for entry in task.experts)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of the output's tensors."""
-        return sum(task.output_bytes for task in self.tasks)
-
-    @property
-    def n_merged(self) -> int:
-        return sum(task.action is Action.MERGE for task in self.tasks)
-
-    @property
-    def n_copied(self) -> int:
-        return sum(task.action is Action.COPY for task in self.tasks)
-
-    @property
-    def n_dropped(self) -> int:
-        return len(self.dropped)
-
-
-def resolve(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint]) -> Resolution:
-    """Pair the tensors of `base` (what `recipe.anchor()` names) and of `experts` (`recipe.experts()`, in order).
+    `allow_dropped` are patterns (`*`, `?`, `[...]`) of names that models may have and the base not.
 
     Raises:
-        MismatchError: a tensor of the base is missing in an expert or has another shape there.
+        MismatchError: a tensor of the base is missing in an expert or has another shape there, or an expert has one
+            that the base has not; layer counts differ.
+        RecipeError: layers that are not there, filters that match nothing, parameters without a value for a tensor.
         UnsupportedError: nothing but dtypes that cannot be merged.
     """
-    inputs = recipe.experts()
-    if len(inputs) != len(experts):
-        raise ValueError(f"the recipe has {len(inputs)} experts, {len(experts)} were opened")
-    resolver = _Resolver(recipe, base, tuple(zip(inputs, experts, strict=True)))
-    tasks = tuple(task for entry in base.tensors.values() if (task := resolver.task(entry)) is not None)
-    resolver.findings.raise_any()
-    return Resolution(tasks, tuple(resolver.dropped()))
+    inputs = recipe.inputs()
+    if len(inputs) != len(checkpoints):
+        raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
+    findings = Findings(NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
+    models = [
+        OpenModel(given, named_like(checkpoints[0], each) if index else each.tensors, each.kind)
+        for index, (given, each) in enumerate(zip(inputs, checkpoints, strict=True))
+    ]
+    arrangement = Arrangement(recipe, models, findings, allow_dropped)
+    wanted = list(arrangement.wanted())
+    findings.raise_any()
+    resolver = _Resolver(recipe, models, findings)
+    tasks = tuple(task for each in wanted if (task := resolver.task(each)) is not None)
+    unrelated = resolver.pairing.note_missing()
+    _note_idle_filters(recipe, wanted, findings)
+    accounting = Accounting(recipe, models, wanted, resolver.pairing.used, tuple(allow_dropped))
+    dropped = tuple(accounting.dropped(findings, unrelated))
+    findings.raise_any()
+    return Resolution(tasks, dropped, inputs, tuple(arrangement.layer_counts))
 
 
 class _Resolver:
-    """Pairs one base tensor at a time, and notes what does not fit."""
+    """Makes one task at a time, and notes what does not fit."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, experts: tuple[tuple[ModelInput, Checkpoint], ...]) -> None:
-        self.findings = Findings(NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
-        self._base = base
-        self._base_text = recipe.anchor().text
-        self._experts = experts
-        self._parameters = _tensor_parameters(recipe)
+    def __init__(self, recipe: Recipe, models: Sequence[OpenModel], findings: Findings) -> None:
+        self.pairing = Pairing(models, findings)
+        self._recipe = recipe
+        self._findings = findings
         self._dtype = recipe.out_dtype or recipe.dtype
-        self._candidates = [_Candidates(base, expert) for _, expert in experts]
+        self._constant: dict[Group, TensorParameters] = {}
+        self._is_constant: dict[Group, bool] = {}
+        self._without_value: set[str] = set()
+        self._inputs = recipe.inputs()
+        self._conflicting: list[Member] = []
 
-    def task(self, entry: TensorEntry) -> MergeTask | None:
-        """The task of one base tensor; None if a problem was noted."""
-        if entry.dtype.kind is DTypeKind.EXACT:
+    def task(self, wanted: Wanted) -> MergeTask | None:
+        """The task of one output tensor; None if a problem was noted."""
+        anchor = wanted.sources[0]
+        base = self.pairing.base(wanted.model, anchor)
+        if base is None:
+            return None
+        reason = _why_copied(wanted, base)
+        if reason or wanted.group is None:
             return MergeTask(
-                entry.name, Action.COPY, entry.shape, entry.dtype, entry, (), self._parameters, REASON_EXACT
-            )
-        if entry.dtype.kind is DTypeKind.OPAQUE:
-            self._refuse_dtype(self._base_text, entry, "")
+                wanted.name, Action.COPY, base.shape, base.dtype, base, (), _NOTHING, reason, wanted.model
+            )  # fmt: skip
+        experts = self._experts(wanted, wanted.group, base)
+        parameters = self._parameters(wanted, wanted.group)
+        if experts is None:
             return None
-        found = [self._matching(index, entry) for index in range(len(self._experts))]
-        matching = tuple(match for match in found if match is not None)
-        if len(matching) < len(found):
-            return None
-        dtype = self._dtype or entry.dtype
-        return MergeTask(entry.name, Action.MERGE, entry.shape, dtype, entry, matching, self._parameters)
+        members = tuple(member.model for member in wanted.group.experts)
+        dtype = self._dtype or base.dtype
+        return MergeTask(
+            wanted.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", wanted.model, members
+        )
 
-    def _matching(self, index: int, entry: TensorEntry) -> TensorEntry | None:
-        model, expert = self._experts[index]
-        match = expert.tensors.get(entry.name)
-        if match is None:
-            message = f"'{model.text}' lacks this tensor of the base '{self._base_text}'"
-            hint = self._candidates[index]
-            self.findings.add(
-                MismatchError, "merge.tensor.missing", entry.name, message, lambda: hint.did_you_mean(entry.name)
-            )
-            return None
-        if match.dtype.kind is not DTypeKind.FLOAT:
-            self._refuse_dtype(model.text, match, f"{entry.dtype.name} in the base '{self._base_text}'")
-        if match.shape != entry.shape:
-            found, needed = list(match.shape), list(entry.shape)
-            message = f"shape {found} in '{model.text}', {needed} in the base '{self._base_text}'"
-            self.findings.add(MismatchError, "merge.tensor.shape", entry.name, message)
-        return match if match.dtype.kind is DTypeKind.FLOAT and match.shape == entry.shape else None
+    def _experts(self, wanted: Wanted, group: Group, base: Readable) -> tuple[Source, ...] | None:
+        pairs = zip(group.experts, wanted.sources[1:], strict=True)
+        found = [self.pairing.partner(member.model, name, base, wanted.model) for member, name in pairs]
+        matching = tuple(each for each in found if each is not None)
+        return matching if len(matching) == len(found) else None
 
-    def _refuse_dtype(self, model: str, entry: TensorEntry, instead_of: str) -> None:
-        message = f"{entry.dtype.name} in '{model}' cannot be merged" + (f", it is {instead_of}" if instead_of else "")
-        self.findings.add(UnsupportedError, "merge.tensor.dtype", entry.name, message, "convert the model first")
+    def _parameters(self, wanted: Wanted, group: Group) -> TensorParameters:
+        if group not in self._is_constant:
+            settings = (*group.shared, group.anchor.own, *(member.own for member in group.experts))
+            self._is_constant[group] = is_constant(settings)
+        if not self._is_constant[group]:
+            return self._evaluated(wanted, group)
+        if group not in self._constant:
+            self._constant[group] = self._evaluated(wanted, group)
+        return self._constant[group]
 
-    def dropped(self) -> Iterator[DroppedTensor]:
-        """Every expert tensor that no task uses, expert by expert in storage order."""
-        for model, expert in self._experts:
-            for name in expert.tensors:
-                in_base = self._base.tensors.get(name)
-                if in_base is None:
-                    yield DroppedTensor(model.text, name, REASON_NOT_IN_BASE)
-                elif in_base.dtype.kind is DTypeKind.EXACT:
-                    yield DroppedTensor(model.text, name, REASON_COPIED)
+    def _evaluated(self, wanted: Wanted, group: Group) -> TensorParameters:
+        operator, depth = self._recipe.operator, wanted.depth
+        shared = global_values(operator, group.shared, wanted.name, depth)
+        self._note_missing(shared, Scope.GLOBAL, group.shared, wanted.name)
+        chains = [(member.own, *group.shared) for member in (group.anchor, *group.experts)]
+        values = [
+            model_values(operator, chain, name, depth) for chain, name in zip(chains, wanted.sources, strict=True)
+        ]
+        if not self._is_constant[group]:  # else checked on loading
+            self._note_conflicts(group, values[1:], wanted.name)
+        anchor = self._anchor_values(group, values[0])
+        for index, chain in enumerate(chains):
+            if index or (group.takes_part and group.is_listed):
+                self._note_missing(values[index], Scope.MODEL, chain, wanted.sources[index])
+        if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
+            self._check_weights(shared, values if group.is_listed else values[1:], wanted.name)
+        return TensorParameters(shared, anchor, tuple(values[1:]))
+
+    def _anchor_values(self, group: Group, own: dict[str, Scalar]) -> dict[str, Scalar]:
+        if not group.takes_part:
+            return {}
+        if not group.is_listed and self._recipe.operator.parameter("weight") is not None:
+            return {"weight": 0.0}  # it lends its tensors' names, shapes and dtypes, and has no part in the average
+        return own
+
+    def _note_missing(
+        self, found: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
+    ) -> None:
+        """Note a required parameter of which no case holds for a tensor; that it is nowhere is noted on loading."""
+        for spec in missing_values(self._recipe.operator, scope, found):
+            settings = (each[spec.name] for each in chain if spec.name in each)
+            where = next((each.where for each in settings if isinstance(each, Cases)), self._recipe.path.name)
+            if where in self._without_value:
+                continue
+            self._without_value.add(where)
+            message, hint = f"{spec.name} has no value for '{tensor}'", "end the list with '- value: ...'"
+            self._findings.add(RecipeError, "recipe.parameter.missing", where, message, hint)
+
+    def _note_conflicts(self, group: Group, values: Sequence[Mapping[str, Scalar]], tensor: str) -> None:
+        """Note, once a model, parameters that contradict each other where they depend on the tensor."""
+        for member, found in zip(group.experts, values, strict=True):
+            conflict = self._recipe.operator.conflict_of(found)
+            if conflict and member not in self._conflicting:
+                self._conflicting.append(member)
+                given = self._inputs[member.model]
+                message = f"'{given.text}': for '{tensor}' {conflict}"
+                hint = "change one of the two"
+                self._findings.add(RecipeError, "recipe.parameter.conflict", given.where, message, hint)
+
+    def _check_weights(self, shared: dict[str, Scalar], values: list[dict[str, Scalar]], tensor: str) -> None:
+        total = normalized_sum(shared, values)
+        if total is not None and abs(total) < SMALLEST_WEIGHT_SUM:
+            message = f"the weights sum to {total:g} and cannot be normalized"
+            hint = "change a weight, or set normalize: false"
+            self._findings.add(RecipeError, "recipe.weights.sum", tensor, message, hint)
 
 
-def _tensor_parameters(recipe: Recipe) -> TensorParameters:
-    operator, shared = recipe.operator, recipe.parameters
-    return TensorParameters(
-        global_values(operator, shared),
-        _anchor_values(recipe),
-        tuple(model_values(operator, model.parameters, shared) for model in recipe.experts()),
-    )
+def _why_copied(wanted: Wanted, base: Readable) -> str:
+    if base.dtype.kind is DTypeKind.EXACT:
+        return REASON_EXACT
+    if is_computed(wanted.name, base.shape):
+        return REASON_COMPUTED
+    return REASON_NO_MODULE if wanted.group is None else ""
 
 
-def _anchor_values(recipe: Recipe) -> dict[str, Scalar]:
-    if recipe.operator.base_role is BaseRole.REQUIRED:
-        return {}
-    listed = recipe.listed_anchor()
-    if listed is None:  # it lends its tensors' names, shapes and dtypes, and has no part in the average
-        return {"weight": 0.0}
-    return model_values(recipe.operator, listed.parameters, recipe.parameters)
+def _note_idle_filters(recipe: Recipe, wanted: Sequence[Wanted], findings: Findings) -> None:
+    """Note filters that are in the name of no tensor; a head that tied weights leave out counts as a tensor."""
+    cases = [each for each in _settings(recipe) if isinstance(each, Cases)]
+    filters = {(case.filter, each.where) for each in cases for case in each.cases if case.filter not in EVERY_TENSOR}
+    if not filters:
+        return
+    names = {*TIED_HEADS, *(each.name for each in wanted), *(name for each in wanted for name in each.sources)}
+    for text, where in sorted(filters, key=lambda each: (each[1], each[0])):
+        if not any(text in name for name in names):
+            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+            message, hint = f"the filter '{text}' is in no tensor's name", did_you_mean(text, parts)
+            findings.add(RecipeError, "recipe.filter.matches-nothing", where, message, hint)
 
 
-class _Candidates:
-    """The names an expert may have given to a tensor it seems to lack: those of its own that the base lacks."""
-
-    def __init__(self, base: Checkpoint, expert: Checkpoint) -> None:
-        self._base = base
-        self._expert = expert
-        self._by_numbers: dict[tuple[str, ...], list[str]] = {}
-
-    def did_you_mean(self, name: str) -> str:
-        """A hint for one missing name. Looks at names with the same layer numbers first, and at a bounded number."""
-        if not self._by_numbers:
-            groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-            for other in self._expert.tensors:
-                if other not in self._base.tensors:
-                    groups[tuple(_NUMBER.findall(other))].append(other)
-            self._by_numbers = dict(groups)
-        same_numbers = self._by_numbers.get(tuple(_NUMBER.findall(name)), [])
-        return did_you_mean(name, same_numbers[:_MAX_CANDIDATES]) if same_numbers else ""
+def _settings(recipe: Recipe) -> Iterator[Setting]:
+    """Every parameter value of a recipe."""
+    yield from recipe.parameters.values()
+    for model in recipe.models:
+        yield from model.parameters.values()
+    for module in recipe.modules:
+        yield from module.parameters.values()
+        for model in module.models:
+            yield from model.parameters.values()
+    for piece in (*recipe.slices, *(piece for module in recipe.modules for piece in module.slices)):
+        yield from piece.parameters.values()
+        for source in piece.sources:
+            yield from source.model.parameters.values()

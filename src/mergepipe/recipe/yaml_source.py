@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 MAX_DEPTH = 64
+MAX_DOCUMENTS = 100
 MAX_NUMBER_CHARACTERS = 64
 
 Value: TypeAlias = bool | int | float | str | list["Value"] | dict[str, "Value"] | None
@@ -25,12 +27,16 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # YAML 1.1 wants a dot and a signed exponent in a float, so `1e-3` is a string to PyYAML. Whoever writes it means the
 # number, as YAML 1.2 reads it.
 _EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_MARKER = re.compile(r"^---(?=\s|$)", re.MULTILINE)
+_MARKER_LINE = re.compile(r"\A---(?:[ \t]*\n|(?=[ \t]))")
 _FORBIDDEN_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class YamlSource:
-    """The one document of a YAML file. `lines` maps the path of every value to its line, counted from 1."""
+    """One document of a YAML file: `text` is its own. `lines` maps the path of every value to its line in the file,
+    counted from 1.
+    """
 
     path: Path
     text: str
@@ -70,21 +76,52 @@ def read_yaml(path: Path) -> YamlSource:
         NotFoundError: there is no such file.
         StorageError: it cannot be read.
         RecipeError: it is too large, not UTF-8, not YAML, empty, several documents, or uses what is refused here:
-            duplicate keys, merge keys, tags, too many nodes after aliases are expanded, too deep nesting.
+            duplicate keys, tags, too many nodes after aliases are expanded, too deep nesting.
     """
     return parse_yaml(path, _read_text(path))
 
 
+def read_documents(path: Path) -> tuple[YamlSource, ...]:
+    """Read every YAML document in `path`, which are those that are not empty. Raises as `read_yaml` does."""
+    return parse_documents(path, _read_text(path))
+
+
 def parse_yaml(path: Path, text: str) -> YamlSource:
     """Read the one YAML document in `text`, which errors call `path`. Raises as `read_yaml` does."""
-    loader, node = _compose(path.name, text)
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
+    first, *others = parse_documents(path, text)
+    if others:
+        message = "several YAML documents where one is expected"
+        raise _refusal("recipe.yaml.documents", others[0].where(), message, "keep one recipe a file")
+    return first
+
+
+def parse_documents(path: Path, text: str) -> tuple[YamlSource, ...]:
+    """Read every YAML document in `text` that is not empty. Raises as `read_yaml` does."""
+    loader, nodes = _compose(path.name, text)
+    nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
+    if not nodes:
         raise _refusal(
             "recipe.yaml.empty", path.name, "the recipe is empty", "it needs at least merge_method and models"
         )
-    builder = _Builder(path.name, loader)
-    root = builder.build(node, (), _line(node))
-    return YamlSource(path, text, root, builder.lines)
+    texts = _own_texts(text, nodes)
+    builders = [_Builder(path.name, loader) for _ in nodes]
+    roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
+    return tuple(
+        YamlSource(path, own, root, builder.lines) for own, root, builder in zip(texts, roots, builders, strict=True)
+    )
+
+
+def _own_texts(text: str, nodes: list[yaml.Node]) -> list[str]:
+    """The text of each document: of a file with one, all of it; else from the `---` before it to the next one."""
+    if len(nodes) == 1:
+        return [text]
+    starts = [0, *(_last_marker(text, int(node.start_mark.index)) for node in nodes[1:]), len(text)]
+    return [_MARKER_LINE.sub("", text[start:stop], count=1) for start, stop in pairwise(starts)]
+
+
+def _last_marker(text: str, before: int) -> int:
+    """Where the line with the document marker stands that is the last one before an index."""
+    return next((found.start() for found in reversed(list(_MARKER.finditer(text, 0, before)))), 0)
 
 
 def _refusal(code: str, where: str, message: str, hint: str = "") -> RecipeError:
@@ -149,13 +186,17 @@ def _too_big(name: str, line: int, *, deep: bool) -> RecipeError:
     return _refusal("recipe.yaml.too-many", f"{name}:{line}", f"more than {MAX_NODES} values, aliases expanded")
 
 
-def _compose(name: str, text: str) -> tuple[_BoundedLoader, yaml.Node | None]:
+def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
+    nodes: list[yaml.Node] = []
     try:
         loader = _BoundedLoader(name, text)
-        node = loader.get_node() if loader.check_node() else None
-        if node is not None and loader.check_node():
-            message = "several YAML documents in one recipe are not supported yet"
-            raise _refusal("recipe.unsupported", f"{name}:{loader.next_line()}", message, "keep one recipe a file")
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None:
+                nodes.append(node)
+            if len(nodes) > MAX_DOCUMENTS:
+                message = f"more than {MAX_DOCUMENTS} documents"
+                raise _refusal("recipe.yaml.too-many", f"{name}:{_line(nodes[-1])}", message)
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, text, error) from None
     except yaml.reader.ReaderError as error:
@@ -164,7 +205,7 @@ def _compose(name: str, text: str) -> tuple[_BoundedLoader, yaml.Node | None]:
         raise _refusal("recipe.yaml.character", f"{name}:{line}", message) from None
     except (ValueError, OverflowError) as error:  # PyYAML lets "\UFFFFFFFF" and absurd %YAML versions escape as these
         raise _refusal("recipe.yaml.syntax", name, f"not YAML: {shortened(str(error))}") from None
-    return loader, node
+    return loader, nodes
 
 
 def _syntax_error(name: str, text: str, error: yaml.MarkedYAMLError) -> RecipeError:
@@ -188,6 +229,7 @@ class _Builder:
         self._name = name
         self._loader = loader
         self._nodes = 0
+        self._merge_depth = 0
 
     def build(self, node: yaml.Node, key_path: KeyPath, line: int) -> Value:
         self._nodes += 1
@@ -203,22 +245,44 @@ class _Builder:
         raise self._unknown_tag(node)
 
     def _mapping(self, node: yaml.MappingNode, key_path: KeyPath) -> dict[str, Value]:
-        values: dict[str, Value] = {}
+        merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
+        values = self._merged(merged, key_path)
+        own: set[str] = set()
         for key_node, value_node in node.value:
+            if key_node.tag == _TAG + "merge":
+                continue
             key = self._key(key_node)
-            if key in values:
+            if key in own:
                 first = self.lines[(*key_path, key)]
                 place = f"{self._name}:{_line(key_node)} {key_path_text((*key_path, key))}"
                 raise _refusal("recipe.yaml.duplicate-key", place, f"the key stands twice, first in line {first}")
+            own.add(key)
             values[key] = self.build(value_node, (*key_path, key), _line(key_node))
+        return values
+
+    def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
+        """What merge keys (`<<`) refer to: each a mapping or a list of mappings, the first that has a key wins.
+
+        Built last to first, so that values and lines of the one that wins are written last.
+        """
+        mappings = [each for node in nodes for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+        values: dict[str, Value] = {}
+        for mapping in reversed(mappings):
+            self._nodes += 1
+            if not isinstance(mapping, yaml.MappingNode):
+                message = "a merge key (<<) needs a mapping, or a list of mappings"
+                raise _refusal("recipe.yaml.merge", f"{self._name}:{_line(mapping)}", message)
+            self._merge_depth += 1
+            if self._merge_depth > MAX_DEPTH or self._nodes > MAX_NODES:
+                raise _too_big(self._name, _line(mapping), deep=self._merge_depth > MAX_DEPTH)
+            values |= self._mapping(mapping, key_path)
+            self._merge_depth -= 1
         return values
 
     def _key(self, node: yaml.Node) -> str:
         where = f"{self._name}:{_line(node)}"
         if not isinstance(node, yaml.ScalarNode):
             raise _refusal("recipe.yaml.key", where, "a key must be a name, not a list or a mapping")
-        if node.tag == _TAG + "merge":
-            raise _refusal("recipe.unsupported", where, "merge keys (<<) are not supported yet", "write the keys out")
         return self._clean(node)
 
     def _scalar(self, node: yaml.ScalarNode) -> Value:

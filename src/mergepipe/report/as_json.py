@@ -36,6 +36,8 @@ def to_json(value: object) -> str:
 
 
 def _plain(value: object) -> object:
+    if value is None or isinstance(value, str | int | float):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Path):

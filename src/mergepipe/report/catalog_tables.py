@@ -110,6 +110,7 @@ def rebuild_table(report: RebuildReport) -> str:
         ("snapshots", str(report.snapshots)),
         *(("missing", str(path)) for path in report.missing),
         *(("unreadable", str(problem)) for problem in report.unreadable),
+        *(("composite", f"{path}: a training checkpoint, no snapshot") for path in report.composites),
         ("dropped", f"statistics of {plural(report.dropped_statistics, 'tensor')}, damaged"),
         *salvaged,
         *moved,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mergepipe.plan import Plan
+from mergepipe.plan import Plan, expected_error_of
 from mergepipe.report.layout import Fact, columns_text, facts_text, listed, number_text, share_text
 from mergepipe.report.units import format_bytes
 from mergepipe.reports import ExpertShare, Explanation
@@ -36,21 +36,23 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     blocks = sum(-(-tensor.n_elements // plan.block_elements) for tensor in plan.tensors)
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
-        taken = sum(
-            tensor.access[e].n_blocks + sum(stop - start for start, stop, _ in tensor.access[e].shared)
-            for tensor in plan.tensors
-        )
-        free = sum(stop - start for tensor in plan.tensors for start, stop in tensor.access[e].free)
+        accesses = [access for tensor in plan.tensors if (access := tensor.access_of(e)) is not None]
+        taken = sum(each.n_blocks + sum(stop - start for start, stop, _ in each.shared) for each in accesses)
+        free = sum(stop - start for each in accesses for start, stop in each.free)
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
-            share_text(taken, blocks), share_text(free, blocks),
+            share_text(taken, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
+            [share_text(sum(stop - start for each in accesses for start, stop, _ in each.levels), blocks),
+             _error_text(expected_error_of(accesses))]),
         ])  # fmt: skip
     head = [
         ("operator", plan.operator),
         ("policy", f"{plan.policy}, where omitted: {plan.on_omit}"),
         ("budget", _of_everything(plan.budget_bytes, plan.full_cost_bytes)),
         ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
+        *([("reused", _reused_text(plan, blocks))] if plan.reuse else []),
         ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
+        *_expected_facts(plan.expected_error),
     ]
     tail = [
         *_choices("fallback", plan.fallbacks),
@@ -58,8 +60,15 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]
-    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base"], rows)
+    graded = [] if plan.expected_error is None else ["of them in part", "error expected"]
+    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base", *graded], rows)
     return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
+
+
+def _reused_text(plan: Plan, blocks: int) -> str:
+    reused = sum(stop - start for tensor in plan.tensors for start, stop, _ in tensor.reused)
+    places = listed([each.path for each in plan.reuse])
+    return f"{share_text(reused, blocks)} of all blocks from {places}: {format_bytes(plan.saved_bytes)} are not charged"
 
 
 def explain_table(found: Explanation) -> str:
@@ -84,6 +93,7 @@ def _explain_facts(found: Explanation) -> list[Fact]:
         facts.append(("planned", _of_everything(found.planned_bytes or 0, found.full_bytes or 0)))
         if found.bound is not None:
             facts.append(("error bound", _bound_text(found.bound, found.relative_bound)))
+        facts.extend(_expected_facts(found.expected_error))
         if found.sid is not None:
             facts.append(("plan digest", found.plan_digest or ""))
     if found.realized_bytes is not None:
@@ -95,22 +105,28 @@ def _explain_facts(found: Explanation) -> list[Fact]:
 
 def _expert_table(found: Explanation) -> str:
     head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
-    return columns_text(head, [_expert_row(expert, found.blocks) for expert in found.experts])
+    graded = [] if found.expected_error is None else ["in part", "error expected"]
+    return columns_text(head + graded, [_expert_row(expert, found) for expert in found.experts])
 
 
-def _expert_row(expert: ExpertShare, blocks: int) -> list[str]:
-    counts = [share_text(count, blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
-    return [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
+def _expert_row(expert: ExpertShare, found: Explanation) -> list[str]:
+    counts = [share_text(count, found.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
+    row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
+    if found.expected_error is not None:
+        row += [share_text(expert.in_part, found.blocks), _error_text(expert.expected_error)]
+    return row
 
 
 def _layer_table(found: Explanation) -> str:
     shown = found.experts[:MAX_LAYER_EXPERTS]
-    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
+    graded = [] if found.expected_error is None else ["error expected"]
+    head = ["layer", "blocks", "touched", *graded, *(_shortened(expert.model, 20) for expert in shown)]
     rows = [
         [
             layer.layer or "others",
             str(layer.blocks),
             share_text(layer.touched, layer.blocks),
+            *([_error_text(layer.expected_error)] if graded else []),
             *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
         ]
         for layer in found.layers
@@ -142,6 +158,16 @@ def _group_text(group: Sequence[_Choice]) -> str:
 def _bound_text(absolute: float, relative: float | None) -> str:
     text = f"the result is at most {number_text(absolute)} away from the full merge, before rounding"
     return text if relative is None else f"{text}: about {100 * relative:.3g} % of what the full merge changes"
+
+
+def _expected_facts(error: float | None) -> list[Fact]:
+    if error is None:
+        return []
+    return [("error expected", f"{_error_text(error)} of what the full merge changes, before rounding")]
+
+
+def _error_text(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.3g} %"
 
 
 def _of_everything(nbytes: int, full_bytes: int) -> str:

@@ -19,12 +19,14 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 def merge_table(report: MergeReport) -> str:
     """What a merge read, wrote and took."""
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
+    reused = [("reused", _reused_text(report))] if report.reused_bytes else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
     return facts_text(
         [
             ("operator", report.operator),
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
+            *reused,
             *analysis,
             *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),
@@ -37,6 +39,10 @@ def merge_table(report: MergeReport) -> str:
             ("output", str(report.out)),
         ]
     )
+
+
+def _reused_text(report: MergeReport) -> str:
+    return f"{format_bytes(report.reused_bytes)} of earlier snapshots, where no expert was read"
 
 
 def _budget_facts(report: MergeReport) -> list[Fact]:
@@ -86,6 +92,7 @@ def check_table(report: CheckReport, free_bytes: int) -> str:
         ("tensors", counts),
         *(("copied", line) for line in _grouped((reason, name) for name, reason in report.copied)),
         *(("dropped", line) for line in _grouped((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
+        *(("notice", notice) for notice in report.notices),
     ]
     return facts_text(facts)
 

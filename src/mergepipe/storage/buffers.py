@@ -7,6 +7,8 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.errors import StorageError
+
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -59,8 +61,17 @@ class BufferPool:
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """A page-aligned uint8 array outside the Python heap, freed with its last reference."""
-    mapping = mmap.mmap(-1, nbytes)
+    """A page-aligned uint8 array outside the Python heap, freed with its last reference.
+
+    Raises:
+        StorageError: `storage.out-of-memory`.
+    """
+    try:
+        mapping = mmap.mmap(-1, nbytes)
+    except OSError as error:
+        message = f"the system gives no {nbytes} bytes for a buffer: {error.strerror}"
+        hint = "close other programs, or lower --memory or --threads"
+        raise StorageError.of("storage.out-of-memory", "", message, hint) from error
     if nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

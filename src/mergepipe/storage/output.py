@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.budget import Ledger, Purpose
+from mergepipe.errors import StorageError
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, os_error
 
@@ -17,23 +18,41 @@ CHUNK_BYTES = 8 << 20
 
 
 class OutputFile:
-    """A new file of known size, written from start to end.
+    """A new file of known size, written from start to end; or one whose first `written_bytes` are there already.
 
     Its space is reserved when it is opened, so that a full disk shows before the work and not after it. Leaving the
     context without `close` leaves the file incomplete: its directory is staging and is removed by its owner.
     """
 
-    def __init__(self, path: Path, size_bytes: int, ledger: Ledger) -> None:
+    def __init__(self, path: Path, size_bytes: int, ledger: Ledger, written_bytes: int = 0) -> None:
         self._path = path
         self._size_bytes = size_bytes
         self._ledger = ledger
         self._chunk = aligned_buffer(CHUNK_BYTES)
-        self._filled = 0
-        self._flushed = 0
-        self._descriptor = self._open()
+        self._kept = written_bytes % DIRECT_ALIGNMENT_BYTES  # of the first chunk: written before, not to be charged
+        self._filled = self._kept
+        self._flushed = written_bytes - self._kept
+        self._synced = written_bytes
+        if self._kept:
+            self._chunk[: self._kept] = np.frombuffer(_read_exactly(path, self._flushed, self._kept), np.uint8)
+        self._descriptor = self._open(is_new=not written_bytes)
 
-    def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    @property
+    def unsynced_bytes(self) -> int:
+        """Bytes handed to the operating system since they were last made durable."""
+        return max(0, self._flushed - self._synced)
+
+    def sync(self) -> int:
+        """Make durable what the operating system has; return how many bytes from the start are."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise os_error(error, self._path, "making it durable") from error
+        self._synced = max(self._synced, self._flushed)
+        return self._synced
+
+    def _open(self, *, is_new: bool) -> int:
+        flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
         descriptor = -1
         try:
             try:
@@ -67,15 +86,15 @@ class OutputFile:
                 written += os.pwrite(self._descriptor, self._chunk.data[written:nbytes], self._flushed + written)
         except OSError as error:
             raise os_error(error, self._path, f"writing at byte {self._flushed}") from error
-        self._ledger.charge(str(self._path), Purpose.OUTPUT, self._filled)
+        self._ledger.charge(str(self._path), Purpose.OUTPUT, self._filled - self._kept)
         self._flushed += self._filled
-        self._filled = 0
+        self._filled = self._kept = 0
 
     def close(self) -> None:
         """Write what is left, cut the file to its size and make it durable."""
         if self._flushed + self._filled != self._size_bytes:
             raise ValueError(f"{self._path}: {self._flushed + self._filled} bytes written, {self._size_bytes} declared")
-        if self._filled:
+        if self._filled > self._kept:
             # A direct write ends on the grid: it goes past the end by less than a page, which ftruncate takes back.
             tail = -self._filled % DIRECT_ALIGNMENT_BYTES
             self._chunk[self._filled : self._filled + tail] = 0
@@ -100,6 +119,18 @@ class OutputFile:
             self._descriptor = -1
 
 
+def _read_exactly(path: Path, offset: int, nbytes: int) -> bytes:
+    """Read bytes that are known to be there."""
+    try:
+        with path.open("rb", buffering=0) as stream:
+            content = os.pread(stream.fileno(), nbytes, offset)
+    except OSError as error:
+        raise os_error(error, path, "reading what was written before") from error
+    if len(content) < nbytes:
+        raise StorageError.of("storage.io", path, f"ends at byte {offset + len(content)}", "run again")
+    return content
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     try:
@@ -114,11 +145,15 @@ def sync_directory(path: Path) -> None:
 
 def write_durably(path: Path, content: bytes, ledger: Ledger) -> None:
     """Write a small new file and make it durable."""
+    rest = memoryview(content)
     try:
-        with path.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise os_error(error, path, f"writing {len(content)} bytes") from error
     ledger.charge(str(path), Purpose.OUTPUT, len(content))

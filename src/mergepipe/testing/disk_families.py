@@ -71,8 +71,6 @@ def make_models(n_experts: int, seed: int = 0) -> tuple[Model, ...]:
         model["buffer.ids"] = np.arange(7, dtype=np.int64) + e
         model["buffer.bytes"] = np.full(5, e, np.uint8)
         model["buffer.flags"] = np.array([True, False, e == 0])
-        if e:
-            model[f"extra.of.expert{e}"] = np.ones(3, np.float32)
     return tuple(models)
 
 

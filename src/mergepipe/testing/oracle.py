@@ -29,7 +29,7 @@ FEW = 6  # roundings beside those of sums: coefficients, products, the last addi
 
 @dataclass(frozen=True, slots=True)
 class MergeCase:
-    """One merge in a recipe's words. Weights and densities have one entry per expert."""
+    """One merge in a recipe's words. Weights and densities have one entry per expert; `rescale` is that of DARE."""
 
     operator: str
     weights: tuple[float, ...] = ()
@@ -124,7 +124,7 @@ def _linear(case: MergeCase, base_N: Numbers, deltas_EN: Numbers) -> Expected:
 
 def _scaled_weights(case: MergeCase) -> list[float]:
     total = sum(case.weights)
-    divisor = total if case.normalize and total != 0.0 else 1.0
+    divisor = total if case.normalize and abs(total) >= 1e-8 else 1.0
     return [case.lambda_ * w / divisor for w in case.weights]
 
 

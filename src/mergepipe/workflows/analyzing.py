@@ -14,12 +14,12 @@ from mergepipe.budget import Purpose
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
-from mergepipe.readers.base import Checkpoint, TensorEntry
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.recipe.resolve import Action, MergeTask, TensorParameters
+from mergepipe.readers.base import Checkpoint, Readable, files_of
+from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.opening import open_path
 from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known_content_id
 
 
@@ -55,8 +55,8 @@ def run_analysis(
 ) -> AnalyzeReport:
     """Analyse and record; see `session.analyze`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
-    base_checkpoint = open_checkpoint(store, base)
-    checkpoints = [open_checkpoint(store, path) for path in experts]
+    base_checkpoint = open_path(store, base)
+    checkpoints = [open_path(store, path, base_checkpoint) for path in experts]
     with closing(CatalogLink(home, required=True)) as link, Catalog.open(home) as catalog:
         base_row = catalog.register_model(base_checkpoint)
         subjects = [_subject(catalog, base_checkpoint, base_row, each, options) for each in checkpoints]
@@ -69,8 +69,8 @@ def run_analysis(
             if on_progress is not None:
                 on_progress(Progress("analyze", store.ledger.total_bytes(), total))
 
-        everything = [entry for each in (base_checkpoint, *checkpoints) for entry in each.tensors.values()]
-        with open_files(store, {entry.file for entry in everything}) as files:
+        everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
+        with open_files(store, files_of(everything)) as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:
@@ -114,7 +114,7 @@ def _subject(
     return _Subject(checkpoint, row, comparable, others, missing)
 
 
-def _can_compare(base: TensorEntry, expert: TensorEntry | None) -> bool:
+def _can_compare(base: Readable, expert: Readable | None) -> bool:
     return (
         expert is not None
         and base.shape == expert.shape
@@ -139,7 +139,10 @@ def _tasks(
         for group in groups:
             entries = tuple(subjects[i].checkpoint.tensors[name] for i in group)
             parameters = TensorParameters({}, {}, ({},) * len(entries))
-            task = MergeTask(name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters)
+            models = tuple(i + 1 for i in group)
+            task = MergeTask(
+                name, Action.MERGE, entry.shape, entry.dtype, entry, entries, parameters, expert_models=models
+            )
             recorder.expect(task, [rows[i] for i in group])
             tasks.append(task)
     return tuple(tasks)

@@ -15,14 +15,14 @@ def coverage_of(plan: Plan) -> Coverage:
     n_experts = sum(model.role == "expert" for model in plan.models)
     blocks = touched = 0
     read_E, shared_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(3))
-    own_E1 = np.arange(n_experts)[:, None]
     for tensor in plan.tensors:
         n_blocks = BlockGrid(tensor.n_elements, plan.block_elements).n_blocks
         sources_EB = source_of_blocks(tensor, n_blocks)
         blocks += n_blocks
         touched += int((sources_EB >= 0).any(axis=0).sum())
-        read_E += (sources_EB == own_E1).sum(axis=1)
-        shared_E += ((sources_EB >= 0) & (sources_EB != own_E1)).sum(axis=1)
-        free_E += (sources_EB == FREE).sum(axis=1)
+        experts, own_S1 = list(tensor.models), np.arange(len(tensor.models))[:, None]
+        read_E[experts] += (sources_EB == own_S1).sum(axis=1)
+        shared_E[experts] += ((sources_EB >= 0) & (sources_EB != own_S1)).sum(axis=1)
+        free_E[experts] += (sources_EB == FREE).sum(axis=1)
     counts = (tuple(int(n) for n in each_E) for each_E in (read_E, shared_E, free_E))
     return Coverage(blocks, touched, *counts)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F16, F32, F64, BlockGrid, DType, DTypeKind, Span
+from mergepipe.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.budget import Purpose
 from mergepipe.errors import CorruptError
-from mergepipe.readers.base import Checkpoint, TensorEntry
+from mergepipe.readers.base import Checkpoint, Readable, TensorEntry
 from mergepipe.storage.base import RangeFile, Store
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements held at a time: of two checkpoints, as stored and in float64, and their difference: 48 MiB at most."""
-
-_STORED: dict[DType, np.dtype[np.generic]] = {
-    F64: np.dtype("<f8"),
-    F32: np.dtype("<f4"),
-    F16: np.dtype("<f2"),
-    BF16: np.dtype("<u2"),
-}
 
 OnTick = Callable[[int], None]
 
@@ -41,8 +34,8 @@ def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> flo
             if other is None or other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
                 continue
             for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
-                difference_N = _elements(files[entry.file], entry, span)
-                difference_N -= _elements(files[other.file], other, span)
+                difference_N = _elements(files, entry, span)
+                difference_N -= _elements(files, other, span)
                 total += float(np.dot(difference_N, difference_N))
                 on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
     return math.sqrt(total)
@@ -56,13 +49,34 @@ def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
             if not _is_float(entry):
                 continue
             for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
-                elements_N = _elements(files[entry.file], entry, span)
+                elements_N = _elements(files, entry, span)
                 total += float(np.dot(elements_N, elements_N))
                 on_tick(span.n_elements * entry.dtype.itemsize)
     return math.sqrt(total)
 
 
-def _is_float(entry: TensorEntry) -> bool:
+def tensor_norms(
+    store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
+) -> dict[str, tuple[float, float]]:
+    """`||A - B||` and `||A||` of each named tensor of floats that both have in the same shape; `on_tick` as above."""
+    found = {}
+    with _opened(store, a, b) as files:
+        for name in names:
+            entry, other = a.tensors[name], b.tensors[name]
+            if other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
+                continue
+            difference = norm = 0.0
+            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
+                elements_N = _elements(files, entry, span)
+                norm += float(np.dot(elements_N, elements_N))
+                elements_N -= _elements(files, other, span)
+                difference += float(np.dot(elements_N, elements_N))
+                on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
+            found[name] = (math.sqrt(difference), math.sqrt(norm))
+    return found
+
+
+def _is_float(entry: Readable) -> bool:
     return entry.dtype.kind is DTypeKind.FLOAT
 
 
@@ -71,23 +85,31 @@ def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Path, Ra
     """Open all files for ordinary reads: what is compared was written or read a moment ago."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, RangeFile] = {}
-        for path in sorted({entry.file for each in checkpoints for entry in each.tensors.values()}):
+        stored = [entry for each in checkpoints for tensor in each.tensors.values() for entry in tensor.stored]
+        for path in sorted({entry.file for entry in stored}):
             files[path] = store.open(path)
             stack.callback(files[path].close)
         yield files
 
 
-def _elements(file: RangeFile, entry: TensorEntry, span: Span) -> NDArray[np.float64]:
+def _elements(files: Mapping[Path, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:
     """Decode elements of a tensor into a new array.
 
     Raises:
         CorruptError: `checkpoint.truncated`.
     """
-    itemsize = entry.dtype.itemsize
-    stored_N = np.empty(span.n_elements, _STORED[entry.dtype])
-    buffer = stored_N.view(np.uint8).data
-    if file.read_into(entry.offset + span.start * itemsize, buffer, Purpose.ANALYSIS) < len(buffer):
-        raise CorruptError.of("checkpoint.truncated", entry.file, f"ends inside tensor '{entry.name}'", "merge again")
-    if entry.dtype is BF16:
-        return np.asarray((stored_N.astype(np.uint32) << np.uint32(16)).view(np.float32), np.float64)
-    return np.asarray(stored_N, np.float64)
+    from mergepipe.kernels.codec import CODE_F64, decode_all
+
+    raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
+    if not isinstance(entry, TensorEntry):
+        entry.opened(files)(span, raw, Purpose.ANALYSIS)
+    else:
+        start = entry.offset + span.start * entry.dtype.itemsize
+        if files[entry.file].read_into(start, raw.data, Purpose.ANALYSIS) < len(raw):
+            message = f"ends inside tensor '{entry.name}'"
+            raise CorruptError.of("checkpoint.truncated", entry.file, message, "merge again")
+    if entry.dtype.kernel_code == CODE_F64:
+        return np.asarray(raw.view(np.float64))
+    elements_N = np.empty(span.n_elements, np.float32)
+    decode_all(raw, entry.dtype.kernel_code, span.n_elements, elements_N)
+    return np.asarray(elements_N, np.float64)

@@ -12,10 +12,10 @@ from pathlib import Path
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.manifest import MANIFEST_NAME, Manifest
-from mergepipe.plan import Access, Fallback, Plan, PlannedTensor, Runs, format_runs
+from mergepipe.plan import Access, Fallback, Plan, PlannedTensor, Runs, expected_error_of, format_runs
 from mergepipe.plan_reading import parse_plan
 from mergepipe.planner.policies import layer_of
-from mergepipe.recipe.resolve import Action
+from mergepipe.recipe.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.workflows.planning import read_plan
 from mergepipe.workflows.snapshots import find_snapshot_path, read_manifest_value
@@ -34,16 +34,21 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One merged tensor with its runs of blocks per expert; a full merge has every block in `blocks`."""
+    """One merged tensor with its runs of blocks per expert; a full merge has every block in `blocks`.
+
+    `experts` are those that take part, in the tensor's own order; the others have no access.
+    """
 
     name: str
     n_blocks: int
-    access: tuple[Access, ...]
+    access: tuple[Access | None, ...]
+    experts: tuple[int, ...]
 
     def touched(self) -> Runs:
         """Blocks that some expert's bytes went into."""
-        own = chain.from_iterable(access.blocks for access in self.access)
-        served = ((start, stop) for access in self.access for start, stop, _ in access.shared)
+        present = [access for access in self.access if access is not None]
+        own = chain.from_iterable(access.blocks for access in present)
+        served = ((start, stop) for access in present for start, stop, _ in access.shared)
         return joined((*own, *served))
 
 
@@ -109,6 +114,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         tensors=() if pattern is None else _tensor_uses(tensors, pattern, models, reasons),
         fallbacks=() if plan is None else _decisions(plan.fallbacks),
         adjustments=() if plan is None else _decisions(plan.adjustments),
+        expected_error=None if plan is None else plan.expected_error,
     )
 
 
@@ -120,7 +126,11 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
     def blocks(tensor: PlannedTensor) -> int:
         return -(-tensor.n_elements // plan.block_elements)
 
-    return tuple(_Tensor(tensor.name, blocks(tensor), tensor.access) for tensor in plan.tensors)
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    return tuple(
+        _Tensor(tensor.name, blocks(tensor), tuple(tensor.access_of(e) for e in range(n_experts)), tensor.models)
+        for tensor in plan.tensors
+    )
 
 
 def _everything(manifest: Manifest) -> tuple[_Tensor, ...]:
@@ -131,7 +141,7 @@ def _everything(manifest: Manifest) -> tuple[_Tensor, ...]:
         if tensor.action == Action.MERGE.value:
             n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
             access = Access(((0, n_blocks),) if n_blocks else ())
-            found.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts))
+            found.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
     return tuple(found)
 
 
@@ -163,13 +173,22 @@ def _expert_shares(
                 full_bytes=None if planned is None else planned[e].full_cost_bytes,
                 planned_bytes=None if planned is None else planned[e].planned_bytes,
                 realized_bytes=None if realized is None else realized[e],
+                in_part=sum(stop - start for access in _accesses(tensors, e) for start, stop, _ in access.levels),
+                expected_error=expected_error_of(_accesses(tensors, e)),
             )
         )
     return tuple(shares)
 
 
+def _accesses(tensors: Iterable[_Tensor], e: int) -> list[Access]:
+    """What is read of an expert, where it takes part."""
+    return [access for tensor in tensors if (access := tensor.access[e]) is not None]
+
+
 def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int, int]:
     access = tensor.access[e]
+    if access is None:
+        return 0, 0, 0, 0
     read, free = _count(access.blocks), _count(access.free)
     shared = sum(stop - start for start, stop, _ in access.shared)
     return read, shared, free, tensor.n_blocks - read - shared - free
@@ -187,6 +206,7 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
             blocks=sum(tensor.n_blocks for tensor in inside),
             touched=sum(_count(tensor.touched()) for tensor in inside),
             taking_part=tuple(sum(sum(_counts(t, e)[:3]) for t in inside) for e in range(n_experts)),
+            expected_error=expected_error_of(a for e in range(n_experts) for a in _accesses(inside, e)),
         )
         for layer, inside in ordered
     )
@@ -234,11 +254,18 @@ def _tensor_uses(
 
 def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse]:
     access, model = tensor.access[e], reasons.names[e]
-    if access.blocks:
-        yield BlockUse(model, READ, format_runs(access.blocks), reasons.read)
+    if access is None:
+        return
+    in_part = joined((start, stop) for start, stop, _ in access.levels)
+    in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
+    if in_full:
+        yield BlockUse(model, READ, format_runs(in_full), reasons.read)
+    for level in sorted({level for _, _, level in access.levels}):
+        runs = joined((start, stop) for start, stop, own in access.levels if own == level)
+        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), reasons.read)
     for source in sorted({source for _, _, source in access.shared}):
         runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
-        yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(source))
+        yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))
     if access.free:
         yield BlockUse(model, FREE, format_runs(access.free), "equal to the base's, known without reading")
     omitted = _gaps(access.runs, tensor.n_blocks)
@@ -261,6 +288,12 @@ def _gaps(runs: Runs, n_blocks: int) -> Runs:
     """What `runs` (sorted, disjoint) leave of `[0, n_blocks)`."""
     edges = [0, *chain.from_iterable(runs), n_blocks]
     return joined((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+
+def _gaps_inside(runs: Runs, start: int, stop: int) -> Runs:
+    """What `runs` leave of `[start, stop)`."""
+    inside = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
+    return tuple((a + start, b + start) for a, b in _gaps(tuple(inside), stop - start))
 
 
 def _count(runs: Runs) -> int:

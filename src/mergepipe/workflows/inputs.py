@@ -18,7 +18,7 @@ _SPARE_FILES = 64
 def open_files(store: Store, paths: Iterable[Path]) -> Iterator[Mapping[Path, RangeFile]]:
     """Open files for direct reads, and close them all at the end."""
     ordered = sorted(set(paths))
-    _allow_open_files(len(ordered) + _SPARE_FILES)
+    allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
         files: dict[Path, RangeFile] = {}
         for path in ordered:
@@ -44,8 +44,9 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
                 raise ConflictError.of("input.changed", path, "changed while it was being read", "run again")
 
 
-def _allow_open_files(wanted: int) -> None:
-    """Raise the soft limit on open files towards `wanted`; where that is refused, opening says so."""
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files for `count` and some more; where that is refused, opening says so."""
+    wanted = count + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         with contextlib.suppress(ValueError, OSError):

@@ -2,109 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import mergepipe
+from mergepipe.block_digests import BLOCKS_NAME
 from mergepipe.budget import Purpose, Usage
-from mergepipe.canonical import digest_of
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge, plan_output
+from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
+from mergepipe.engine.identity import content_id, stored_entries
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
     FileRecord,
     InputRecord,
     Manifest,
-    OutputFileRecord,
-    OutputTensor,
-    RealizedBytes,
+    record_of,
 )
 from mergepipe.operators.registry import operator_named
+from mergepipe.overlay_writer import OverlayWriter
 from mergepipe.plan import Plan
 from mergepipe.publish import Staging, check_free_space, check_target
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.recipe.load import load_recipe
-from mergepipe.recipe.model import Recipe
-from mergepipe.recipe.resolve import Action, Resolution, resolve
-from mergepipe.reports import CheckReport, MergeReport, ModelUse, Progress, ProgressCallback
+from mergepipe.readers.base import Checkpoint, NeedsBase, files_of
+from mergepipe.recipe.references import reference_text
+from mergepipe.recipe.tasks import MergeTask
+from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.statistics import TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
+from mergepipe.workflows.accumulating import largest_totals_bytes
+from mergepipe.workflows.checking import sidecar_bytes
 from mergepipe.workflows.coverage import coverage_of
+from mergepipe.workflows.executing import Earlier, Execution, Made
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.manifest_records import (
+    file_records,
+    realized,
+    reuse_facts,
+    tensor_bytes_read,
+    tensor_records,
+)
+from mergepipe.workflows.opening import Inputs, PairStatistics, open_inputs
+from mergepipe.workflows.overlays import as_overlay, base_places, overlay_notice
 from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.workflows.resuming import MergeProgress, Resume, run_key
+from mergepipe.workflows.reusing import Snapshots, candidates
 from mergepipe.workflows.sidecars import sidecar_contents
-from mergepipe.writer import INDEX_NAME, TensorDigest, index_json
+from mergepipe.workflows.works import merge_work
+from mergepipe.writer import INDEX_NAME, index_json, table_of
 
 SIDECAR_MARGIN_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A recipe with its opened checkpoints, paired."""
-
-    recipe: Recipe
-    base: Checkpoint
-    experts: tuple[Checkpoint, ...]
-    resolution: Resolution
-
-    @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The base, then the experts in recipe order."""
-        return (self.base, *self.experts)
-
-
-def open_inputs(path: Path, store: LocalStore) -> Inputs:
-    """Load a recipe, open what it names, pair the tensors."""
-    recipe = load_recipe(path)
-    base = open_checkpoint(store, recipe.anchor().path)
-    experts = tuple(open_checkpoint(store, model.path) for model in recipe.experts())
-    return Inputs(recipe, base, experts, resolve(recipe, base, experts))
-
-
-def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
-    """What a merge of these inputs would do."""
-    recipe, resolution = inputs.recipe, inputs.resolution
-    merged = [task for task in resolution.tasks if task.action is Action.MERGE]
-    models = [ModelUse("base", recipe.anchor().text, len(resolution.tasks), resolution.base_bytes)]
-    for index, model in enumerate(recipe.experts()):
-        used = sum(task.experts[index].nbytes for task in merged)
-        models.append(ModelUse("expert", model.text, len(merged), used))
-    return CheckReport(
-        recipe=str(recipe.path),
-        operator=recipe.operator.name,
-        models=tuple(models),
-        merged_tensors=resolution.n_merged,
-        copied=tuple((task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
-        dropped=resolution.dropped,
-        base_bytes=resolution.base_bytes,
-        expert_bytes=resolution.expert_bytes,
-        output_bytes=resolution.output_bytes,
-        disk_bytes=output.total_bytes + _sidecar_bytes(inputs.base),
-        shards=len(output.shards),
-    )
-
-
-def _sidecar_bytes(base: Checkpoint) -> int:
-    store = LocalStore()
-    return sum(store.size_bytes(base.root / name) for name in base.sidecars)
 
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
     """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog.
 
-    `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway.
+    `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway; with `reuse` it copies
+    what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
+    `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on; `within_ulp` such sums
+    are corrected, too, where experts or weights went away. An `overlay` stores only blocks that differ from the base;
+    it takes neither `reuse` nor kept sums, and is never resumed.
     """
 
     engine: EngineOptions
@@ -113,6 +79,12 @@ class MergeSettings:
     shard_bytes: int
     home: Path | None
     gathers: bool = False
+    resume: Resume = Resume.AUTO
+    reuse: bool = False
+    keeps_accumulators: bool = False
+    within_ulp: bool = False
+    overlay: bool = False
+    allow_dropped: tuple[str, ...] = ()
 
 
 def run_merge(
@@ -120,9 +92,39 @@ def run_merge(
 ) -> MergeReport:
     """Merge and publish; see `session.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
-    inputs = open_inputs(recipe, store)
-    with closing(CatalogLink(settings.home)) as link:
+    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
+        inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
+
+
+class Stages:
+    """Writes intermediates that have to be whole before they are merged on, beside the output; removed at the end."""
+
+    def __init__(self, out: Path, settings: MergeSettings, store: LocalStore) -> None:
+        self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
+        self._settings = replace(
+            settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
+            keeps_accumulators=False, overlay=False,
+        )  # fmt: skip
+        self._store = store
+        self._stack = contextlib.ExitStack()
+        self._made = 0
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def make(self, inputs: Inputs) -> Path:
+        """Merge one intermediate; the folder lies where nobody else looks. Nothing is made until the first one."""
+        if not self._made:
+            self._stack.enter_context(self._staging)
+        self._made += 1
+        place = self._staging.path / str(self._made)
+        with closing(CatalogLink(None)) as link:
+            publish_merge(inputs, None, place, self._settings, self._store, link, time.perf_counter(), None)
+        return place
 
 
 def publish_merge(
@@ -134,18 +136,42 @@ def publish_merge(
     link: CatalogLink,
     started: float,
     on_progress: ProgressCallback | None,
+    before_publish: Callable[[Manifest], None] | None = None,
 ) -> MergeReport:
-    """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`."""
+    """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
+
+    What `before_publish` raises about the finished manifest keeps it from being published.
+    """
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
-    check_free_space(out, output.total_bytes + _sidecar_bytes(inputs.base) + SIDECAR_MARGIN_BYTES)
+    sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
+    weight_bytes = 0 if settings.overlay else output.total_bytes  # nobody knows how many blocks will differ
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
+    link.notices.extend(inputs.notices)
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
     run.tick("merge")  # from here on the caller may hold signals back until the next report
-    with Staging(out, force=settings.force) as staging:
-        manifest = run.fill(staging.path)
+    seed = settings.seed if plan is None else plan.seed
+    progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
+    with (
+        Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
+        progress.recorded(staging),
+    ):
+        link.notices.extend(progress.notices)
+        manifest = run.fill(staging.path, progress, _earlier(plan, out, settings, store, link))
+        if before_publish is not None:
+            before_publish(manifest)
         staging.publish()
     link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
     return run.report(out, manifest)
+
+
+def _earlier(plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink) -> Earlier:
+    """Where to look for what comes out the same: where the plan says, else in what is replaced and in the catalog."""
+    if plan is not None:
+        snapshots = Snapshots(store, [Path(each.path) for each in plan.reuse])
+        return Earlier(snapshots, goes_on=False, keeps_accumulators=False)
+    places = candidates(link, out if settings.force else None) if settings.reuse else ()
+    return Earlier(Snapshots(store, places), settings.reuse, settings.keeps_accumulators, settings.within_ulp)
 
 
 class _Run:
@@ -176,98 +202,122 @@ class _Run:
         if plan is not None:
             store.ledger.expert_limit_bytes = plan.planned_bytes
 
-    def fill(self, directory: Path) -> Manifest:
+    def fill(self, directory: Path, progress: MergeProgress, earlier: Earlier) -> Manifest:
         """Write everything but the name; return the manifest that was written."""
         recorder = self._recorder()
-        with self._open_files() as files:
+        checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
+        overlay = self._overlay(directory, checkpoints)
+        execution = Execution(
+            self._store, self._settings.engine, directory, self._output, self._plan, checkpoints,
+            lambda: self.tick("merge"), overlay,
+        )  # fmt: skip
+        with self._open_files() as files, overlay or contextlib.nullcontext():
             ids = self._content_ids(files)
-            work = MergeWork(
-                self._output.tasks,
-                self._operator,
-                self._settings.seed if self._plan is None else self._plan.seed,
-                ids,
-                access=self._access(),
-                renormalize=self._plan is not None and self._plan.on_omit == "renormalize",
+            work = replace(
+                merge_work(self._operator.spec.name, self._output.tasks, self._plan, self._settings.seed, ids),
                 on_statistics=recorder.take if recorder else None,
                 statistics_of=recorder.expected if recorder else frozenset(),
-                statistics_E=self._known_statistics(),
+                known_of=self._known_statistics(),
             )
-            digests = execute_merge(
-                work, self._output, directory, files, self._settings.engine, self._store.ledger,
-                lambda: self.tick("merge"),
-            )  # fmt: skip
+            made = execution.run(work, files, earlier, progress)
         self.tick("publish")
-        check_unchanged(self._inputs.checkpoints)
+        check_unchanged(checkpoints)
+        made.reuse.check(made.digests)
+        if made.n_corrected:
+            message = "as near to those of a merge from scratch as a unit in the last place of their largest term"
+            self._link.notices.append(f"{made.n_corrected} tensors are corrected sums of an earlier merge, {message}")
         if recorder:
             recorder.flush()
-        manifest = self._manifest(digests, ids)
-        self._write_small_files(directory, manifest)
-        return manifest
+        if overlay is not None:
+            self._link.notices.append(overlay_notice(overlay.table))
+        return self._write_small_files(directory, made, self._manifest(made, ids), overlay)
 
-    def _write_small_files(self, directory: Path, manifest: Manifest) -> None:
+    def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
+        if not self._settings.overlay:
+            return None
+        files, places = base_places(self._output.tasks, checkpoints)
+        return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
+
+    def _write_small_files(
+        self, directory: Path, made: Made, unfinished: Manifest, overlay: OverlayWriter | None
+    ) -> Manifest:
+        """Write all that holds no tensors, the manifest last; return it as it was written."""
+        contents = {**sidecar_contents(self._inputs, self._store, unfinished), **made.small}
         if len(self._output.shards) > 1:
-            write_durably(directory / INDEX_NAME, index_json(self._output.shards), self._store.ledger)
-        contents = sidecar_contents(self._inputs.recipe, self._inputs.base, self._store, manifest)
-        for name, content in (*contents.items(), (MANIFEST_NAME, manifest.to_json())):
+            contents[INDEX_NAME] = index_json(self._output.shards)
+        blocks = table_of(self._output.shards, made.digests).to_bytes()
+        manifest = replace(
+            unfinished,
+            blocks=record_of(BLOCKS_NAME, blocks),
+            sidecars=tuple(record_of(name, content) for name, content in sorted(contents.items())),
+        )
+        if overlay is not None:
+            manifest, contents = as_overlay(manifest, contents, overlay.table)
+        small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
+        for name, content in small.items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, content, self._store.ledger)
+        return manifest
 
-    def _access(self) -> PlannedAccess | None:
-        if self._plan is None:
-            return None
-        return PlannedAccess({tensor.name: tensor for tensor in self._plan.tensors}, self._plan.block_elements)
-
-    def _content_ids(self, files: Mapping[Path, RangeFile]) -> tuple[str, ...]:
-        """What randomness is keyed by; an expert that a plan leaves out is not looked at."""
+    def _content_ids(self, files: Mapping[Path, RangeFile]) -> dict[int, str]:
+        """What randomness is keyed by, by model; an expert that a plan leaves out is not looked at."""
         if not self._operator.is_random:
-            return ()
-        if self._plan is None:
-            return tuple(known_content_id(self._link, expert, files) for expert in self._inputs.experts)
-        planned = [model for model in self._plan.models if model.role == "expert"]
-        taking_part = {
-            e for tensor in self._plan.tensors for e, each in enumerate(tensor.access) if each.blocks or each.shared
-        }
-        return tuple(
-            model.content_id or (known_content_id(self._link, expert, files) if e in taking_part else "")
-            for e, (model, expert) in enumerate(zip(planned, self._inputs.experts, strict=True))
-        )
-
-    def _known_statistics(self) -> tuple[Mapping[str, TensorStatistics], ...]:
-        """Exact statistics of each expert, for a merge in full; a plan holds what it needs."""
+            return {}
+        wanted, known = self._inputs.expert_models, {}
         if self._plan is not None:
-            return ()
-        return self._link.use(self._statistics) or ()
+            identities = [model.content_id for model in self._plan.models]
+            known = {model: identity for model, identity in enumerate(identities) if identity is not None}
+            wanted = tuple(wanted[e] for e in sorted(_taking_part(self._plan)))
+        found = {model: self._content_id(model, files) for model in wanted if model not in known}
+        return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
 
-    def _statistics(self, catalog: Catalog) -> tuple[Mapping[str, TensorStatistics], ...]:
-        base_row = catalog.model_for(self._inputs.base)
-        rows = [catalog.model_for(expert) for expert in self._inputs.experts]
-        return tuple(catalog.statistics(row, base_row) if row and base_row else {} for row in rows)
+    def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
+        """Of an intermediate that is written nowhere, the id of what it is made from."""
+        checkpoint = self._inputs.checkpoints[model]
+        is_made = model in self._inputs.intermediates
+        return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
+
+    def _known_statistics(self) -> Callable[[MergeTask], Sequence[TensorStatistics | None]] | None:
+        """Exact statistics of a task's experts, for a merge in full; a plan holds what it needs."""
+        if self._plan is not None:
+            return None
+        known = self._link.use(lambda catalog: PairStatistics(catalog, self._inputs, (Evidence.EXACT,)))
+        if known is None:
+            return None
+        return lambda task: self._link.use(lambda _: _all_known(known, task)) or (None,) * len(task.experts)
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
-        if self._plan is not None or not self._inputs.experts or not self._settings.gathers:
+        if self._plan is not None or not self._inputs.expert_models or not self._settings.gathers:
             return None
         return self._link.use(self._make_recorder)
 
     def _make_recorder(self, catalog: Catalog) -> StatisticsRecorder | None:
-        base_row = catalog.register_model(self._inputs.base)
-        rows = [catalog.register_model(expert) for expert in self._inputs.experts]
-        tasks = {task.name: task for task in self._output.tasks if task.experts and task.base.n_elements}
-        missing: set[str] = set()
-        for row in rows:  # what was analysed stays, on whatever grid that was asked for
-            evidence = catalog.evidence(row, base_row)
-            missing.update(name for name in tasks if evidence.get(name) is not Evidence.EXACT)
+        """Only for pairs with the one base: what else a recipe compares, nobody asks for."""
+        inputs = self._inputs
+        base_row = catalog.register_model(inputs.base)
+        rows = {model: catalog.register_model(inputs.checkpoints[model]) for model in inputs.expert_models}
+        evidence = {model: catalog.evidence(row, base_row) for model, row in rows.items()}
         recorder = StatisticsRecorder(self._link, base_row, Evidence.EXACT)
-        for name in missing:
-            recorder.expect(tasks[name], rows)
-        return recorder if missing else None
+        for task in self._output.tasks:
+            slots = range(len(task.experts))
+            if not slots or not task.base.n_elements or task.base_model != 0:
+                continue
+            if any(inputs.pair_name(task, slot) is None for slot in slots):
+                continue
+            # What was analysed stays, on whatever grid that was asked for.
+            if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
+                recorder.expect(task, [rows[model] for model in task.expert_models])
+        return recorder if recorder.expected else None
 
     def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
-        tasks = self._output.tasks
-        paths = {entry.file for task in tasks for entry in (task.base, *task.experts)}
+        sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
+        encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
+        paths = files_of(sources) | files_of(encoded)
         if self._operator.is_random:  # content ids sample dropped tensors too
-            paths |= {entry.file for expert in self._inputs.experts for entry in expert.tensors.values()}
+            for model in self._inputs.expert_models:
+                paths |= {entry.file for entry in stored_entries(self._inputs.checkpoints[model])}
         return open_files(self._store, paths)
 
     def tick(self, phase: str) -> None:
@@ -275,18 +325,21 @@ class _Run:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes))
 
-    def _manifest(self, digests: tuple[TensorDigest, ...], ids: tuple[str, ...]) -> Manifest:
+    def _manifest(self, made: Made, ids: Mapping[int, str]) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
             version=mergepipe.__version__,
             operator=self._inputs.recipe.operator.name,
-            recipe=self._inputs.recipe.source_text,
+            recipe=self._inputs.recipe_text,
             seed=self._settings.seed if self._plan is None else self._plan.seed,
             inputs=self._input_records(ids, usage),
-            files=_file_records(self._output, digests),
-            tensors=_tensor_records(self._output, digests),
-            dropped=tuple(DroppedRecord(d.model, d.tensor, d.reason) for d in self._inputs.resolution.dropped),
-            realized=_realized(usage),
+            files=file_records(self._output, made.digests),
+            tensors=tensor_records(self._output, made.digests),
+            dropped=tuple(
+                DroppedRecord(d.model, d.tensor, d.reason)
+                for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
+            ),
+            realized=realized(usage),
             plan_digest=None if self._plan is None else self._plan.digest,
             plan=None if self._plan is None else self._plan.content(),
             coverage=None if self._plan is None else coverage_of(self._plan),
@@ -294,27 +347,25 @@ class _Run:
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
+                **reuse_facts(made, usage),
             },
         )
 
-    def _input_records(self, ids: tuple[str, ...], usage: Usage) -> tuple[InputRecord, ...]:
-        recipe = self._inputs.recipe
-        models = (recipe.anchor(), *recipe.experts())
-        roles = ("base", *("expert" for _ in recipe.experts()))
-        known = (None, *(ids or (None,) * len(self._inputs.experts)))
+    def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
+        known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
         return tuple(
             InputRecord(
                 role=role,
                 model=model.text,
-                path=str(model.path),
+                path=reference_text(model),
                 files=tuple(
                     FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
                     for file in checkpoint.files
                 ),
-                content_id=identity,
-                read_bytes=_tensor_bytes_read(checkpoint, usage),
+                content_id=known.get(id(checkpoint)) or None,
+                read_bytes=tensor_bytes_read(checkpoint, usage),
             )
-            for role, model, checkpoint, identity in zip(roles, models, self._inputs.checkpoints, known, strict=True)
+            for role, model, checkpoint in self._inputs.leaves()
         )
 
     def _budget_notices(self) -> tuple[str, ...]:
@@ -324,7 +375,7 @@ class _Run:
 
     def report(self, out: Path, manifest: Manifest) -> MergeReport:
         """What was done, up to now."""
-        usage = _realized(self._store.ledger.usage())
+        usage = realized(self._store.ledger.usage())
         resolution = self._inputs.resolution
         return MergeReport(
             out=out,
@@ -338,6 +389,7 @@ class _Run:
             analysis_bytes=usage.analysis,
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
+            reused_bytes=self._store.ledger.usage()[Purpose.REUSE],
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
@@ -346,38 +398,15 @@ class _Run:
         )
 
 
-def _realized(usage: Usage) -> RealizedBytes:
-    return RealizedBytes(
-        base=usage[Purpose.BASE],
-        expert=usage[Purpose.EXPERT],
-        analysis=usage[Purpose.ANALYSIS],
-        metadata=usage[Purpose.METADATA],
-        output=usage[Purpose.OUTPUT],
-    )
+def _taking_part(plan: Plan) -> set[int]:
+    """The plan's experts of which anything is used."""
+    return {
+        e
+        for tensor in plan.tensors
+        for e, access in zip(tensor.models, tensor.access, strict=True)
+        if access.blocks or access.shared
+    }
 
 
-def _tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
-    files = {str(entry.file) for entry in checkpoint.tensors.values()}
-    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
-
-
-def _tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputTensor, ...]:
-    shard_of = {spec.name: shard.name for shard in output.shards for spec in shard.tensors}
-    return tuple(
-        OutputTensor(
-            task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
-        )
-        for task, digest in zip(output.tasks, digests, strict=True)
-    )
-
-
-def _file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
-    root_of = {digest.name: digest.root for digest in digests}
-    return tuple(
-        OutputFileRecord(
-            shard.name,
-            shard.file_bytes,
-            digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors]),
-        )
-        for shard in output.shards
-    )
+def _all_known(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
+    return tuple(known.of(task, slot) for slot in range(len(task.experts)))

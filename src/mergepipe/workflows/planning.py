@@ -2,91 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.budget_request import BudgetRequest
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.rows import Evidence, ModelRow
-from mergepipe.errors import ConflictError, NotFoundError, Problem
+from mergepipe.catalog.rows import Evidence
+from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
 from mergepipe.plan import Plan, PlannedModel
 from mergepipe.plan_reading import parse_plan
-from mergepipe.planner.planning import plan_merge
+from mergepipe.planner.planning import rank_blocks
 from mergepipe.planner.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.readers.base import Checkpoint, Graded
 from mergepipe.recipe.load import reload_recipe
-from mergepipe.recipe.resolve import Action, MergeTask, Resolution, TensorParameters, resolve
+from mergepipe.recipe.references import reference_text
+from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.statistics import TensorStatistics
 from mergepipe.storage.local import LocalStore, os_error
-from mergepipe.workflows.merging import Inputs, MergeSettings, open_inputs, publish_merge
+from mergepipe.workflows.merging import MergeSettings, publish_merge
+from mergepipe.workflows.opening import Inputs, PairStatistics, open_inputs, open_recipes
+from mergepipe.workflows.planned_reuse import ReusingPlanner
 from mergepipe.workflows.recording import CatalogLink
+from mergepipe.workflows.reusing import Snapshots, candidates
 
+PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 MAX_PLAN_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for."""
+    """What a plan is asked for. Without `block_elements`, blocks are of the size that suits the experts."""
 
     budget: BudgetRequest
     policy: Policy
     options: PlanOptions
-    block_elements: int
+    block_elements: int | None
+    allow_dropped: tuple[str, ...] = ()
+    reuse: bool = False
 
 
-def make_plan(inputs: Inputs, request: PlanRequest, link: CatalogLink, seed: int) -> Plan:
-    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data."""
+def make_plan(inputs: Inputs, request: PlanRequest, link: CatalogLink, seed: int, replaced: Path | None = None) -> Plan:
+    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data.
+
+    With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
+    """
+    models = inputs.recipe.inputs()
+    if inputs.intermediates:
+        name = models[min(inputs.intermediates)].text
+        message = "a budget does not reach into what another document makes"
+        raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
     known = link.use(lambda catalog: _what_is_known(catalog, inputs))
     if known is None:
-        known = _Known(None, (None,) * len(inputs.experts), ({},) * len(inputs.experts))
-    recipe = inputs.recipe
-    experts = zip(recipe.experts(), inputs.experts, known.content_ids, strict=True)
+        known = _Known((None,) * len(models), ({},) * len(inputs.expert_models))
+    described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     problem = PlanningProblem(
-        operator=recipe.operator.name,
-        recipe=recipe.source_text,
+        operator=inputs.recipe.operator.name,
+        recipe=inputs.recipe.source_text,
         seed=seed,
-        block_elements=request.block_elements,
+        block_elements=request.block_elements or _suitable_block(inputs, known),
         resolution=inputs.resolution,
-        base=PlanningModel(recipe.anchor().text, inputs.base, known.base_content_id),
-        experts=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in experts),
+        models=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in described),
         statistics=known.statistics,
     )
-    plan = plan_merge(problem, request.budget, request.policy, request.options)
-    paths = [recipe.anchor().path, *(model.path for model in recipe.experts())]
-    models = tuple(replace(model, path=str(path)) for model, path in zip(plan.models, paths, strict=True))
-    return replace(plan, models=models)
+    ranking = rank_blocks(problem, request.budget, request.policy, request.options)
+    earlier = Snapshots(LocalStore(), candidates(link, replaced) if request.reuse else ())
+    ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
+    plan = ReusingPlanner(
+        ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
+    ).plan()
+    plan = replace(plan, vocabulary=_vocabulary(inputs))
+    paths = [reference_text(model) for model in models]
+    return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _suitable_block(inputs: Inputs, known: _Known) -> int:
+    """Larger blocks where all experts are packed and nothing else is known of them: fewer ends of pages are read."""
+    if any(known.statistics):
+        return DEFAULT_BLOCK_ELEMENTS
+    experts = [inputs.checkpoints[model] for model in inputs.expert_models]
+    are_packed = all(any(isinstance(t, Graded) for t in expert.tensors.values()) for expert in experts)
+    return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    base_content_id: str | None
+    """Content ids by model, and statistics by expert and task."""
+
     content_ids: tuple[str | None, ...]
-    statistics: tuple[dict[str, TensorStatistics], ...]
+    statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
 def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
-    base_row = catalog.model_for(inputs.base)
-    rows = [catalog.model_for(expert) for expert in inputs.experts]
-    return _Known(
-        base_row.content_id if base_row else None,
-        tuple(row.content_id if row else None for row in rows),
-        tuple(_statistics(catalog, row, base_row) for row in rows),
-    )
-
-
-def _statistics(catalog: Catalog, row: ModelRow | None, base_row: ModelRow | None) -> dict[str, TensorStatistics]:
-    if row is None or base_row is None:
-        return {}
-    return dict(catalog.statistics(row, base_row, accept=(Evidence.EXACT, Evidence.PROBE)))
+    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
+    rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
+    by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
+    for task in inputs.resolution.tasks:
+        for slot, model in enumerate(task.expert_models):
+            found = pairs.of(task, slot)
+            if found is not None:
+                by_model[model][task.name] = found
+    return _Known(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Plan:
     """Plan the recipe at a path."""
-    inputs = open_inputs(recipe, LocalStore())
+    inputs = open_inputs(recipe, LocalStore(), request.allow_dropped)
     with closing(CatalogLink(home, required=True)) as link:
         return make_plan(inputs, request, link, seed)
 
@@ -102,10 +126,10 @@ def run_budgeted(
 ) -> MergeReport:
     """Plan and run at once."""
     store = LocalStore()
-    inputs = open_inputs(recipe, store)
+    inputs = open_inputs(recipe, store, request.allow_dropped)
     with closing(CatalogLink(settings.home)) as link:
-        plan = make_plan(inputs, request, link, settings.seed)
-        return publish_merge(_with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+        plan = make_plan(inputs, request, link, settings.seed, out if settings.force else None)
+        return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
 def run_plan(
@@ -120,7 +144,7 @@ def run_plan(
     store = LocalStore()
     inputs = _open_planned(plan, store)
     with closing(CatalogLink(settings.home)) as link:
-        return publish_merge(_with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+        return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
 def read_plan(path: Path) -> Plan:
@@ -140,14 +164,21 @@ def read_plan(path: Path) -> Plan:
 
 def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
     recipe = reload_recipe(plan.recipe, {model.model: Path(model.path) for model in plan.models})
-    checkpoints = [open_checkpoint(store, Path(model.path)) for model in plan.models]
-    problems = [p for model, found in zip(plan.models, checkpoints, strict=True) for p in _changes(model, found)]
+    if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
+        raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
+    inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
+    bound = zip(plan.models, inputs.checkpoints, strict=True)
+    problems = [problem for model, found in bound for problem in _changes(model, found)]
+    if _vocabulary(inputs) != plan.vocabulary:
+        message = "the tokenizers of its models are not those that it was made for"
+        problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
     if problems:
         raise ConflictError(*problems)
-    base, experts = checkpoints[0], tuple(checkpoints[1:])
-    if [model.path for model in recipe.experts()] != [Path(model.path) for model in plan.models[1:]]:
-        raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
-    return Inputs(recipe, base, experts, resolve(recipe, base, experts))
+    return inputs
+
+
+def _vocabulary(inputs: Inputs) -> str | None:
+    return None if inputs.alignment is None else inputs.alignment.digest
 
 
 def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
@@ -162,7 +193,7 @@ def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
     ]
 
 
-def _with_parameters(inputs: Inputs, plan: Plan) -> Inputs:
+def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:
     """The inputs with the plan's parameters in force: a plan may have adjusted them."""
     planned = {tensor.name: tensor for tensor in plan.tensors}
 
@@ -173,4 +204,4 @@ def _with_parameters(inputs: Inputs, plan: Plan) -> Inputs:
         return replace(task, parameters=TensorParameters(tensor.globals, tensor.anchor, tensor.experts))
 
     resolution = inputs.resolution
-    return replace(inputs, resolution=Resolution(tuple(map(adjusted, resolution.tasks)), resolution.dropped))
+    return replace(inputs, resolution=replace(resolution, tasks=tuple(map(adjusted, resolution.tasks))))

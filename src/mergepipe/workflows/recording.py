@@ -13,7 +13,7 @@ from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.engine.identity import content_id
 from mergepipe.errors import MergePipeError
 from mergepipe.readers.base import Checkpoint
-from mergepipe.recipe.resolve import MergeTask
+from mergepipe.recipe.tasks import MergeTask
 from mergepipe.statistics import TensorStatistics
 from mergepipe.storage.base import RangeFile
 
@@ -63,7 +63,7 @@ class StatisticsRecorder:
         self._link = link
         self._base = base
         self._evidence = evidence
-        self._owners: dict[tuple[str, Path], ModelRow] = {}
+        self._owners: dict[tuple[str, int], ModelRow] = {}
         self._batch: dict[str, dict[str, TensorStatistics]] = defaultdict(dict)
         self._rows: dict[str, ModelRow] = {}
         self._waiting = 0
@@ -75,14 +75,14 @@ class StatisticsRecorder:
 
     def expect(self, task: MergeTask, experts: Sequence[ModelRow]) -> None:
         """Say which models the experts of a task are."""
-        for entry, row in zip(task.experts, experts, strict=True):
-            self._owners[(task.name, entry.file)] = row
+        for model, row in zip(task.expert_models, experts, strict=True):
+            self._owners[task.name, model] = row
             self._rows[row.id] = row
 
     def take(self, task: MergeTask, e: int, statistics: TensorStatistics) -> None:
         """Keep the statistics of one expert's tensor; an `OnStatistics`."""
-        row = self._owners[(task.name, task.experts[e].file)]
-        self._batch[row.id][task.name] = statistics
+        row = self._owners[task.name, task.expert_models[e]]
+        self._batch[row.id][task.base.name] = statistics
         self._waiting += 1
         if self._waiting >= BATCH_TENSORS:
             self.flush()

@@ -58,6 +58,7 @@ def trace_lineage(asked: str, home: Path) -> tuple[LineageNode, ...]:
     except NotFoundError:
         if not _has_manifest(Path(asked)):
             raise
+        read_manifest(Path(asked))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {asked}`"
         raise NotFoundError.of("snapshot.not-recorded", asked, "a snapshot that is not in the catalog", hint) from None
     return _with_catalog(home, lambda catalog: catalog.lineage(row.path)) or ()

@@ -20,7 +20,8 @@ from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.distances import distance, norm
-from mergepipe.workflows.merging import Inputs, MergeSettings, open_inputs, run_merge
+from mergepipe.workflows.merging import MergeSettings, run_merge
+from mergepipe.workflows.opening import Inputs, open_inputs
 from mergepipe.workflows.planning import PlanRequest, make_plan, run_plan
 from mergepipe.workflows.recording import CatalogLink
 
@@ -89,7 +90,7 @@ class _Sweep:
         self._store = LocalStore()
 
     def run(self, budgets: Sequence[SweepBudget]) -> SweepReport:
-        inputs = open_inputs(self._recipe, self._store)
+        inputs = open_inputs(self._recipe, self._store, self._request.allow_dropped)
         self._plan(inputs, self._request)  # what cannot be planned is refused before hours are spent
         reference = self._full_merge(inputs)
         everything = self._plan(inputs, self._request).full_cost_bytes

@@ -1,0 +1,100 @@
+"""A tensor of an intermediate merge, worked out block by block as its consumer needs it and never written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import DType, Span
+from mergepipe.budget import Purpose
+from mergepipe.cost import source_cost_bytes
+from mergepipe.engine.jobs import TensorWork, merge_piece
+from mergepipe.engine.layouts import lay_out
+from mergepipe.engine.pipeline import fill_now, opened_sources
+from mergepipe.engine.segments import SegmentShape, full_access, stored_bytes
+from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput
+from mergepipe.readers.base import Fetch, TensorEntry
+from mergepipe.recipe.tasks import Action, MergeTask
+from mergepipe.storage.base import RangeFile
+from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
+
+
+def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:
+    """Whether every block of the result depends on the same block of the inputs only, and on nothing drawn for it."""
+    if task.action is Action.COPY or not task.experts:
+        return True
+    is_elementwise = operator.granularity(given) == 1 and operator.reduction(given, NOTHING_REDUCED) is None
+    return is_elementwise and not operator.is_random
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedTensor:
+    """The result of one task as a `ComputedTensor`, rounded to the task's dtype as if it had been written.
+
+    Memory: while a block is fetched, its bytes of all inputs and of the result.
+    """
+
+    task: MergeTask
+    operator: Operator
+    given: OperatorInput
+    is_delta: bool = False
+    is_unit: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def dtype(self) -> DType:
+        return self.task.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.task.shape
+
+    @property
+    def n_elements(self) -> int:
+        return self.task.base.n_elements
+
+    @property
+    def kernel_code(self) -> int:
+        return self.task.dtype.kernel_code
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return tuple(entry for source in (self.task.base, *self.task.experts) for entry in source.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return self.task.base.nbytes + sum(source.nbytes for source in self.task.experts)
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes of all inputs; of inputs that are read as a unit, all of them again: more than is requested."""
+        return sum(source_cost_bytes(source, span) for source in (self.task.base, *self.task.experts))
+
+    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+        """Keeps what the inputs keep that are computed themselves."""
+        is_copy = self.task.action is Action.COPY
+        work = TensorWork(
+            self.task, None, lambda known: None if is_copy else self.operator.block_function(self.given, known)
+        )
+        work.conclude()
+        sources = opened_sources((self.task,), files)
+        everyone = tuple(range(len(self.task.experts)))
+
+        def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
+            (run,) = full_access(0, self.task, span)
+            raw_bytes = round_up(stored_bytes(self.task, span.n_elements, everyone), PAGE_BYTES)
+            shape = SegmentShape(0, (run,), out.nbytes)
+            layout = lay_out(shape, (self.task,), raw_bytes, lambda path: files[path].alignment)
+            buffer = aligned_buffer(raw_bytes + round_up(max(1, out.nbytes), PAGE_BYTES))
+            fill_now(layout, buffer, files, sources, purpose)
+            (piece,) = layout.pieces
+            merge_piece(work, piece, buffer)
+            out[:] = buffer[piece.out_offset : piece.out_offset + out.nbytes]
+
+        return fetch

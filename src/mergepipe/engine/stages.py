@@ -1,0 +1,109 @@
+"""All that an operator needs of one whole tensor, stage by stage: each stage may depend on what came before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced, ReductionRequest
+
+Answer = Callable[[ReductionRequest], Reduced | None]
+Left = Callable[[ReductionRequest], ReductionRequest | None]
+Complete = Callable[[Reduced], Reduced]
+
+
+def nothing_known(_: ReductionRequest) -> None:
+    """An `Answer`: all is to be gathered."""
+    return
+
+
+def _all_of_it(request: ReductionRequest) -> ReductionRequest:
+    return request
+
+
+def _as_it_is(reduced: Reduced) -> Reduced:
+    return reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What `operator` needs of a tensor.
+
+    `answer` gives what is known without looking at the tensor; what is `left` of a request is gathered, and
+    `complete` joins it with what was known of the rest.
+    """
+
+    operator: Operator
+    given: OperatorInput
+    answer: Answer = nothing_known
+    left: Left = _all_of_it
+    complete: Complete = _as_it_is
+
+    def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
+        """Go as far as what is known allows: all that is known then, and what to gather next, if anything.
+
+        Raises:
+            ValueError: an operator asks again for what it was told.
+        """
+        asked: list[ReductionRequest] = []
+        while (wanted := self.operator.reduction(self.given, reduced)) is not None:
+            if wanted in asked:
+                raise ValueError(f"{self.operator.spec.name} asks again for {wanted}")
+            asked.append(wanted)
+            known = self.answer(wanted)
+            left = None if known is not None else self.left(wanted)
+            if left is not None:
+                return reduced, left
+            reduced = self.complete(reduced) if known is None else reduced.joined(known)
+        return reduced, None
+
+
+class StagedReduction:
+    """A `Reduction` that gathers one request after another. Memory: that of the largest of them.
+
+    A stage that is done makes way for the next one, which sees every block as the other's refinement would.
+    """
+
+    def __init__(self, needs: Needs, first: Reduction, n_experts: int, reduced: Reduced = NOTHING_REDUCED) -> None:
+        self._needs = needs
+        self._n_experts = n_experts
+        self._reduced = reduced
+        self._current: Reduction | None = first
+        self._is_new = False  # the current stage has not seen the blocks yet
+
+    def survey(self, block: RawBlock) -> None:
+        if self._current:
+            self._current.survey(block)
+
+    def narrow(self) -> None:
+        if self._current:
+            self._current.narrow()
+
+    def accumulate(self, block: RawBlock) -> None:
+        if self._current:
+            self._current.accumulate(block)
+
+    def refine(self, block: RawBlock) -> None:
+        if self._current and self._is_new:
+            self._current.accumulate(block)
+        elif self._current:
+            self._current.refine(block)
+
+    def finish(self) -> bool:
+        self._is_new = False
+        if self._current is None:
+            return True
+        if not self._current.finish():
+            return False
+        joined = self._needs.complete(self._reduced.joined(self._current.result()))
+        self._reduced, request = self._needs.next(joined)
+        if request is None:
+            self._current = None
+            return True
+        self._current = make_reduction(request, self._needs.given.n_elements, self._n_experts)
+        self._is_new = True
+        return False
+
+    def result(self) -> Reduced:
+        return self._reduced

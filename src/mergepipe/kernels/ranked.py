@@ -1,0 +1,249 @@
+"""Random dropping by rank: the larger an element among its row, the likelier it survives.
+
+Ranks are worked out only where they matter. A histogram of a row's magnitudes bounds each element's rank, and with it
+the probability; most random words lie outside of these bounds. The few elements left are counted one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe.kernels.atoms import atom_of, atom_stop
+from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
+from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.merge import decode_against
+from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.select import fold_magnitudes
+
+_TILE = TILE_ELEMENTS
+_WORD_SPAN = 4294967296.0
+_MAGNITUDE = 0x7FFFFFFF
+_BATCH_ELEMENTS = 4096  # rows this short share one call of the generator
+_OCTAVES = 16  # below a row's largest magnitude that are told apart; what is smaller shares a bin
+_FINEST_SHIFT = 8
+_MOST_DOUBTS = 256  # to be counted one by one; a row with more is sorted
+_DIGIT_BITS = 11
+
+
+@kernel
+def decode_deltas(raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, out_N: Floats) -> None:
+    """Write the delta of `n` elements to `out_N`."""
+    base = np.empty(_TILE, np.float32)
+    model = np.empty(_TILE, np.float32)
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, m, base)
+        decode_against(raw, offset, code, start, m, base, model, out_N[start : start + m])
+        start += m
+
+
+@kernel
+def drop_ranked(
+    values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, lowest: float, spread: float
+) -> None:
+    """Clear what does not survive of whole rows.
+
+    The element of rank `r` (from 0, by magnitude, equal ones by place) of `L` survives with probability
+    `lowest + spread * r / (L - 1)`; in a row of one with `lowest + spread / 2`. At most 1, and more than 0.
+    """
+    n = values_N.shape[0]
+    bits_N = values_N.view(np.uint32)
+    last_R = _last_words(row_elements, lowest, spread)
+    batch = row_elements * max(1, _BATCH_ELEMENTS // row_elements)
+    words = np.empty(batch + 2 * GROUP_ELEMENTS, np.uint32)
+    scratch = np.empty((5, row_elements), np.uint32)
+    doubts = np.empty((row_elements + 7) // 8 * 8, np.uint8)
+    shift = _bin_shift(row_elements)
+    bounds = np.empty((6, _OCTAVES << (23 - shift)), np.uint32)
+    for start in range(0, n, batch):
+        stop = min(n, start + batch)
+        first_group = (first_element + start) // GROUP_ELEMENTS
+        last_group = (first_element + stop - 1) // GROUP_ELEMENTS
+        fill_random_words(key, first_group, last_group - first_group + 1, words)
+        lead = first_element - first_group * GROUP_ELEMENTS
+        for row in range(start, stop, row_elements):
+            own = words[lead + row : lead + row + row_elements]
+            bits = bits_N[row : row + row_elements]
+            _drop_in_row(bits, own, last_R, shift, scratch, bounds, doubts)
+
+
+@kernel
+def _last_words(row_elements: int, lowest: float, spread: float) -> Bits32:
+    # By rank the largest random word that survives.
+    last_R = np.empty(row_elements + 1, np.uint32)
+    for rank in range(row_elements):
+        share = np.float64(rank) / np.float64(row_elements - 1) if row_elements > 1 else 0.5
+        last_R[rank] = np.uint32(np.int64(np.ceil((lowest + spread * share) * _WORD_SPAN)) - 1)
+    last_R[row_elements] = last_R[row_elements - 1]
+    return last_R
+
+
+@kernel
+def _bin_shift(row_elements: int) -> int:
+    # As many bins as the row has elements, to within a factor of two.
+    shift = 28
+    while shift > _FINEST_SHIFT and row_elements > 0:
+        row_elements //= 2
+        shift -= 1
+    return min(shift, 23)
+
+
+@kernel
+def _drop_in_row(
+    bits: Bits32,
+    words: Bits32,
+    last_R: Bits32,
+    shift: int,
+    scratch: Bits32,
+    bounds: Bits32,
+    doubts: Bytes,
+) -> None:
+    magnitudes, bins, places, lows, highs = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    n = bits.shape[0]
+    largest = np.uint32(0)
+    for i in range(n):
+        magnitudes[i] = bits[i] & np.uint32(_MAGNITUDE)
+        largest = max(largest, magnitudes[i])
+    if largest == np.uint32(0):
+        return
+    _count_bins(magnitudes, n, largest, shift, bins, places, bounds)
+    _bound_last_words(last_R, bounds)
+    low, high = bounds[1], bounds[2]
+    for i in range(n):  # apart from the loops below, which are whole vectors
+        lows[i] = low[bins[i]]
+        highs[i] = high[bins[i]]
+    for i in range(n):
+        is_open = words[i] > lows[i] and words[i] <= highs[i]
+        doubts[i] = np.uint8(is_open and magnitudes[i] != np.uint32(0))
+    for i in range(n):
+        bits[i] = bits[i] if words[i] <= highs[i] else np.uint32(0)
+    for i in range(n, doubts.shape[0]):
+        doubts[i] = np.uint8(0)
+    if _settle_doubts(bits, words, last_R, magnitudes, bins, places, bounds, doubts) > _MOST_DOUBTS:
+        _drop_in_order(bits, words, last_R, magnitudes)
+
+
+@kernel
+def _count_bins(
+    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, places: Bits32, bounds: Bits32
+) -> None:
+    # Per element its bin and its place in it; per bin the count, one magnitude, and in what bits others differ from it.
+    counts, some, mixed = bounds[0], bounds[3], bounds[4]
+    top = np.int64(largest) >> shift
+    lowest_bin = np.uint32(max(0, top - (counts.shape[0] - 1)))
+    for i in range(n):
+        bins[i] = max(magnitudes[i] >> np.uint32(shift), lowest_bin) - lowest_bin
+    counts[:] = np.uint32(0)
+    mixed[:] = np.uint32(0)
+    for i in range(n):
+        some[bins[i]] = magnitudes[i]
+    for i in range(n):
+        b = bins[i]
+        places[i] = counts[b]
+        counts[b] += np.uint32(1)
+        mixed[b] |= magnitudes[i] ^ some[b]
+
+
+@kernel
+def _bound_last_words(last_R: Bits32, bounds: Bits32) -> None:
+    # Per bin the last words of its first and of its last rank, and its first rank.
+    counts, low, high, first = bounds[0], bounds[1], bounds[2], bounds[5]
+    rank = np.uint32(0)
+    for b in range(counts.shape[0]):
+        first[b] = rank
+        low[b] = last_R[rank]
+        rank += counts[b]
+        high[b] = last_R[rank - np.uint32(rank > np.uint32(0))]
+
+
+@kernel
+def _settle_doubts(
+    bits: Bits32,
+    words: Bits32,
+    last_R: Bits32,
+    magnitudes: Bits32,
+    bins: Bits32,
+    places: Bits32,
+    bounds: Bits32,
+    doubts: Bytes,
+) -> int:
+    # Returns how many had to be counted; gives up where they are too many.
+    mixed, first = bounds[4], bounds[5]
+    eights = doubts.view(np.uint64)
+    counted = 0
+    for w in range(eights.shape[0]):
+        if eights[w] != np.uint64(0) and counted <= _MOST_DOUBTS:
+            for i in range(8 * w, 8 * w + 8):
+                if doubts[i]:
+                    b = bins[i]
+                    rank = np.int64(first[b] + places[i])  # equal ones are in order of place
+                    if mixed[b] != np.uint32(0):
+                        rank = np.int64(_rank_of(magnitudes, bits.shape[0], i))
+                        counted += 1
+                    if words[i] > last_R[rank]:
+                        bits[i] = np.uint32(0)
+    return counted
+
+
+@kernel
+def _rank_of(magnitudes: Bits32, n: int, place: int) -> int:
+    own = magnitudes[place]
+    later = magnitudes[place:n]
+    before = 0
+    for i in range(place):
+        before += 1 if magnitudes[i] <= own else 0
+    for i in range(later.shape[0]):
+        before += 1 if later[i] < own else 0
+    return before
+
+
+@kernel
+def _drop_in_order(bits: Bits32, words: Bits32, last_R: Bits32, magnitudes: Bits32) -> None:
+    n = bits.shape[0]
+    order_N = np.empty(n, np.uint64)
+    for i in range(n):
+        order_N[i] = np.uint64(magnitudes[i]) << np.uint64(32) | np.uint64(i)
+    _sort_by_magnitude(order_N)
+    for rank in range(n):
+        place = order_N[rank] & np.uint64(0xFFFFFFFF)
+        if words[place] > last_R[rank]:
+            bits[place] = np.uint32(0)
+
+
+@kernel
+def _sort_by_magnitude(order_N: Bits64) -> None:
+    # By the upper 32 bits, of which the first is clear, in three stable passes; places are in order already.
+    n = order_N.shape[0]
+    spare_N = np.empty(n, np.uint64)
+    counts: Counts = np.empty(1 << _DIGIT_BITS, np.int64)
+    mask = np.uint64((1 << _DIGIT_BITS) - 1)
+    for digit in range(3):
+        shift = np.uint64(32 + digit * _DIGIT_BITS)
+        counts[:] = 0
+        for i in range(n):
+            counts[(order_N[i] >> shift) & mask] += 1
+        total = 0
+        for c in range(counts.shape[0]):
+            count = counts[c]
+            counts[c] = total
+            total += count
+        for i in range(n):
+            c = (order_N[i] >> shift) & mask
+            spare_N[counts[c]] = order_N[i]
+            counts[c] += 1
+        order_N[:] = spare_N
+
+
+@kernel
+def add_magnitudes(values_N: Floats, first_element: int, row_elements: int, common: int, sums_A: Doubles) -> None:
+    """Add the sums of `|values|` to those of their atoms."""
+    n = values_N.shape[0]
+    products = np.empty(_TILE, np.float64)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        sums_A[atom] += fold_magnitudes(values_N[start : start + m], m, products)
+        start += m

@@ -1,0 +1,302 @@
+"""Scores and sums over all deltas of an element: variance, energy, overlap, importance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergepipe.kernels.atoms import atom_of, atom_stop
+from mergepipe.kernels.codec import TILE_ELEMENTS
+from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.gram import decode_frame, fold_product
+from mergepipe.kernels.merge import keep_band, keep_varied, variance_tile
+from mergepipe.kernels.transcendental import exp_tile, log_tile
+
+SMOOTHING = 1e-8  # added to a softmax share before the logarithm
+_TILE = TILE_ELEMENTS
+
+
+@kernel
+def variance_scores(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    skip: int,
+    n_experts: int,
+    scores_N: Floats,
+) -> None:
+    """The variance of the deltas over `n_experts` experts; those not present count with a zero."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    moments_2N = np.empty((2, _TILE), np.float64)
+    n = scores_N.shape[0]
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, skip + start, m, model, frame_FN)
+        variance_tile(frame_FN[1:], n_present, n_experts, m, scores_N[start : start + m], moments_2N)
+        start += m
+
+
+@kernel
+def count_varied(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    n_experts: int,
+    row_elements: int,
+    common: int,
+    sums_AK: Doubles,
+) -> None:
+    """Add how many elements have a variance that is not zero."""
+    scores = np.empty(_TILE, np.float32)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        variance_scores(raw, base_offset, base_code, offsets_E, codes_E, start, n_experts, scores[:m])
+        count = 0
+        for i in range(m):
+            count += 1 if scores[i] != np.float32(0.0) else 0
+        sums_AK[atom_of(element, row_elements, common), 0] += count
+        start += m
+
+
+@kernel
+def add_selected_energies(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    present_E: Counts,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    n_experts: int,
+    variance_bits: np.uint32,
+    row_elements: int,
+    common: int,
+    sums_AK: Doubles,
+) -> None:
+    """Add each expert's delta^2 over the elements whose variance reaches a cut (all, where the cut is 0)."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    products = np.empty(_TILE, np.float64)
+    moments_2N = np.empty((2, _TILE), np.float64)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        keep_varied(frame_FN[1:], n_present, n_experts, m, variance_bits, model, moments_2N)
+        for e in range(n_present):
+            sums_AK[atom, present_E[e]] += fold_product(frame_FN[e + 1], frame_FN[e + 1], m, products)
+        start += m
+
+
+@kernel
+def add_overlaps(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    present_E: Counts,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    epsilon: np.float32,
+    row_elements: int,
+    common: int,
+    sums_AK: Doubles,
+) -> None:
+    """Add per expert how many elements it changes with others (even places) and alone (odd places)."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    changes = np.empty(_TILE, np.float32)
+    one = np.float32(1.0)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        count_changes(frame_FN[1:], n_present, m, epsilon, changes)
+        for e in range(n_present):
+            delta = frame_FN[e + 1]
+            shared = 0
+            alone = 0
+            for i in range(m):
+                shared += 1 if abs(delta[i]) > epsilon and changes[i] > one else 0
+            for i in range(m):
+                alone += 1 if abs(delta[i]) > epsilon and changes[i] == one else 0
+            sums_AK[atom, 2 * present_E[e]] += shared
+            sums_AK[atom, 2 * present_E[e] + 1] += alone
+        start += m
+
+
+@kernel
+def count_changes(deltas_EN: Floats, n_deltas: int, n: int, epsilon: np.float32, changes: Floats) -> None:
+    """How many deltas of each of `n` elements are larger than `epsilon`."""
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for i in range(n):
+        changes[i] = zero
+    for e in range(n_deltas):
+        for i in range(n):
+            changes[i] += one if abs(deltas_EN[e, i]) > epsilon else zero
+
+
+@kernel
+def add_kept_magnitudes(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    present_E: Counts,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    lower_E: Bits32,
+    upper_E: Bits32,
+    row_elements: int,
+    common: int,
+    sums_AK: Doubles,
+) -> None:
+    """Add per expert the sum of |delta| (even places), and that of what lies in its band (odd places)."""
+    n_present = offsets_E.shape[0]
+    frame_FN = np.empty((n_present + 1, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    sums = np.empty(_TILE, np.float64)
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        for p in range(n_present):
+            e = present_E[p]
+            sums_AK[atom, 2 * e] += fold_magnitudes(frame_FN[p + 1], m, sums)
+            keep_band(frame_FN[p + 1], m, lower_E[e], upper_E[e])
+            sums_AK[atom, 2 * e + 1] += fold_magnitudes(frame_FN[p + 1], m, sums)
+        start += m
+
+
+@kernel
+def fold_magnitudes(x: Floats, n: int, sums: Doubles) -> float:
+    """`sum |x[:n]|` in float64, by a binary tree."""
+    for i in range(n):
+        sums[i] = np.float64(abs(x[i]))
+    return fold(sums, n)
+
+
+@kernel
+def fold(values: Doubles, n: int) -> float:
+    """`sum values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
+    width = 1
+    while width < n:
+        width *= 2
+    for i in range(n, width):
+        values[i] = 0.0
+    while width > 1:
+        width //= 2
+        for i in range(width):
+            values[i] += values[i + width]
+    return float(values[0])
+
+
+@kernel
+def add_divergences(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    n: int,
+    row_elements: int,
+    common: int,
+    totals_R2: Doubles,
+    sums_AK: Doubles,
+) -> None:
+    """Without `totals_R2` (no rows): add exp(base) and exp(model) by row. With them, those sums: add the row's
+    `p log(p / q)`, where `p` and `q` are the smoothed softmax shares of model and base.
+    """
+    n_present = offsets_E.shape[0]
+    frame_FN = np.zeros((2, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    powers_2N = np.empty((2, _TILE), np.float64)
+    scratch = np.empty((2, _TILE), np.float64)
+    has_totals = totals_R2.shape[0] > 0
+    start = 0
+    while start < n:
+        element = first_element + start
+        m = min(_TILE, n - start, atom_stop(element, row_elements) - element)
+        atom = atom_of(element, row_elements, common)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)
+        base, other = powers_2N[0], powers_2N[1]
+        for i in range(m):
+            base[i] = np.float64(frame_FN[0, i])
+        for i in range(m):
+            other[i] = base[i] + (np.float64(frame_FN[1, i]) if n_present else 0.0)
+        exp_tile(base, m, scratch)
+        exp_tile(other, m, scratch)
+        if has_totals:
+            row = element // row_elements
+            sums_AK[atom, 0] += _divergence(other, base, m, totals_R2[row, 1], totals_R2[row, 0], scratch)
+        else:
+            sums_AK[atom, 0] += fold(base, m)
+            sums_AK[atom, 1] += fold(other, m)
+        start += m
+
+
+@kernel
+def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, scratch: Doubles) -> float:
+    for i in range(n):
+        p[i] = p[i] / total_p + SMOOTHING
+    for i in range(n):
+        q[i] = p[i] / (q[i] / total_q + SMOOTHING)
+    log_tile(q, n, scratch)
+    for i in range(n):
+        q[i] *= p[i]
+    return fold(q, n)
+
+
+@kernel
+def importance_scores(
+    raw: Bytes,
+    base_offset: int,
+    base_code: int,
+    offsets_E: Counts,
+    codes_E: Counts,
+    first_element: int,
+    skip: int,
+    row_elements: int,
+    weight_R: Floats,
+    scores_N: Floats,
+) -> None:
+    """`|delta|` times its row's weight; zero where there is no delta."""
+    frame_FN = np.zeros((2, _TILE), np.float32)
+    model = np.empty(_TILE, np.float32)
+    n = scores_N.shape[0]
+    start = 0
+    while start < n:
+        m = min(_TILE, n - start)
+        decode_frame(raw, base_offset, base_code, offsets_E, codes_E, skip + start, m, model, frame_FN)
+        done = 0
+        while done < m:
+            element = first_element + skip + start + done
+            row = element // row_elements
+            length = min(m - done, (row + 1) * row_elements - element)
+            deltas, scores = frame_FN[1, done : done + length], scores_N[start + done : start + done + length]
+            for i in range(length):
+                scores[i] = abs(deltas[i]) * weight_R[row]
+            done += length
+        start += m

@@ -1,0 +1,143 @@
+"""What every merge operator must keep, as a suite that authors of operators can run on theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BF16, F32, GRAIN_ELEMENTS
+from mergepipe.engine.reductions import make_reduction
+from mergepipe.engine.stages import Needs, StagedReduction
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Scalar
+from mergepipe.operators.spec import Scope
+from mergepipe.testing.in_memory import StoredTensor, apply_operator, run_reduction
+from mergepipe.testing.strategies import Family, make_family
+
+SHAPES = ((1,), (77,), (3, 20_000), (130, 300))
+N_THREADS = 4
+_STREAM_KEYS = (11, 12, 13, 14, 15, 16, 17, 18)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One tensor, and what the operator is told of it."""
+
+    shape: tuple[int, ...]
+    family: Family
+    given: OperatorInput
+
+
+def check_operator(
+    operator: Operator,
+    parameters: Mapping[str, Scalar] | None = None,
+    model_parameters: Sequence[Mapping[str, Scalar]] | None = None,
+) -> None:
+    """Run the whole suite. Parameters without a default must be given; by default each is 0.5.
+
+    Raises:
+        AssertionError: the operator breaks the contract; the message says which law, and for which tensor.
+    """
+    for seed, shape in enumerate(SHAPES):
+        setting = _setting(operator, shape, seed, dict(parameters or {}), model_parameters)
+        _check_cuts(operator, setting)
+        _check_threads(operator, setting)
+        _check_omission(operator, setting)
+        _check_numbers(operator, setting)
+    _check_empty(operator, dict(parameters or {}), model_parameters)
+
+
+def _setting(
+    operator: Operator,
+    shape: tuple[int, ...],
+    seed: int,
+    shared: Mapping[str, Scalar],
+    models: Sequence[Mapping[str, Scalar]] | None,
+    special_share: float = 0.0,
+) -> _Setting:
+    n_experts = len(models) if models else max(1, operator.spec.min_experts, min(3, operator.spec.max_experts or 3))
+    n = int(np.prod(shape))
+    defaults: dict[Scope, dict[str, Scalar]] = {scope: {} for scope in Scope}
+    for p in operator.spec.parameters:
+        defaults[p.scope][p.name] = 0.5 if p.default is None else p.default
+    each = models or [{}] * n_experts
+    given = OperatorInput(
+        {**defaults[Scope.GLOBAL], **shared},
+        {},
+        tuple({**defaults[Scope.MODEL], **own} for own in each),
+        n,
+        _STREAM_KEYS[:n_experts],
+        shape=shape,
+    )
+    return _Setting(shape, make_family(np.random.default_rng(seed), n, F32, (F32,) * n_experts, special_share), given)
+
+
+def _check_cuts(operator: Operator, setting: _Setting) -> None:
+    n = setting.given.n_elements
+    whole = _merge(operator, setting)
+    parts = _merge(operator, setting, [1, 7, n // 3, n // 2, n - 1], [GRAIN_ELEMENTS, 2 * GRAIN_ELEMENTS])
+    _same(whole, parts, operator, setting, "the result must not depend on how the tensor is cut")
+    _same(whole, _merge(operator, setting), operator, setting, "the same inputs must give the same result")
+
+
+def _check_threads(operator: Operator, setting: _Setting) -> None:
+    tensor = StoredTensor(setting.family, BF16)
+    step = operator.granularity(setting.given)
+    cuts = [cut // step * step for cut in range(0, setting.given.n_elements, max(1, setting.given.n_elements // 16))]
+    function = _block_function(operator, setting, tensor)
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        list(pool.map(function, [tensor.block(span) for span in tensor.spans(cuts)]))
+    law = "blocks must be independent, so that threads can merge them"
+    _same(_merge(operator, setting), tensor.result, operator, setting, law)
+
+
+def _check_omission(operator: Operator, setting: _Setting) -> None:
+    family = setting.family
+    tensor = StoredTensor(family, BF16, present=range(1, len(family.experts)))
+    omitted = apply_operator(operator, setting.given, tensor, [])
+    unchanged = Family(family.base_dtype, family.expert_dtypes, family.base, (family.base, *family.experts[1:]))
+    as_base = apply_operator(operator, setting.given, StoredTensor(unchanged, BF16), [])
+    _same(as_base, omitted, operator, setting, "an omitted expert must count as one that equals the base")
+
+
+def _check_numbers(operator: Operator, setting: _Setting) -> None:
+    """NaN, infinities, zeros of both signs: any result will do, the same for any cuts."""
+    rng = np.random.default_rng(9)
+    dtypes = setting.family.expert_dtypes
+    hard = _Setting(setting.shape, make_family(rng, setting.given.n_elements, F32, dtypes, 0.2), setting.given)
+    with np.errstate(all="ignore"):
+        whole, parts = _merge(operator, hard), _merge(operator, hard, [5, hard.given.n_elements // 2])
+    _same(whole, parts, operator, hard, "NaN and infinities must not make the result depend on cuts")
+
+
+def _check_empty(
+    operator: Operator, shared: Mapping[str, Scalar], models: Sequence[Mapping[str, Scalar]] | None
+) -> None:
+    """The function of a tensor made for other blocks is never called on none, and may be made for it."""
+    setting = _setting(operator, (0,), 0, shared, models)
+    assert len(_merge(operator, setting)) == 0, f"{operator.spec.name}: an empty tensor must stay empty"
+
+
+def _block_function(operator: Operator, setting: _Setting, tensor: StoredTensor) -> BlockFunction:
+    needs, n_experts = Needs(operator, setting.given), len(setting.given.experts)
+    reduced, request = needs.next(NOTHING_REDUCED)
+    if request is not None:
+        first = make_reduction(request, setting.given.n_elements, n_experts)
+        staged = StagedReduction(needs, first, n_experts, reduced)
+        reduced = run_reduction(staged, [tensor.block(span) for span in tensor.spans([])])
+    return operator.block_function(setting.given, reduced)
+
+
+def _merge(operator: Operator, setting: _Setting, cuts: Sequence[int] = (), grains: Sequence[int] = ()) -> NDArray[Any]:
+    return apply_operator(operator, setting.given, StoredTensor(setting.family, BF16), cuts, grains)
+
+
+def _same(first: NDArray[Any], second: NDArray[Any], operator: Operator, setting: _Setting, law: str) -> None:
+    differing = np.flatnonzero(first.view(np.uint16) != second.view(np.uint16))
+    if len(differing):
+        where = f"element {int(differing[0])} of {list(setting.shape)}"
+        raise AssertionError(f"{operator.spec.name}: {law}: {where} is {first[differing[0]]} or {second[differing[0]]}")

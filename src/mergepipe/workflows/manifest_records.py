@@ -1,0 +1,64 @@
+"""What a manifest records of one merge: tensors, files, bytes."""
+
+from __future__ import annotations
+
+from mergepipe.budget import Purpose, Usage
+from mergepipe.canonical import digest_of
+from mergepipe.engine.execute import OutputPlan
+from mergepipe.engine.identity import stored_entries
+from mergepipe.manifest import OutputFileRecord, OutputTensor, RealizedBytes
+from mergepipe.readers.base import Checkpoint
+from mergepipe.workflows.executing import Made
+from mergepipe.writer import TensorDigest
+
+
+def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
+    """For the manifest: what was taken from which earlier snapshots."""
+    if not usage[Purpose.REUSE]:
+        return {}
+    facts: dict[str, float | int | str] = {
+        "reused_bytes": usage[Purpose.REUSE],
+        "reused_from": ",".join(sorted({*made.reuse.sids, *made.continued_sids})),
+    }
+    return {**facts, "corrected_tensors": made.n_corrected} if made.n_corrected else facts
+
+
+def realized(usage: Usage) -> RealizedBytes:
+    """What was read and written, by purpose."""
+    return RealizedBytes(
+        base=usage[Purpose.BASE],
+        expert=usage[Purpose.EXPERT],
+        analysis=usage[Purpose.ANALYSIS],
+        metadata=usage[Purpose.METADATA],
+        output=usage[Purpose.OUTPUT],
+    )
+
+
+def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
+    """Bytes requested of a checkpoint's tensors, headers left out."""
+    files = {str(entry.file) for entry in stored_entries(checkpoint)}
+    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
+
+
+def tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputTensor, ...]:
+    """Every output tensor as it was written, in output order."""
+    shard_of = {spec.name: shard.name for shard in output.shards for spec in shard.tensors}
+    return tuple(
+        OutputTensor(
+            task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
+        )
+        for task, digest in zip(output.tasks, digests, strict=True)
+    )
+
+
+def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
+    """Every weight file as it was written."""
+    root_of = {digest.name: digest.root for digest in digests}
+    return tuple(
+        OutputFileRecord(
+            shard.name,
+            shard.file_bytes,
+            digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors]),
+        )
+        for shard in output.shards
+    )

@@ -1,0 +1,56 @@
+"""Rules that need whole rows, under budgets: rows and blocks seldom end together, and memory may be small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mergepipe
+
+RECIPE = """
+merge_method: {method}
+base_model: base
+parameters: {{weight: 0.5{more}}}
+models: [{{model: one}}, {{model: two}}]
+"""
+METHODS = {"della": ", density: 0.5, epsilon: 0.1", "breadcrumbs": ", density: 0.5, gamma: 0.1"}
+
+
+@pytest.fixture(name="folder", params=[0, 4088], ids=["at any place", "on a page"])
+def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    rng = np.random.default_rng(2)
+    shapes = {"a.weight": (301, 1300), "b.weight": (64, 4096), "c.norm": (333,)}
+    base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for model in ("base", "one", "two"):
+        scale = np.float32(0.0 if model == "base" else 0.02)
+        tensors = {
+            name: array + scale * rng.standard_normal(array.shape).astype(np.float32) for name, array in base.items()
+        }
+        (tmp_path / model).mkdir()
+        path = tmp_path / model / "model.safetensors"
+        save_file(tensors, path)
+        if request.param:  # the header is filled up with spaces, so that the tensors begin on a page
+            raw = path.read_bytes()
+            length = int.from_bytes(raw[:8], "little")
+            header = raw[8 : 8 + length].ljust(request.param)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    return tmp_path
+
+
+@pytest.mark.parametrize("memory_bytes", [40 << 20, 1 << 30])
+@pytest.mark.parametrize("method", ["della", "breadcrumbs"])
+def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory_bytes: int) -> None:
+    recipe = folder / "recipe.yml"
+    recipe.write_text(RECIPE.format(method=method, more=METHODS[method]))
+    options = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
+    mergepipe.merge(recipe, folder / "full", **options)  # type: ignore[arg-type]
+    for budget in ("0%", "60%", "100%"):
+        report = mergepipe.merge(recipe, folder / budget, budget=budget, block_elements=16384, **options)  # type: ignore[arg-type]
+        assert report.planned_bytes is not None
+        assert report.budget_bytes is not None
+        assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
+    full, planned = (load_file(folder / name / "model.safetensors") for name in ("full", "100%"))
+    assert {name: array.tobytes() for name, array in full.items()} == {n: a.tobytes() for n, a in planned.items()}

@@ -1,0 +1,127 @@
+"""`verify`, `repair`, `replay`, `diff`, `gc`, `lineage --dot` and `merge --resume`: what they print, how they end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from command_line import Runner, Workplace, make_workplace
+
+from mergepipe.publish import staging_directory
+from mergepipe.testing.faults import Fault, replaced, system_error
+from mergepipe.workflows import resuming
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_verify__tells_soundness_by_its_exit_code(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    ran = run("verify", work.out, "--deep", "--sample", 0.2)
+    assert (ran.exit_code, [line for line in ran.error_lines if not line.startswith("verify: ")]) == (0, [])
+    assert ran.out.splitlines()[-1].split() == ["result", "sound"]
+    assert "made again" in ran.out
+    assert run("verify", work.out, "--quiet").out == ""
+    damage(work.out / "model.safetensors")
+    ran = run("verify", work.out)
+    assert ran.exit_code == 4
+    assert "model.safetensors bytes" in ran.out
+    assert "tensor model." in ran.out
+    found = run("verify", work.out, "--json")
+    assert found.exit_code == 4
+    assert not found.json()["is_sound"]
+    assert [each["kind"] for each in found.json()["report"]["damages"]] == ["block"]
+
+
+def test_verify__of_what_is_no_snapshot_is_an_error(work: Workplace, run: Runner) -> None:
+    ran = run("verify", work.root / "family")
+    assert ran.exit_code == 3
+    assert "[snapshot.no-manifest]" in ran.err
+    assert run("verify", work.root, "--sample", 0.5).exit_code == 2
+
+
+def test_repair__mends_and_says_what(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    before = (work.out / "model.safetensors").read_bytes()
+    assert "nothing to repair" in run("repair", work.out).out
+    damage(work.out / "model.safetensors")
+    ran = run("repair", work.out)
+    assert ran.exit_code == 0
+    assert "repaired" in ran.out
+    assert (work.out / "model.safetensors").read_bytes() == before
+    assert run("repair", work.out, "--json").json()["repaired"] == []
+
+
+def test_replay__makes_the_same_again(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    again = run("replay", work.out, work.root / "again", "--json")
+    assert again.json()["sid"] == run("show", work.out, "--json").json()["sid"]
+    for path in work.out.iterdir():
+        if path.suffix == ".safetensors":
+            assert (work.root / "again" / path.name).read_bytes() == path.read_bytes()
+    (work.root / "family" / "expert-1").rename(work.root / "gone")
+    ran = run("replay", work.out, work.root / "third")
+    assert ran.exit_code == 3
+    assert "expert-1" in ran.err
+    assert "[replay.input-gone]" in ran.err
+
+
+def test_diff__tells_what_differs(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    work.recipe.write_text(work.recipe.read_text().replace("0.6", "0.2"))
+    run("merge", work.recipe, work.root / "other")
+    lines = run("diff", work.out, work.root / "other").out
+    assert "-    parameters: {weight: 0.6}" in lines
+    assert "||a - b||" in lines
+    found = run("diff", work.out, work.root / "other", "--fast", "--json").json()
+    assert found["tensors"]
+    assert {each["norm"] for each in found["tensors"]} == {None}
+
+
+def test_lineage__as_a_graph(work: Workplace, run: Runner) -> None:
+    run("merge", work.recipe, work.out)
+    lines = run("lineage", work.out, "--dot").out.splitlines()
+    assert (lines[0], lines[-1]) == ("digraph lineage {", "}")
+    assert sum(" -> " in line for line in lines) == 3
+
+
+def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "INTERVAL_BYTES", 10_000)
+    merge = ("merge", work.recipe, work.out, "--shard-size", 30_000)
+    assert "[resume.nothing]" in run(*merge, "--resume").err
+    with replaced(os, "ftruncate", Fault(2, system_error(errno.ENOSPC)).wrap):
+        ran = run(*merge)
+    assert ran.exit_code == 8
+    assert ran.error_lines[-1] == f"error: {resuming.KEPT} [run.kept]"
+    found = run("gc", work.root, "--dry-run")
+    assert f"staging {staging_directory(work.out)}" in found.out
+    assert "would free" in found.out
+    with replaced(os, "ftruncate", Fault(1, KeyboardInterrupt()).wrap):
+        ran = run(*merge, "--resume", "--json")
+    assert ran.error_lines == [f"interrupted: nothing was published; {resuming.KEPT}"]
+    ran = run(*merge, "--resume")
+    assert ran.exit_code == 0
+    assert "went on with an interrupted run" in ran.out
+    assert run("verify", work.out).exit_code == 0
+    found = run("gc", work.root, "--json")
+    assert (found.exit_code, found.json()["garbage"]) == (0, [])
+
+
+def test_gc__refuses_a_folder_that_is_not_there(work: Workplace, run: Runner) -> None:
+    ran = run("gc", work.root / "nowhere")
+    assert (ran.exit_code, "[gc.root-missing]" in ran.err) == (3, True)

@@ -1,0 +1,73 @@
+"""For the crash tests: a small merge with several files and journal records, and what must hold after any crash."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mergepipe
+from mergepipe.engine.execute import EngineOptions
+from mergepipe.reports import MergeReport
+from mergepipe.testing.disk_families import weights_digest
+from mergepipe.testing.families import TINY, write_family
+from mergepipe.workflows import resuming
+from mergepipe.workflows.verifying import verify_snapshot
+
+SHARD_BYTES = 30_000
+ENGINE = EngineOptions(2, 1 << 28)
+RECIPE = """\
+merge_method: {operator}
+base_model: family/base
+models:
+- {{model: family/expert-1, parameters: {{weight: 0.6}}}}
+- {{model: family/expert-2, parameters: {{weight: 0.4}}}}
+dtype: bfloat16
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CrashJob:
+    """A merge into `out`, by force or not, under a budget or not."""
+
+    root: Path
+    wanted: str
+    budget: str | None = None
+    force: bool = False
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def out(self) -> Path:
+        return self.root / "results" / "out"
+
+    def run(self) -> MergeReport:
+        """Merge, or go on with what is there."""
+        return mergepipe.merge(
+            self.root / "recipe.yml", self.out, threads=2, shard_bytes=SHARD_BYTES, budget=self.budget,
+            force=self.force, home=self.home,
+        )  # fmt: skip
+
+    def check_whole(self) -> None:
+        """What is visible is the new snapshot, to the byte, and nothing lies beside it."""
+        assert weights_digest(self.out) == self.wanted
+        report = verify_snapshot(self.out, ENGINE, 0.0, started=time.perf_counter(), on_progress=None)
+        assert (report.damages, report.notices) == ((), ())
+
+
+def make_job(root: Path, *, budget: str | None = None, force: bool = False) -> CrashJob:
+    """Write the inputs, and learn what the merge gives when nothing interferes."""
+    write_family(root / "family", TINY, 2)
+    (root / "recipe.yml").write_text(RECIPE.format(operator="linear"))
+    job = CrashJob(root, "", budget, force)
+    mergepipe.merge(root / "recipe.yml", root / "wanted", budget=budget, shard_bytes=SHARD_BYTES, home=job.home)
+    return CrashJob(root, weights_digest(root / "wanted"), budget, force)
+
+
+def note_often() -> tuple[int, int]:
+    """Records every few kilobytes; what to set back."""
+    before = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES
+    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = 10_000, 4096
+    return before

@@ -1,0 +1,242 @@
+"""The short form of fuzzing, the inputs that it once found, and the machine itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.journal import read_journal
+from mergepipe.manifest_reading import manifest_of_json
+from mergepipe.plan_reading import parse_plan
+from mergepipe.readers.inert_pickle import load_inert
+from mergepipe.readers.safetensors import read_header
+from mergepipe.readers.torch_weights import read_torch_weights
+from mergepipe.recipe.load import reload_recipes
+from mergepipe.testing.fuzz_seals import (
+    instructions_of,
+    journal_payloads,
+    lines_of,
+    seal_journal,
+    seal_manifest,
+    seal_plan,
+)
+from mergepipe.testing.fuzz_targets import all_targets
+from mergepipe.testing.fuzzing import Failure, Limits, Target, check_input, fuzz
+from mergepipe.testing.mutations import Mutator, Shape
+from mergepipe.testing.stores import InMemoryStore
+from mergepipe.vocabulary.sentencepiece import read_pieces
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+SHORT_INPUTS = 120
+SHORT_SECONDS = 0.6
+NAMES = (
+    "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "journal", "block-table",
+    "statistics", "delta-record", "tokenizer.json", "tokenizer_config", "vocab.json", "tokenizer.model",
+    "sentencepiece", "recipe", "recipe-tree", "adapter-config", "adapter", "partial-manifest", "save-log",
+    "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index", "store-block",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return {target.name: target for target in all_targets(tmp_path_factory.mktemp("fuzz"), GOLDEN)}
+
+
+def test_targets__are_those_of_these_tests(targets: dict[str, Target]) -> None:
+    assert tuple(targets) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_target__reads_what_its_inputs_begin_from(targets: dict[str, Target], name: str) -> None:
+    shape = targets[name].shape
+    assert [check_input(targets[name], shape.seal(seed)) for seed in shape.seeds] == [""] * len(shape.seeds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target], name: str) -> None:
+    seed = int(os.environ.get("MERGEPIPE_FUZZ_SEED", "0"))
+    tally = fuzz(targets[name], seed, SHORT_INPUTS, time.monotonic() + SHORT_SECONDS)
+    assert [(failure.kind, failure.content[:300], failure.trace) for failure in tally.failures] == []
+    assert tally.inputs > 0
+
+
+# --- what it found ---
+
+
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        b"",
+        b"[]",
+        b'{"con\xc0ent"',
+        b'{"content":[1,2],"format":"mergepipe-journal/1","kind":"begin"}',
+        b'{"content":[1e999,2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
+        b'{"content":[1],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
+        b'{"content":["a",2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
+    ],
+)
+def test_read_journal__a_sealed_first_record_that_is_none_is_nothing(tmp_path: Path, payloads: bytes) -> None:
+    (tmp_path / "journal").write_bytes(seal_journal(payloads))
+    assert read_journal(tmp_path / "journal") is None
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'{"kind":"durable","tensors":[["a","A"]],"usage":[]}',
+        b'{"kind":"durable","tensors":[["a"]],"usage":[]}',
+        b'{"kind":"stop","usage":[["a","expert"]]}',
+        b'{"kind":"stop","usage":[["a","nobody",1]]}',
+        b'{"kind":"stop","usage":[["a","expert","x"]]}',
+        b"[" * 100_000,
+    ],
+)
+def test_read_journal__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_path: Path, record: bytes) -> None:
+    begin = b'{"content":[1,2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}'
+    (tmp_path / "journal").write_bytes(seal_journal(begin + b"\n" + record))
+    assert read_journal(tmp_path / "journal") is None
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999"])
+def test_manifest_of_json__refuses_what_has_no_digest(value: str) -> None:
+    raw = (GOLDEN / "manifest-2" / "mergepipe.json").read_text()
+    lying = raw.replace('"seed": 0', f'"seed": {value}', 1)
+    assert lying != raw
+    with pytest.raises(CorruptError) as caught:
+        manifest_of_json(lying.encode())
+    assert caught.value.code == "manifest.json"
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
+def test_parse_plan__refuses_what_has_no_digest(targets: dict[str, Target], value: str) -> None:
+    raw = targets["plan"].shape.seeds[0].decode()
+    lying = raw.replace('"seed": 0', f'"seed": {value}', 1)
+    assert lying != raw
+    with pytest.raises(CorruptError) as caught:
+        parse_plan(lying.encode())
+    assert caught.value.code == "plan.json"
+
+
+# --- any bytes at all ---
+
+
+@given(st.binary(max_size=300))
+def test_readers__any_bytes_end_in_a_value_or_a_typed_error(raw: bytes) -> None:
+    path = Path("/any/bytes")
+    store = InMemoryStore({path: raw})
+    outcomes = [
+        outcome(lambda: read_header(store, path)),
+        outcome(lambda: read_torch_weights(store, path)),
+        outcome(lambda: load_inert(b"\x80\x02" + raw, "any")),
+        outcome(lambda: read_pieces(raw, where="any")),
+        outcome(lambda: parse_plan(raw)),
+        outcome(lambda: manifest_of_json(raw)),
+    ]
+    assert len(outcomes) == 6
+
+
+@given(st.text(max_size=200))
+def test_reload_recipes__any_text_ends_in_recipes_or_a_typed_error(text: str) -> None:
+    assert outcome(lambda: reload_recipes(text, {})) is not None
+
+
+def outcome(read: object) -> str:
+    assert callable(read)
+    try:
+        read()
+    except MergePipeError as error:
+        return error.code
+    return ""
+
+
+# --- the machine ---
+
+
+def test_mutator__the_same_seed_gives_the_same_inputs(targets: dict[str, Target]) -> None:
+    for target in targets.values():
+        first, second = Mutator(target.shape, 5), Mutator(target.shape, 5)
+        assert [first.next() for _ in range(30)] == [second.next() for _ in range(30)]
+
+
+@pytest.mark.parametrize("name", ["plan", "manifest", "journal", "statistics", "store-header"])
+def test_seal__changed_content_is_read_behind_its_checksum(targets: dict[str, Target], name: str) -> None:
+    """Were seals wrong, every input would end at the checksum."""
+    mutator = Mutator(targets[name].shape, 3)
+    codes = {check_input(targets[name], mutator.next()) for _ in range(300)}
+    assert "" in codes or len(codes) > 2
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line and b"\r" not in line), min_size=1))
+def test_journal_payloads__is_the_inverse_of_seal_journal(lines: list[bytes]) -> None:
+    assert journal_payloads(seal_journal(b"\n".join(lines))) == b"\n".join(lines)
+
+
+@given(st.binary(max_size=200))
+def test_parts__put_together_are_the_content(content: bytes) -> None:
+    assert b"".join(lines_of(content)) == content
+    assert b"".join(instructions_of(content)) == content
+
+
+@given(st.binary(max_size=100))
+def test_seal_plan__leaves_what_is_no_plan(content: bytes) -> None:
+    try:
+        json.loads(content)
+    except ValueError:
+        assert seal_plan(content) == seal_manifest(content) == content
+
+
+def lying_target(read: object, seeds: Sequence[bytes] = (b"x" * 40,)) -> Target:
+    assert callable(read)
+    return Target("lying", read, Shape(tuple(seeds)))
+
+
+def test_fuzz__finds_an_untyped_error_and_makes_its_input_small() -> None:
+    def read(raw: bytes) -> None:
+        if b"\xff" in raw:
+            raise KeyError("found")
+
+    tally = fuzz(lying_target(read, [b"x" * 40 + b"\xff"]), 0, 200)
+    assert [failure.content for failure in tally.failures] == [b"\xff"]
+    assert tally.inputs == 200
+
+
+def test_fuzz__goes_on_after_a_process_died() -> None:
+    def read(raw: bytes) -> None:
+        if raw.startswith(b"y"):
+            os.abort()
+
+    tally = fuzz(lying_target(read, [b"x" * 40, b"y" * 40]), 0, 40)
+    assert {failure.kind for failure in tally.failures} == {"the process ended: exit status -6"}
+    assert tally.failures[0].content.startswith(b"y")
+
+
+def test_fuzz__stops_what_hangs_and_what_takes_all_memory() -> None:
+    def hang(_raw: bytes) -> None:
+        while True:
+            pass
+
+    def grow(_raw: bytes) -> int:
+        return len(bytearray(1 << 30))
+
+    slow = check_input(lying_target(hang), b"", Limits(cpu_seconds=0.1))
+    assert isinstance(slow, Failure)
+    assert slow.kind.startswith("TookTooLongError")
+    tally = fuzz(lying_target(grow), 0, 3, limits=Limits(memory_bytes=64 << 20))
+    assert [failure.kind.partition(" ")[0] for failure in tally.failures] == ["MemoryError"]
+
+
+def test_fuzz__stops_what_does_not_come_back_to_the_interpreter() -> None:
+    def sleep(_raw: bytes) -> None:
+        time.sleep(30)
+
+    started = time.monotonic()
+    tally = fuzz(lying_target(sleep), 0, 1, started + 1.5, Limits(hung_seconds=1.0))
+    assert [failure.kind for failure in tally.failures] == ["the process ended: hung"]

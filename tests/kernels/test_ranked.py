@@ -1,0 +1,66 @@
+"""Random dropping by rank, against sorting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
+from mergepipe.kernels.ranked import drop_ranked
+
+KEY = np.uint64(0x1234567890ABCDEF)
+
+
+def sorted_survivors(
+    values_N: NDArray[np.float32], first: int, row_elements: int, lowest: float, spread: float
+) -> NDArray[np.bool_]:
+    """Who survives, by a stable sort of every row."""
+    words = np.empty((first + len(values_N)) // GROUP_ELEMENTS * GROUP_ELEMENTS + GROUP_ELEMENTS, np.uint32)
+    fill_random_words(KEY, 0, len(words) // GROUP_ELEMENTS, words)
+    words_RL = words[first : first + len(values_N)].reshape(-1, row_elements)
+    magnitudes_RL = (values_N.view(np.uint32) & np.uint32(0x7FFFFFFF)).reshape(-1, row_elements)
+    ranks_RL = np.argsort(np.argsort(magnitudes_RL, axis=1, kind="stable"), axis=1, kind="stable")
+    shares_RL = ranks_RL / (row_elements - 1) if row_elements > 1 else np.full(ranks_RL.shape, 0.5)
+    survives_RL: NDArray[np.bool_] = words_RL < (lowest + spread * shares_RL) * 2.0**32
+    return survives_RL.ravel()
+
+
+def few_values(rng: np.random.Generator, n: int) -> NDArray[Any]:
+    return np.rint(rng.standard_normal(n) * 2) / 1024
+
+
+def wide_range(rng: np.random.Generator, n: int) -> NDArray[Any]:
+    return rng.standard_normal(n) * np.exp2(rng.integers(-120, 100, n))
+
+
+def nearly_equal(rng: np.random.Generator, n: int) -> NDArray[Any]:
+    return 1.0 + rng.integers(0, 200, n) * 2.0**-23
+
+
+def undefined_ones(rng: np.random.Generator, n: int) -> NDArray[Any]:
+    return np.where(rng.random(n) < 0.3, rng.choice([np.nan, np.inf, -np.inf, 0.0], n), rng.standard_normal(n))
+
+
+KINDS = (np.random.Generator.standard_normal, few_values, wide_range, nearly_equal, undefined_ones)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row_elements", [1, 2, 5, 63, 1024, 3072, 5000])
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32), bounds=st.sampled_from([(0.35, 0.3), (0.01, 0.0), (0.05, 0.9), (0.9, 0.0999)]))
+def test_drop_ranked__equals_sorting_every_row(
+    kind: Any, row_elements: int, seed: int, bounds: tuple[float, float]
+) -> None:
+    rng = np.random.default_rng(seed)
+    n, first = 3 * row_elements, int(rng.integers(0, 4)) * row_elements
+    values_N = kind(rng, n).astype(np.float32)
+    left_N = values_N.copy()
+    drop_ranked(left_N, first, row_elements, KEY, *bounds)
+    wanted_N = np.where(sorted_survivors(values_N, first, row_elements, *bounds), values_N, np.float32(0.0))
+    np.testing.assert_array_equal(left_N, wanted_N)
+    assert row_elements < 1024 or 0 < np.count_nonzero(left_N) < np.count_nonzero(values_N)

@@ -1,0 +1,127 @@
+"""Large checkpoints that take no room: sound headers over files that are one hole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+Shapes = Mapping[str, tuple[int, ...]]
+ITEM_BYTES = 2
+
+# Runs the rest of the script in the address space that it has after its imports and a first merge, and so much more.
+CAPPED = """
+import mmap, resource, sys, time
+from pathlib import Path
+import mergepipe
+mergepipe.merge(sys.argv[1], sys.argv[2], threads={threads}, catalog=False)
+def address_space(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+before = address_space("VmSize")
+limit = before + {allowed_bytes}
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+started = time.perf_counter()
+{body}
+print("seconds", time.perf_counter() - started)
+print("grown_bytes", address_space("VmPeak") - before)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a capped script measured of itself."""
+
+    seconds: float
+    grown_bytes: int
+
+
+def decoder(n_layers: int, hidden: int, intermediate: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a Llama."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for index in range(n_layers):
+        prefix = f"model.layers.{index}"
+        for name, shape in (
+            ("self_attn.q_proj", (hidden, hidden)), ("self_attn.k_proj", (hidden // 8, hidden)),
+            ("self_attn.v_proj", (hidden // 8, hidden)), ("self_attn.o_proj", (hidden, hidden)),
+            ("mlp.gate_proj", (intermediate, hidden)), ("mlp.up_proj", (intermediate, hidden)),
+            ("mlp.down_proj", (hidden, intermediate)), ("input_layernorm", (hidden,)),
+            ("post_attention_layernorm", (hidden,)),
+        ):  # fmt: skip
+            shapes[f"{prefix}.{name}.weight"] = shape
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def nbytes_of(shapes: Shapes) -> int:
+    return sum(prod(shape) * ITEM_BYTES for shape in shapes.values())
+
+
+def write_sparse(folder: Path, shapes: Shapes, shard_bytes: int = 5_000_000_000) -> Path:
+    """A sharded BF16 checkpoint whose files are headers and holes."""
+    folder.mkdir(parents=True)
+    shards = list(_shards(shapes, shard_bytes))
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header, position = {}, 0
+        for name in names:
+            stop = position + prod(shapes[name]) * ITEM_BYTES
+            header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [position, stop]}
+            weight_map[name], position = file.name, stop
+        raw = json.dumps(header).encode()
+        file.write_bytes(len(raw).to_bytes(8, "little") + raw)
+        os.truncate(file, 8 + len(raw) + position)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+    return folder
+
+
+def _shards(shapes: Shapes, shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    room = shard_bytes
+    for name, shape in shapes.items():
+        nbytes = prod(shape) * ITEM_BYTES
+        if names and nbytes > room:
+            yield names
+            names, room = [], shard_bytes
+        names.append(name)
+        room -= nbytes
+    yield names
+
+
+def write_recipe(path: Path, operator: str, base: Path, experts: Sequence[Path]) -> Path:
+    parameters = {"weight": 0.5} | ({"density": 0.2} if operator in ("ties", "dare_ties") else {})
+    models = [{"model": str(expert), "parameters": parameters} for expert in experts]
+    path.write_text(json.dumps({"merge_method": operator, "base_model": str(base), "models": models}))
+    return path
+
+
+def write_family(root: Path, shapes: Shapes, n_experts: int, shard_bytes: int = 5_000_000_000) -> list[Path]:
+    """A base and experts, sparse all of them."""
+    names = ["base", *(f"expert-{i}" for i in range(n_experts))]
+    return [write_sparse(root / name, shapes, shard_bytes) for name in names]
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Of a child: one heap for all threads, since every other one reserves 64 MiB of addresses that it does not use."""
+    return {**os.environ, "MERGEPIPE_HOME": str(root / "home"), "MALLOC_ARENA_MAX": "1"}
+
+
+def run_capped(root: Path, operator: str, body: str, allowed_bytes: int, *, patience_seconds: float = 600) -> Figures:
+    """Run `body` in a process that may take `allowed_bytes` of addresses more than it has when it begins."""
+    tiny = write_family(root / "tiny", {"a.weight": (300, 100), "b": (7,)}, 2)
+    recipe = write_recipe(root / "tiny.yml", operator, tiny[0], tiny[1:])
+    script = CAPPED.format(allowed_bytes=allowed_bytes, body=textwrap.dedent(body), threads=2)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(recipe), str(root / "tiny-out")],
+        capture_output=True, text=True, timeout=patience_seconds, env=environment(root), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("seconds", "grown_bytes")))
+    return Figures(float(found["seconds"]), int(found["grown_bytes"]))

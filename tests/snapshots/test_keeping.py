@@ -1,0 +1,234 @@
+"""Snapshots are verified, repaired, made again and compared: damage anywhere is found, named and mended."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe import keeping
+from mergepipe.block_digests import BLOCKS_NAME
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
+from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.testing.disk_families import tree_digest
+from mergepipe.testing.families import TINY, write_family
+from mergepipe.workflows.snapshots import read_manifest_value
+
+SHARD_BYTES = 30_000
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+MADE = [("ties", None), ("dare_linear", "60%"), ("linear", "40%"), ("linear", None)]
+
+
+@pytest.fixture(scope="module", params=MADE, ids=lambda made: f"{made[0]}-{made[1]}")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with inputs and a snapshot `out` of them."""
+    root = tmp_path_factory.mktemp("made")
+    write_family(root / "family", TINY, 2)
+    operator, budget = request.param
+    density = "" if operator == "linear" else ", density: 0.5"
+    models = "".join(f"- {{model: family/expert-{i}, parameters: {{weight: 0.{i}{density}}}}}\n" for i in (1, 2))
+    text = f"merge_method: {operator}\nbase_model: family/base\nmodels:\n{models}dtype: bfloat16\n"
+    (root / "recipe.yml").write_text(text)
+    mergepipe.merge(root / "recipe.yml", root / "out", budget=budget, shard_bytes=SHARD_BYTES, seed=5, catalog=False)
+    return root
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """The snapshot, to be damaged."""
+    return Path(shutil.copytree(made / "out", tmp_path / "copy"))
+
+
+def files_of(snapshot: Path) -> list[Path]:
+    return sorted(path for path in snapshot.rglob("*") if path.is_file())
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(bytes(content))
+
+
+def test_verify__a_snapshot_is_sound(made: Path) -> None:
+    report = keeping.verify(made / "out", deep_fraction=1.0)
+    manifest = read_manifest_value(made / "out")
+    assert (report.damages, report.notices) == ((), ())
+    assert report.is_sound
+    assert (report.sid, report.tensors) == (manifest.sid, len(manifest.tensors))
+    assert report.replayed == tuple(tensor.name for tensor in manifest.tensors)
+    assert report.read_bytes == report.replayed_bytes > 0
+    assert len(manifest.files) > 2
+
+
+def test_verify__a_flipped_bit_anywhere_is_found(copy: Path) -> None:
+    for path in files_of(copy):
+        sound = path.read_bytes()
+        for position in sorted({0, 7, 8, len(sound) // 3, len(sound) // 2, len(sound) - 1}):
+            flip(path, position, position % 8)
+            try:
+                found = bool(keeping.verify(copy).damages)
+            except MergePipeError as error:
+                found = path.name == MANIFEST_NAME and isinstance(error, CorruptError)
+            assert found, (path.name, position)
+            path.write_bytes(sound)
+    assert keeping.verify(copy).is_sound
+
+
+def test_verify__names_the_tensor_and_the_bytes(copy: Path) -> None:
+    manifest = read_manifest_value(copy)
+    file = manifest.files[1]
+    flip(copy / file.name, file.size_bytes - 1)
+    (damage,) = keeping.verify(copy).damages
+    assert (damage.kind, damage.file) == ("block", file.name)
+    assert damage.tensor == [tensor.name for tensor in manifest.tensors if tensor.file == file.name][-1]
+    assert damage.start < file.size_bytes == damage.stop
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def scramble(path: Path) -> None:
+    for position in range(0, path.stat().st_size, 777):
+        flip(path, position)
+
+
+CHANGES: list[Callable[[Path], None]] = [cut, extend, empty, remove, scramble]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_repair__brings_every_file_back_to_the_byte(made: Path, copy: Path, change: Callable[[Path], None]) -> None:
+    wanted = {path.name: path.read_bytes() for path in files_of(made / "out")}
+    inputs = tree_digest(made / "family")
+    for path in files_of(copy):
+        if path.name == MANIFEST_NAME or (change is cut and path.stat().st_size < 1000):
+            continue
+        change(path)
+        assert not keeping.verify(copy).is_sound
+        report = keeping.repair(copy)
+        assert report.repaired
+        assert {p.name: p.read_bytes() for p in files_of(copy)} == wanted
+    assert tree_digest(made / "family") == inputs
+    assert [path.name for path in copy.parent.iterdir()] == ["copy"]
+
+
+def test_repair__mends_everything_at_once_and_keeps_times(made: Path, copy: Path) -> None:
+    wanted = {path.name: path.read_bytes() for path in files_of(made / "out")}
+    weights = sorted(copy.glob("*.safetensors"))
+    scramble(weights[0])
+    time = weights[0].stat().st_mtime_ns
+    weights[1].unlink()
+    (copy / BLOCKS_NAME).unlink()
+    keeping.repair(copy)
+    assert {path.name: path.read_bytes() for path in files_of(copy)} == wanted
+    assert weights[0].stat().st_mtime_ns == time
+
+
+def test_repair__leaves_a_sound_snapshot_alone(copy: Path) -> None:
+    before = tree_digest(copy)
+    assert keeping.repair(copy).repaired == ()
+    assert tree_digest(copy) == before
+
+
+def test_repair__believes_no_manifest_that_was_edited(made: Path, copy: Path) -> None:
+    manifest = (copy / MANIFEST_NAME).read_text()
+    (copy / MANIFEST_NAME).write_text(manifest.replace(str(made / "family"), str(made / "other")))
+    with pytest.raises(CorruptError) as caught:
+        keeping.repair(copy)
+    assert caught.value.code == "manifest.digest"
+
+
+def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    report = keeping.replay(made / "out", tmp_path / "again", catalog=False)
+    manifest = read_manifest_value(made / "out")
+    assert report.sid == manifest.sid
+    for file in manifest.files:
+        assert (tmp_path / "again" / file.name).read_bytes() == (made / "out" / file.name).read_bytes()
+    assert keeping.diff(made / "out", tmp_path / "again").tensors == ()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """Inputs and a snapshot of which a test may change anything."""
+    write_family(tmp_path / "family", TINY, 2)
+    models = "".join(f"- {{model: family/expert-{i}, parameters: {{weight: 0.{i}}}}}\n" for i in (1, 2))
+    (tmp_path / "recipe.yml").write_text(f"merge_method: linear\nbase_model: family/base\nmodels:\n{models}")
+    mergepipe.merge(tmp_path / "recipe.yml", tmp_path / "out", shard_bytes=SHARD_BYTES, catalog=False)
+    return tmp_path
+
+
+def test_replay__says_which_input_is_gone(own: Path) -> None:
+    (own / "family" / "expert-2").rename(own / "elsewhere")
+    with pytest.raises(NotFoundError) as caught:
+        keeping.replay(own / "out", own / "again", catalog=False)
+    assert caught.value.code == "replay.input-gone"
+    assert "expert-2" in str(caught.value)
+    assert "expert-1" not in str(caught.value)
+
+
+def test_replay__says_which_input_has_other_files(own: Path) -> None:
+    (file,) = (own / "family" / "expert-1").glob("*.safetensors")
+    file.write_bytes((own / "out" / "model-00001-of-00003.safetensors").read_bytes())
+    with pytest.raises(MergePipeError) as caught:
+        keeping.replay(own / "out", own / "again", catalog=False)
+    assert "expert-1" in str(caught.value)
+    assert not (own / "again").exists()
+
+
+def test_replay__publishes_nothing_if_values_have_changed(own: Path) -> None:
+    (file,) = (own / "family" / "expert-1").glob("*.safetensors")
+    flip(file, -1, 3)
+    with pytest.raises(ConflictError) as caught:
+        keeping.replay(own / "out", own / "again", catalog=False)
+    assert [problem.code for problem in caught.value.problems] == ["replay.differs", "replay.input-touched"]
+    assert str(file) in str(caught.value)
+    assert not (own / "again").exists()
+    report = keeping.verify(own / "out", deep_fraction=1.0)
+    assert {damage.kind for damage in report.damages} == {"replay"}
+    flip(sorted((own / "out").glob("*.safetensors"))[-1], -1)
+    damaged = tree_digest(own / "out")
+    with pytest.raises(ConflictError) as caught:
+        keeping.repair(own / "out")
+    assert caught.value.code == "repair.differs"
+    assert tree_digest(own / "out") == damaged
+
+
+def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
+    other = own / "other.yml"
+    other.write_text((own / "recipe.yml").read_text().replace("0.2", "0.5"))
+    mergepipe.merge(other, own / "other", shard_bytes=SHARD_BYTES, budget="50%", catalog=False)
+    found = keeping.diff(own / "out", own / "other")
+    assert "-- {model: family/expert-2, parameters: {weight: 0.2}}" in found.recipe
+    assert any(line.startswith("plan: none") for line in found.settings)
+    assert found.inputs == ()
+    assert len(found.tensors) > 0
+    assert all(change.kind == "values" and change.norm and change.norm > 0 for change in found.tensors)
+    assert found.norm is not None
+    squares = sum((change.norm or 0.0) ** 2 for change in found.tensors)
+    assert found.norm**2 == pytest.approx(squares)
+    fast = keeping.diff(own / "out", own / "other", reads_tensors=False)
+    assert [change.name for change in fast.tensors] == [change.name for change in found.tensors]
+    assert {change.norm for change in fast.tensors} == {None}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_verify__of_every_earlier_version(version: int, tmp_path: Path) -> None:
+    snapshot = Path(shutil.copytree(GOLDEN / f"manifest-{version}", tmp_path / "golden"))
+    assert keeping.verify(snapshot).is_sound
+    flip(sorted(snapshot.glob("*.safetensors"))[0], -1)
+    assert [damage.kind for damage in keeping.verify(snapshot).damages] == ["block"]
