@@ -18,6 +18,7 @@ from mergepipe.errors import ConflictError
 from mergepipe.plan import Plan
 from mergepipe.plan_reading import parse_plan
 from mergepipe.report.plan_tables import plan_table
+from mergepipe.workflows import planning
 
 NAMES = ("linear", "task_arithmetic", "ties", "ties_rescaled", "dare_linear", "slerp")
 
@@ -111,6 +112,26 @@ def test_run__a_snapshot_that_a_plan_takes_from_and_that_is_not_there_is_named(t
     assert (problem.code, problem.where) == ("plan.reuse-gone", str(bench.folder / "first"))
     assert "plan again" in problem.hint
     assert not (bench.folder / "again").exists()
+
+
+def test_merge__under_a_budget_plans_again_when_what_it_reuses_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path)
+    bench.merge(RECIPES["linear"], "first", budget="60%")
+    made = planning.make_plan
+
+    def made_too_early(*given: Any, **more: Any) -> Plan:
+        decided = made(*given, **more)
+        shutil.rmtree(bench.folder / "first", ignore_errors=True)
+        return decided
+
+    monkeypatch.setattr(planning, "make_plan", made_too_early)
+    report = bench.merge(RECIPES["linear"], "second", budget="60%")
+    assert report.reused_bytes == 0
+    assert report.budget_bytes is not None
+    assert 0 < report.expert_bytes + report.analysis_bytes <= report.budget_bytes
+    assert keeping.verify(bench.folder / "second", deep_fraction=1.0).is_sound
 
 
 def test_replay__of_a_snapshot_that_reused_needs_the_inputs_only(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.budget import EXPERT_PURPOSES
 from mergepipe.budget_request import BudgetRequest
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
@@ -124,12 +125,26 @@ def run_budgeted(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Plan and run at once."""
+    """Plan and run at once.
+
+    Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
+    without reuse, unless something was read of the experts already.
+    """
     store = LocalStore()
-    inputs = open_inputs(recipe, store, request.allow_dropped)
-    with closing(CatalogLink(settings.home)) as link:
-        plan = make_plan(inputs, request, link, settings.seed, out if settings.force else None)
-        return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+
+    def attempt(wanted: PlanRequest) -> MergeReport:
+        inputs = open_inputs(recipe, store, wanted.allow_dropped)
+        with closing(CatalogLink(settings.home)) as link:
+            plan = make_plan(inputs, wanted, link, settings.seed, out if settings.force else None)
+            return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+
+    try:
+        return attempt(request)
+    except ConflictError as error:
+        usage = store.ledger.usage()
+        if error.code != "plan.reuse-gone" or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+            raise
+    return attempt(replace(request, reuse=False))
 
 
 def run_plan(
