@@ -161,7 +161,9 @@ def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> in
 
 def _widest_item_bytes(source: Source) -> int:
     """Bytes of an element at whatever level."""
-    return max(source.dtype.itemsize, F32.itemsize) if isinstance(source, Graded) else source.dtype.itemsize
+    is_stored = isinstance(source, TensorEntry | Unchanged)  # first: looking for a protocol takes microseconds
+    is_graded = not is_stored and isinstance(source, Graded)
+    return max(source.dtype.itemsize, F32.itemsize) if is_graded else source.dtype.itemsize
 
 
 def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:
@@ -183,6 +185,12 @@ def cut_everywhere(cut_elements: int) -> CutOf:
 CUT_AT_GRAINS = cut_everywhere(GRAIN_ELEMENTS)
 
 
+def _encoded_elements(source: Source) -> int:
+    """Elements of one encoded block; 1 for what is not encoded."""
+    is_stored = isinstance(source, TensorEntry | Unchanged)
+    return source.cut_elements if not is_stored and isinstance(source, NeedsBase) else 1
+
+
 def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -> CutOf:
     """The same cuts, but none through the encoded blocks of sources, so that no block is decoded twice.
 
@@ -190,8 +198,7 @@ def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -
     """
 
     def coarse(task: MergeTask) -> int:
-        encoded = [s.cut_elements for s in (task.base, *task.experts) if isinstance(s, NeedsBase)]
-        return math.lcm(cut_of(task), *encoded)
+        return math.lcm(cut_of(task), *map(_encoded_elements, (task.base, *task.experts)))
 
     return coarse if fits_memory(tasks, memory_bytes, coarse) else cut_of
 
