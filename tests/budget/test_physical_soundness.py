@@ -168,11 +168,12 @@ def test_budgeted_merge__of_cold_files_reads_no_more_from_the_disk(
     tracer.run(setting.plan("50%"))  # loads what the server's program needs from the disk
     for budget in ("0", "30%", "100%"):
         plan = setting.plan(budget)
-        traced = tracer.run(plan, cold=True)
+        # Twice: pages of the program that memory pressure took away are read again, which adds to either by chance.
+        least = min(tracer.run(plan, cold=True).answer["physical"] for _ in range(2))
         # Beside the experts: the base in full, and of each file its header, the trial of direct reads, and its inode.
         allowed = plan.planned_bytes + base_bytes + n_files * 8 * PAGE_BYTES
-        assert traced.answer["physical"] <= allowed
-        physical.append(traced.answer["physical"])
+        assert least <= allowed
+        physical.append(least)
     if physical[-1] == 0:
         pytest.skip("this file system's reads are not counted")
     assert physical == sorted(physical)
