@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Final, NoReturn, TypeVar
 
-from mergepipe.canonical import canonical_json, digest_of
+from mergepipe.canonical import digest_of, parse_digestible
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.manifest import (
     MANIFEST_FORMAT,
@@ -85,19 +84,7 @@ def _parse(raw: bytes, where: object) -> object:
     def refuse(reason: str) -> NoReturn:
         raise CorruptError.of("manifest.json", where, reason, _HINT)
 
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(items)
-        return found if len(found) == len(items) else refuse("a key stands twice in an object")
-
-    def constant(name: str) -> NoReturn:
-        refuse(f"{name} is not a number of JSON")
-
-    try:
-        document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
-        canonical_json(document)  # refuses what has no digest: half surrogate pairs, numbers out of range
-    except (ValueError, RecursionError) as error:
-        refuse(f"not JSON: {error}")
-    return document
+    return parse_digestible(raw, refuse)
 
 
 class _Object:

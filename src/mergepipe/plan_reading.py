@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from mergepipe.canonical import canonical_json
+from mergepipe.canonical import parse_digestible
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.plan import (
     PLAN_FORMAT,
@@ -82,19 +81,7 @@ def _parse(raw: bytes, where: object) -> object:
     def refuse(reason: str) -> NoReturn:
         raise CorruptError.of("plan.json", where, reason, "plan again")
 
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(items)
-        return found if len(found) == len(items) else refuse("a key stands twice in an object")
-
-    def constant(name: str) -> NoReturn:
-        refuse(f"{name} is not a number of JSON")
-
-    try:
-        document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
-        canonical_json(document)  # refuses what has no digest: half surrogate pairs, numbers out of range
-    except (ValueError, RecursionError) as error:
-        refuse(f"not JSON: {error}")
-    return document
+    return parse_digestible(raw, refuse)
 
 
 def _check_format(text: str, where: object) -> None:

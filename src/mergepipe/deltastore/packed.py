@@ -17,7 +17,7 @@ from mergepipe.deltastore.bands import Bands
 from mergepipe.deltastore.block import BlockContext, RawBytes, decode_block, decode_deltas
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, EXACT_BANDS, LADDERS, PIECES_OF, Codec, Level, Piece
+from mergepipe.deltastore.levels import BLOCK_ELEMENTS, EXACT_BANDS, LADDERS, PIECES_OF, Level, Piece
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.readers.base import FetchOnBase, TensorEntry
 from mergepipe.storage.base import RangeFile
@@ -223,7 +223,7 @@ class PackedFetch:
         context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
         codec = tensor.index.codec(row)
         if tensor.is_delta:
-            target.write(lambda view: _deltas_into(codec, tensor.level, own, context, view))
+            target.write(lambda view: decode_deltas(codec, tensor.level, own, context, view.view(np.float32)))
         else:
             target.write(lambda view: decode_block(codec, own, context, view), tensor.stored_dtype.itemsize)
 
@@ -259,14 +259,6 @@ class _Target:
 
 class _Decode(Protocol):
     def __call__(self, view: RawBytes) -> None: ...
-
-
-def _deltas_into(
-    codec: Codec, level: Level, pieces: Mapping[Piece, RawBytes], context: BlockContext, view: RawBytes
-) -> None:
-    deltas = np.empty(len(view) // 4, np.float32)
-    decode_deltas(codec, level, pieces, context, deltas)
-    view[:] = deltas.view(np.uint8)
 
 
 def read_range(file: RangeFile, start: int, stop: int, purpose: Purpose) -> RawBytes:

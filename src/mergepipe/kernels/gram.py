@@ -32,20 +32,26 @@ def decode_frame(
 
 
 @kernel
-def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
-    """`sum x[:n] * y[:n]` in float64, by a binary tree: the same order of additions on every machine."""
+def fold(values: Doubles, n: int) -> float:
+    """`sum values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
     width = 1
     while width < n:
         width *= 2
-    for i in range(n):
-        products[i] = np.float64(x[i]) * np.float64(y[i])
     for i in range(n, width):
-        products[i] = 0.0
+        values[i] = 0.0
     while width > 1:
         width //= 2
         for i in range(width):
-            products[i] += products[i + width]
-    return float(products[0])
+            values[i] += values[i + width]
+    return float(values[0])
+
+
+@kernel
+def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
+    """`sum x[:n] * y[:n]` in float64, by a binary tree: the same order of additions on every machine."""
+    for i in range(n):
+        products[i] = np.float64(x[i]) * np.float64(y[i])
+    return fold(products, n)
 
 
 @kernel

@@ -7,7 +7,7 @@ import numpy as np
 from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
-from mergepipe.kernels.gram import decode_frame, fold_product
+from mergepipe.kernels.gram import decode_frame, fold, fold_product
 from mergepipe.kernels.merge import keep_band, keep_varied, variance_tile
 from mergepipe.kernels.transcendental import exp_tile, log_tile
 
@@ -195,21 +195,6 @@ def fold_magnitudes(x: Floats, n: int, sums: Doubles) -> float:
     for i in range(n):
         sums[i] = np.float64(abs(x[i]))
     return fold(sums, n)
-
-
-@kernel
-def fold(values: Doubles, n: int) -> float:
-    """`sum values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
-    width = 1
-    while width < n:
-        width *= 2
-    for i in range(n, width):
-        values[i] = 0.0
-    while width > 1:
-        width //= 2
-        for i in range(width):
-            values[i] += values[i + width]
-    return float(values[0])
 
 
 @kernel

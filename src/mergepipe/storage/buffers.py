@@ -41,11 +41,6 @@ class BufferPool:
         """How many buffers there can be."""
         return self._limit
 
-    @property
-    def in_use(self) -> int:
-        """How many buffers are lent out."""
-        return self._made - len(self._free)
-
     def take(self) -> NDArray[np.uint8] | None:
         """A buffer (uint8, page-aligned, contents undefined), or None when all are lent out."""
         if self._free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -135,11 +135,6 @@ class TrainingCheckpoint:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of state it holds, in order of first appearance."""
         return tuple(dict.fromkeys(kind for _, kind in self.states))
-
-    def states_of(self, names: Iterable[str]) -> Iterator[StoredState]:
-        """Every state of the named parameters."""
-        wanted = set(names)
-        return (state for (name, _), state in self.states.items() if name in wanted)
 
     def step_of(self, parameter: str) -> AdamStep | None:
         """The step counter that serves a parameter; None for a frozen one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -186,8 +185,3 @@ def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
     bits_N = content.view(np.dtype(f"<u{dtype.itemsize}"))
     exponents_N = bits_N & bits_N.dtype.type(mask)
     return int(np.count_nonzero(exponents_N == mask)) if int(exponents_N.max()) == mask else 0
-
-
-def reader_threads() -> int:
-    """One thread per processor that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
