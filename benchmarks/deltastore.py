@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import BF16, Span
 from mergepipe.budget import Purpose
-from mergepipe.deltastore.bands import Bands, decode_bands, encode_bands
+from mergepipe.deltastore.bands import Bands
 from mergepipe.deltastore.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.decoding import decode_bands
+from mergepipe.deltastore.encoding import encode_bands
 from mergepipe.deltastore.levels import BLOCK_ELEMENTS, PIECES_OF, Level
 from mergepipe.deltastore.opening import open_store
 from mergepipe.deltastore.packed import PackedTensor

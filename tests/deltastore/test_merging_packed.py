@@ -154,9 +154,11 @@ def test_sufficient_levels__are_below_the_last_only_where_nothing_else_matters(p
     wide = tasks[WIDE]
     tensor = wide.experts[0]
     assert isinstance(tensor, PackedTensor)
-    held = tensor.elements_above(1) / tensor.n_elements
-    assert levels_of("ties", wide, held)[0] == (0, Level.HEAD_EXACT)
-    assert 0 not in dict(levels_of("ties", wide, held + 2 / tensor.n_elements))
+    head, body = (tensor.elements_above(band) / tensor.n_elements for band in (1, 2))
+    assert levels_of("ties", wide, head)[0] == (0, Level.HEAD_EXACT)
+    assert levels_of("ties", wide, head + 2 / tensor.n_elements)[0] == (0, Level.BODY_EXACT)
+    assert levels_of("ties", wide, body)[0] == (0, Level.BODY_EXACT)
+    assert 0 not in dict(levels_of("ties", wide, body + 2 / tensor.n_elements))
     assert levels_of("ties", wide, 0.05, rescale=True) == ()
     assert levels_of("dare_ties", wide, 0.05) == ()
     assert levels_of("task_arithmetic", wide, 0.05) == ()

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.blocks import BF16, DType, DTypeKind
-from mergepipe.deltastore.bands import Bands, decode_bands, encode_bands
+from mergepipe.deltastore.bands import Bands
 from mergepipe.deltastore.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.decoding import decode_bands
+from mergepipe.deltastore.encoding import encode_bands
 from mergepipe.deltastore.levels import RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.parts import corrupt
 from mergepipe.kernels.codec import decode_tile

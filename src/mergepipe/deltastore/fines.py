@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.bitpacking import pack_fines
 from mergepipe.deltastore.loops import (
     FIRST_BODY_CODE,
     FIRST_REST_CODE,
@@ -15,10 +14,10 @@ from mergepipe.deltastore.loops import (
     N_CODES,
     Integers,
 )
-from mergepipe.deltastore.parts import Parts, corrupt, joined
+from mergepipe.deltastore.parts import Parts, corrupt
 from mergepipe.deltastore.rans import MAX_CONTEXTS, Halves
 from mergepipe.deltastore.taking import STREAM_BITS, take_values
-from mergepipe.kernels.compiled import Bits64, Bytes, Counts
+from mergepipe.kernels.compiled import Bits64, Bytes
 
 EXCEPTION_BITS = 48
 WIDTH_COUNTS = 17
@@ -60,36 +59,6 @@ class ValueTables:
     widths: NDArray[np.uint8]
     cuts: NDArray[np.float32]
     cell_starts: Integers
-
-
-def cheapest_widths(counts_SW: Counts) -> NDArray[np.uint8]:
-    """By `width_slot`: the bits that cost least, with exceptions for what does not fit. Counts by slot and width."""
-    totals_S = counts_SW.sum(axis=1, keepdims=True)
-    beyond_SW = totals_S - counts_SW.cumsum(axis=1)
-    cost_SW = np.arange(WIDTH_COUNTS) * totals_S + EXCEPTION_BITS * beyond_SW
-    return np.asarray(cost_SW[:, : WIDTH_COUNTS - 1].argmin(axis=1), np.uint8)
-
-
-def packed_streams(codes: Bytes, fines: Halves, own_widths: Bytes) -> list[NDArray[np.uint8]]:
-    """The fine numbers of the three streams, bit by bit."""
-    room = len(fines) * 15 // 64 + 3
-    words, n_bits = np.empty(3 * room, np.uint64), np.zeros(3, np.int64)
-    pack_fines(codes, fines, own_widths, words, n_bits)
-    packed = words.view(np.uint8)
-    return [packed[i * room * 8 : i * room * 8 - (-bits // 8)] for i, bits in enumerate(n_bits.tolist())]
-
-
-def fine_piece(
-    packed: NDArray[np.uint8], widths: NDArray[np.uint8], stream: int, n_contexts: int, exceptions: Exceptions
-) -> NDArray[np.uint8]:
-    """One piece: widths (bands only), the number of exceptions, their positions and bits, the packed numbers."""
-    first, last = STREAM_CODES[stream]
-    own = widths.reshape(-1, N_CODES, 2)[:n_contexts, first : last + 1]
-    stored = own if last < FIRST_REST_CODE else np.empty(0, np.uint8)
-    if not len(packed) and not len(exceptions.positions):
-        return np.empty(0, np.uint8)
-    count = np.array([len(exceptions.positions)], np.uint32)
-    return joined(stored, count, exceptions.positions, exceptions.bits, packed)
 
 
 def take_stream(content: NDArray[np.uint8], stream: int, n: int, n_contexts: int, where: str) -> FineStream:

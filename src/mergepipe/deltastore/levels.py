@@ -53,10 +53,10 @@ PIECES_OF: dict[Level, tuple[Piece, ...]] = {
 RECORDED_LEVELS = (Level.NOTHING, Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)
 """Levels that leave an error, which is recorded for each block."""
 
-EXACT_BANDS: dict[Level, int] = {Level.HEAD_EXACT: 1}
-"""Levels at which the deltas of the bands up to this one are as they are, and all others 0.
+EXACT_BANDS: dict[Level, int] = {Level.HEAD_EXACT: 1, Level.BODY_EXACT: 2}
+"""Levels at which the deltas of the bands up to this one are as they are.
 
-Not BODY_EXACT: what it says roughly of the others may reach the cut of the third band.
+All others are smaller than the band's cut: 0, or roughly known.
 """
 
 LADDERS: dict[Level, tuple[Level, ...]] = {

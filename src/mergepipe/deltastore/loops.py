@@ -22,6 +22,9 @@ LAST_REST_CODE = FIRST_BODY_CODE + BODY_SYMBOLS - 1
 _LAST_CELL = LAST_REST_CODE - FIRST_REST_CODE
 NEAR_CELLS = 2  # cells on either side that hold nearly all differences of the rest
 
+MAX_LOW = 15
+"""Bits of a difference that can be left to the fine number of a cell."""
+
 N_EXPONENTS = 256
 TILE = 2048
 QUANTILE_BUCKETS = 128
