@@ -200,6 +200,18 @@ def test_rule__survives_values_that_are_no_numbers(rule: Rule) -> None:
     np.testing.assert_array_equal(first, merged(rule, (6, 100), StoredTensor(family, F32), [100, 300]))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "direction"), [((-3.0, 1.0, 2.0), 1.0), ((1.0, -1.0, -4.0), -1.0), ((-2.0, 1.0, 0.0), -1.0)]
+)
+def test_karcher__of_opposite_directions_keeps_those_of_the_mean(numbers: tuple[float, ...], direction: float) -> None:
+    """One element: directions are signs. The first model's where they cancel out; a zero has none."""
+    arrays = [np.array([number], np.float32) for number in numbers]
+    rule = Rule("karcher", has_base=False)
+    family = Family(F32, (F32, F32), arrays[0], tuple(arrays[1:]))
+    found_N = merged(rule, (1,), StoredTensor(family, F32))
+    np.testing.assert_allclose(found_N, direction * np.abs(numbers).mean(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_operator__is_registered_under_its_specification(name: str) -> None:
     operator = operator_named(name)

@@ -197,12 +197,15 @@ def karcher_mean(gram_PP: Gram, steps: int, tolerance: float) -> Coefficients:
 
 
 def _tangent(mean_P: Coefficients, units_VP: Coefficients, gram_PP: Gram, tolerance: float) -> Coefficients:
-    """The mean of the directions as seen from `mean_P`: where to go next."""
+    """The mean of the directions as seen from `mean_P`: where to go next.
+
+    A direction opposite to the mean pulls nowhere: no way to it is shorter than another.
+    """
     tangent_P = np.zeros_like(mean_P)
     for unit_P in units_VP:
         cosine = min(1.0, max(-1.0, float(mean_P @ gram_PP @ unit_P)))
         angle = math.acos(cosine)
-        if angle >= tolerance:
+        if tolerance <= angle <= math.pi - tolerance:
             tangent_P += angle / math.sin(angle) / len(units_VP) * (unit_P - cosine * mean_P)
     return tangent_P
 

@@ -80,10 +80,10 @@ def karcher(case: ModelCase) -> Numbers:
     if not len(units):
         return np.zeros_like(base)
     mean = units.mean(axis=0)
-    mean = mean / np.linalg.norm(mean)
+    mean = units[0] if np.linalg.norm(mean) < tolerance else mean / np.linalg.norm(mean)
     for _ in range(int(shared["max_iter"])):
         angles = np.arccos(np.clip(units @ mean, -1, 1))
-        far = angles >= tolerance
+        far = (angles >= tolerance) & (angles <= np.pi - tolerance)
         pulls = (angles[far] / np.sin(angles[far]))[:, None] * (units[far] - np.cos(angles[far])[:, None] * mean)
         tangent = pulls.sum(axis=0) / len(units)
         step = np.linalg.norm(tangent)
