@@ -79,7 +79,7 @@ class Bench:
         out = self.work / "out"
         runs = []
         for _ in range(repeat or self.repeat):
-            report, cost = self.run("merge", recipe, out, *options, experts=experts)
+            report, cost = self.run("merge", recipe, out, "--no-reuse", *options, experts=experts)
             shutil.rmtree(out)
             runs.append((cost.wall_seconds, report, cost))
         runs.sort(key=lambda run: run[0])
