@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from mergepipe import session
 from mergepipe.budget import Purpose
 from mergepipe.reports import MergeReport
 from mergepipe.storage.local import LocalFile, LocalStore
-from mergepipe.testing.families import FamilyPaths, family_paths, write_family
+from mergepipe.testing.families import QWEN3_0_6B, FamilyPaths, family_paths, write_family
 from mergepipe.workflows.packing import pack
 from mergepipe.workflows.planning import PACKED_BLOCK_ELEMENTS
 
@@ -39,6 +39,7 @@ RATES = (100e6, 250e6, 500e6, 1e9, math.inf)
 BUDGETS = (0.025, 0.05, 0.1, 0.15, 0.25, 1.0)
 SLOW_OPERATORS = ("linear", "ties")
 BUDGET_OPERATORS = ("linear", "ties", "dare_linear")
+MADE = {"slice": SLICE, "0.6b": QWEN3_0_6B}
 
 
 class PackedMergingError(Exception):
@@ -201,9 +202,10 @@ def weights_digest(model: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budgeted:
-    """One merge under a budget, a share of the raw experts' bytes: what it read, and how far off it is.
+    """One merge under a budget, a share of the raw experts' bytes: what it read, how far off it is, how long it took.
 
     `error` is `‖M_A - M_full‖ / ‖M_full - M_0‖` of float32 outputs; `loss` the mean held-out loss as bfloat16.
+    `seconds` of the merge from cold files, by the clock; the plan was made before.
     """
 
     operator: str
@@ -212,6 +214,7 @@ class Budgeted:
     read: float
     error: float
     loss: float | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +245,10 @@ class BudgetBench:
         self.analyze(is_random=OPERATORS[operator].is_random)
         full = self.work / "full"
         recipe = _recipe(self.work, operator, self.family.base, self.family.raw, "float32")
+        make_cold([self.family.base, *self.family.raw])
         report = session.merge(recipe, full, catalog=False, reuse=False)
         moved = distance(full, self.family.base)
-        found = [Budgeted(operator, "full", 1.0, self._read(report), 0.0, self._loss(full))]
+        found = [Budgeted(operator, "full", 1.0, self._read(report), 0.0, self._loss(full), report.seconds)]
         for budget in budgets:
             for form in self.family.forms:
                 if budget < 1 or form != "random":
@@ -261,6 +265,7 @@ class BudgetBench:
             select="random" if form == "random" else "norm", block_elements=self._block(form),
         )  # fmt: skip
         out = self.work / "out"
+        make_cold([self.family.base, *self.family.forms[form]])
         report = session.run(plan, out, catalog=False)
         error, loss = distance(out, full) / moved, self._loss(out)
         shutil.rmtree(out)
@@ -268,7 +273,7 @@ class BudgetBench:
             raise PackedMergingError(f"{operator} {form}: {report.expert_bytes} bytes of experts of {budget_bytes}")
         if budget_bytes is None and error != 0:
             raise PackedMergingError(f"{operator} {form}: a full budget gave an error of {error}")
-        return Budgeted(operator, form, budget, self._read(report), error, loss)
+        return Budgeted(operator, form, budget, self._read(report), error, loss, report.seconds)
 
     def _home(self, form: str) -> Path:
         return self.work / f"home-{'drop' if form == 'random' else form}"
@@ -342,18 +347,25 @@ def _rate_text(megabytes_a_second: float) -> str:
 
 def budget_table(measured: Sequence[Budgeted]) -> str:
     """Errors, with losses where there are some, by budget; what was read where that was less than the budget."""
+    return _by_budget(measured, _error_cell)
+
+
+def seconds_table(measured: Sequence[Budgeted]) -> str:
+    """Seconds of the merges of `budget_table`."""
+    return _by_budget(measured, lambda found: f"{found.seconds:.1f}")
+
+
+def _by_budget(measured: Sequence[Budgeted], cell: Callable[[Budgeted], str]) -> str:
     budgets = sorted({m.budget for m in measured})
     lines = ["| operator | form | " + " | ".join(f"{b:.3g} %" for b in (100 * b for b in budgets)) + " |"]
     lines.append("|---" * (2 + len(budgets)) + "|")
     for operator, form in dict.fromkeys((m.operator, m.form) for m in measured):
-        row = {m.budget: m for m in measured if (m.operator, m.form) == (operator, form)}
-        lines.append(f"| {operator} | {form} | " + " | ".join(_cell(row.get(b)) for b in budgets) + " |")
+        row = {m.budget: cell(m) for m in measured if (m.operator, m.form) == (operator, form)}
+        lines.append(f"| {operator} | {form} | " + " | ".join(row.get(b, "") for b in budgets) + " |")
     return "\n".join(lines)
 
 
-def _cell(found: Budgeted | None) -> str:
-    if found is None:
-        return ""
+def _error_cell(found: Budgeted) -> str:
     unspent = f" [{found.read:.1%}]" if found.read < 0.9 * found.budget else ""
     return f"{found.error:.3f}" + ("" if found.loss is None else f" ({found.loss:.4f})") + unspent
 
@@ -363,6 +375,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("what", choices=("slow", "budgets"))
     parser.add_argument("--work", type=Path, required=True, help="a directory for the family, the stores, the outputs")
     parser.add_argument("--family", type=Path, help="measure this family (base, expert-1, ...) instead of making one")
+    parser.add_argument("--shape", choices=sorted(MADE), default="slice", help="the shape of the family that is made")
     parser.add_argument("--experts", type=int, default=6)
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="experts of full merges")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the raw experts")
@@ -379,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = asked.family or asked.work / "family"
     made = family_paths(root, asked.experts)
     if not made.base.exists():
-        made = write_family(root, SLICE, asked.experts, threads=asked.threads)
+        made = write_family(root, MADE[asked.shape], asked.experts, threads=asked.threads)
     family = packed_family(made, asked.work / "stores", asked.threads)
     if asked.what == "slow":
         slow = measure_slow(family, asked.work, asked.counts, RATES)
@@ -387,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     bench = BudgetBench(family, asked.work, read_heldout(root) if asked.heldout else None, asked.block_elements)
     found = [each for operator in asked.operators for each in bench.measure(operator, asked.budgets)]
-    print(json.dumps([asdict(each) for each in found], indent=1), budget_table(found), sep="\n\n")
+    print(json.dumps([asdict(each) for each in found], indent=1), budget_table(found), seconds_table(found), sep="\n\n")
     return 0
 
 

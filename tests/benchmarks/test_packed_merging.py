@@ -21,6 +21,7 @@ from benchmarks.packed_merging import (
     main,
     measure_slow,
     packed_family,
+    seconds_table,
     slow_merge,
     slow_storage,
     slow_table,
@@ -124,9 +125,13 @@ def test_tables__have_a_row_per_form_and_a_column_per_condition() -> None:
     slow = [SlowMerge("ties", 4, "raw", rate, 2_000_000_000, 0, 12.34, 5.66, 9.0, "") for rate in (math.inf, 100.0)]
     assert slow_table(slow).splitlines()[0] == "| operator, experts | form | GB read | CPU s | 100 MB/s | no limit |"
     assert slow_table(slow).splitlines()[2] == "| ties, 4 | raw | 2.00 | 5.7 | 12.3 | 12.3 |"
-    budgets = [Budgeted("ties", "drop", 0.05, 0.049, 0.5, 3.0), Budgeted("ties", "drop", 1.0, 0.2, 0.0, None)]
+    budgets = [
+        Budgeted("ties", "drop", 0.05, 0.049, 0.5, 3.0, 2.04),
+        Budgeted("ties", "drop", 1.0, 0.2, 0.0, None, 1.96),
+    ]
     assert budget_table(budgets).splitlines()[0] == "| operator | form | 5 % | 100 % |"
     assert budget_table(budgets).splitlines()[2] == "| ties | drop | 0.500 (3.0000) | 0.000 [20.0%] |"
+    assert seconds_table(budgets).splitlines()[2] == "| ties | drop | 2.0 | 2.0 |"
 
 
 def test_main__prints_everything_measured_as_json(
