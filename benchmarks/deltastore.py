@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import BF16, Span
 from mergepipe.budget import Purpose
-from mergepipe.deltastore.bands import Bands
-from mergepipe.deltastore.bytewise import decode_bytewise, encode_bytewise
-from mergepipe.deltastore.decoding import decode_bands
-from mergepipe.deltastore.encoding import encode_bands
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, PIECES_OF, Level
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.codec.decoding import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.encoding import encode_bands
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level
 from mergepipe.deltastore.opening import open_store
 from mergepipe.deltastore.packed import PackedTensor
 from mergepipe.deltastore.sampling import choose_bands
@@ -234,15 +234,16 @@ def _our_speeds(base: NDArray[np.uint16], expert: NDArray[np.uint16], bands: Ban
     block = encode_bands(base, expert, bands)
     assert block is not None
     encode_ns = _nanoseconds(lambda: encode_bands(base, expert, bands), repeats)
-    deltas = np.empty(len(base), np.float32)
+    deltas, values = np.empty(len(base), np.float32), np.empty(len(base), np.uint16)
     speeds = []
     for level in (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.LOSSLESS):
         size = sum(len(block.pieces.get(piece, ())) for piece in PIECES_OF[level])
 
         def decode(level: Level = level) -> None:
-            decoded = decode_bands(block.pieces, level, base, bands, "benchmark")
-            if level is not Level.LOSSLESS:
-                decoded.deltas(deltas)
+            if level is Level.LOSSLESS:
+                decode_band_values(block.pieces, base, bands, "benchmark", values)
+            else:
+                decode_band_deltas(block.pieces, level, base, bands, "benchmark", deltas)
 
         speeds.append(Speed(f"bands, {level.name}", size / expert.nbytes, encode_ns, _nanoseconds(decode, repeats)))
     return speeds

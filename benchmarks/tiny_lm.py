@@ -85,6 +85,13 @@ def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
     return wrap(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
 
 
+def load_tokenizer(directory: Path) -> LmTokenizer:
+    """Load the tokenizer that `save_model` wrote beside a model."""
+    with _quiet():
+        tokenizer: LmTokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    return tokenizer
+
+
 def tokens_of(tokenizer: LmTokenizer, text: str) -> list[int]:
     """Encode a text of any length, without special tokens."""
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids

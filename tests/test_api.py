@@ -17,10 +17,12 @@ EXPORTED = [
     "Explanation",
     "MergePipeError",
     "MergeReport",
+    "PackReport",
     "Plan",
     "Progress",
     "SnapshotReport",
     "SweepReport",
+    "UnpackReport",
     "__version__",
     "analyze",
     "apply_delta",
@@ -34,6 +36,7 @@ EXPORTED = [
     "materialise",
     "merge",
     "operator",
+    "pack",
     "plan",
     "rebuild_catalog",
     "repair",
@@ -44,6 +47,7 @@ EXPORTED = [
     "store_plan",
     "sweep",
     "tailor",
+    "unpack",
     "verify",
 ]
 EXIT_CODES = {
@@ -105,8 +109,9 @@ def test_merge__takes_these_parameters() -> None:
     parameters = inspect.signature(mergepipe.merge).parameters
     assert list(parameters) == [
         "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "target_error",
-        "select", "on_omit", "adjust_min_density", "block_elements", "home", "catalog", "statistics", "resume",
-        "reuse", "keep_accumulators", "within_ulp", "overlay", "allow_dropped", "on_progress",
+        "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed", "home", "catalog",
+        "statistics", "resume", "reuse", "keep_accumulators", "within_ulp", "overlay", "pack", "allow_dropped",
+        "on_progress",
     ]  # fmt: skip
     keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     assert keyword_only == list(parameters)[2:]
@@ -114,19 +119,24 @@ def test_merge__takes_these_parameters() -> None:
 
 def test_budget_functions__take_these_parameters() -> None:
     assert list(inspect.signature(mergepipe.plan).parameters) == [
-        "recipe", "budget", "target_error", "select", "on_omit", "adjust_min_density", "seed", "block_elements", "home",
-        "reuse", "allow_dropped",
+        "recipe", "budget", "target_error", "select", "on_omit", "adjust_min_density", "seed", "block_elements",
+        "price", "storage_speed", "home", "reuse", "allow_dropped",
     ]  # fmt: skip
     assert list(inspect.signature(mergepipe.run).parameters) == [
         "plan", "out", "threads", "memory_bytes", "force", "shard_bytes", "home", "catalog", "resume", "on_progress",
     ]  # fmt: skip
     assert list(inspect.signature(mergepipe.analyze).parameters) == [
         "base", "experts", "home", "probe_fraction", "densities", "block_elements", "threads", "memory_bytes",
-        "on_progress",
+        "pack", "on_progress",
     ]  # fmt: skip
+    assert list(inspect.signature(mergepipe.pack).parameters) == [
+        "base", "experts", "out", "replace", "threads", "on_progress",
+    ]  # fmt: skip
+    assert list(inspect.signature(mergepipe.unpack).parameters) == ["path", "out", "base", "threads", "on_progress"]
     assert list(inspect.signature(mergepipe.explain).parameters) == ["subject", "tensor", "home"]
     assert list(inspect.signature(mergepipe.sweep).parameters) == [
-        "recipe", "budgets", "select", "on_omit", "seed", "threads", "memory_bytes", "home", "work",
+        "recipe", "budgets", "select", "on_omit", "price", "storage_speed", "seed", "threads", "memory_bytes", "home",
+        "work",
         "allow_dropped", "on_progress",
     ]  # fmt: skip
 
@@ -145,7 +155,7 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "reused_bytes", "notices",
+        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

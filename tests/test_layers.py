@@ -13,12 +13,13 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
-    {"blocks", "budget", "canonical", "sizes"},
+    {"blocks", "budget", "canonical", "prices", "sizes"},
     {"operators", "kernels", "storage", "statistics", "budget_request"}
     | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
     {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "cost", "deltastore"}
     | {"sources", "vocabulary"},
     {"engine", "planner", "tailor", "publish"},
+    {"asked"},
     {"report", "reports", "workflows", "train"},
     {"session"},
     {"keeping", "differences"},

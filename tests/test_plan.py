@@ -21,13 +21,16 @@ from mergepipe.plan import (
     Fallback,
     FileBinding,
     OmissionBound,
+    OriginalBinding,
     Plan,
     PlannedModel,
     PlannedTensor,
     Runs,
+    TimePrice,
     format_runs,
 )
 from mergepipe.plan_reading import parse_plan, parse_runs
+from mergepipe.prices import DecodingPrices, Duration, Speeds
 
 BLOCK = 100
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -54,7 +57,13 @@ def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
     shared: list[tuple[int, int, int]] = []
     for start, stop in zip(edges[::3], edges[1::3], strict=False):
         (own if draw(st.booleans()) else free).append((start, stop))
-    first = Access(tuple(own), tuple(free), (), draw(st.none() | st.integers(0, 2**32 - 1)), draw(PRODUCTS))
+    forms = [draw(st.sampled_from(("whole", "original", *range(1, 5)))) for _ in own]
+    first = Access(
+        tuple(own), tuple(free), (), draw(st.none() | st.integers(0, 2**32 - 1)), draw(PRODUCTS),
+        levels=tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int)),
+        energy=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(1, 2))),
+        originals=tuple(run for run, form in zip(own, forms, strict=True) if form == "original"),
+    )  # fmt: skip
     for start, stop in own:
         if draw(st.booleans()):
             shared.append((start, stop, 0))
@@ -69,7 +78,31 @@ BOUNDS = st.none() | st.builds(OmissionBound, st.floats(0, 1e300), st.none() | s
 
 def models(role: str) -> st.SearchStrategy[PlannedModel]:
     bindings = st.lists(BINDINGS, max_size=2).map(tuple)
-    return st.builds(PlannedModel, st.just(role), TEXT, TEXT, TEXT, st.none() | TEXT, bindings, COUNTS, COUNTS)
+    original = st.none() | st.builds(OriginalBinding, TEXT, bindings)
+    plain = st.builds(PlannedModel, st.just(role), TEXT, TEXT, TEXT, st.none() | TEXT, bindings, COUNTS, COUNTS)
+    return st.builds(
+        lambda model, original, has_side: replace(
+            model, original=original, side_bytes=model.planned_bytes // 2 if has_side else 0
+        ),
+        plain,
+        original,
+        st.booleans(),
+    )
+
+
+SPEEDS = Speeds(2e8, DecodingPrices({"bands": (1.5, 3.0), "raw": (0.0,)}), 2, "measured")
+POSITIVE = st.floats(1e-3, 1e12)
+PRICES = st.none() | st.builds(
+    TimePrice,
+    st.builds(
+        Speeds,
+        POSITIVE,
+        st.dictionaries(TEXT, st.lists(POSITIVE, min_size=1, max_size=5).map(tuple), max_size=2).map(DecodingPrices),
+        st.integers(1, 64),
+        TEXT,
+    ),
+    st.builds(Duration, POSITIVE, POSITIVE),
+)
 
 
 @st.composite
@@ -97,6 +130,8 @@ def plans(draw: st.DrawFn) -> Plan:
         fallbacks=draw(FALLBACKS),
         adjustments=draw(FALLBACKS),
         bound=draw(BOUNDS),
+        price=draw(PRICES),
+        error_is_least=draw(st.booleans()),
     )
 
 
@@ -150,7 +185,8 @@ def test_schema__is_a_schema_and_refuses_unknown_keys_everywhere() -> None:
 
 def test_plan__digest_leaves_out_paths_and_times() -> None:
     plan = example()
-    moved = replace(plan.models[0], path="/there/m", files=(replace(plan.models[0].files[0], mtime_ns=99),))
+    files = (replace(plan.models[0].files[0], mtime_ns=99),)
+    moved = replace(plan.models[0], path="/there/m", files=files, original=OriginalBinding("/there/o", files))
     assert replace(plan, models=(moved, *plan.models[1:])).digest == plan.digest
 
 
@@ -167,6 +203,18 @@ CHANGES: list[Callable[[Plan], Plan]] = [
     lambda p: replace(p, fallbacks=()),
     lambda p: replace(p, adjustments=p.fallbacks),
     lambda p: replace(p, bound=None),
+    lambda p: replace(p, price=TimePrice(SPEEDS, Duration(1.0, 2.0))),
+    lambda p: replace(p, price=TimePrice(replace(SPEEDS, threads=3), Duration(1.0, 2.0))),
+    lambda p: replace(p, error_is_least=True),
+    lambda p: replace(p, models=(*p.models[:2], replace(p.models[2], side_bytes=300))),
+    lambda p: replace(
+        p,
+        tensors=(
+            replace(
+                p.tensors[0], access=(replace(p.tensors[0].access[0], originals=((0, 1),)), p.tensors[0].access[1])
+            ),
+        ),
+    ),
     lambda p: replace(p, models=(replace(p.models[0], identity="other"), *p.models[1:])),
     lambda p: replace(p, tensors=(replace(p.tensors[0], n_elements=8 * BLOCK - 1),)),
     lambda p: replace(p, tensors=(replace(p.tensors[0], globals={"lambda": 2.0}),)),
@@ -306,3 +354,15 @@ def test_format_doc__names_every_key() -> None:
     keys = [*schema()["properties"], *schema()["$defs"]["access"]["properties"]]
     assert [key for key in keys if f"`{key}`" not in text] == []
     assert PLAN_FORMAT in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"levels": ((0, 2, 1),), "originals": ((1, 3),)}, "both at a level and from the original"),
+     ({"originals": ((4, 6),)}, "are not read"), ({"levels": ((0, 2, 0),)}, "level 0"),
+     ({"originals": ((2, 1),)}, "sorted, disjoint")],
+)  # fmt: skip
+def test_plan__refuses_blocks_read_in_two_forms_or_in_none(changed: dict[str, Any], message: str) -> None:
+    first = example().tensors[0].access[0]
+    with pytest.raises(ValueError, match=message):
+        replace(example(), tensors=(replace(example().tensors[0], access=(replace(first, **changed), Access(()))),))

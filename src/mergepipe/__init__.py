@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         CheckReport,
         Explanation,
         MergeReport,
+        PackReport,
         Progress,
         SnapshotReport,
         SweepReport,
+        UnpackReport,
     )
     from mergepipe.session import (
         analyze,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
         store_plan,
         sweep,
     )
+    from mergepipe.workflows.packing import pack
+    from mergepipe.workflows.unpacking import unpack
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,10 +51,12 @@ __all__ = [
     "Explanation",
     "MergePipeError",
     "MergeReport",
+    "PackReport",
     "Plan",
     "Progress",
     "SnapshotReport",
     "SweepReport",
+    "UnpackReport",
     "__version__",
     "analyze",
     "apply_delta",
@@ -64,6 +70,7 @@ __all__ = [
     "materialise",
     "merge",
     "operator",
+    "pack",
     "plan",
     "rebuild_catalog",
     "repair",
@@ -74,6 +81,7 @@ __all__ = [
     "store_plan",
     "sweep",
     "tailor",
+    "unpack",
     "verify",
 ]
 
@@ -84,10 +92,12 @@ _HOMES = {
     "Explanation": "reports",
     "MergePipeError": "errors",
     "MergeReport": "reports",
+    "PackReport": "reports",
     "Plan": "plan",
     "Progress": "reports",
     "SnapshotReport": "reports",
     "SweepReport": "reports",
+    "UnpackReport": "reports",
     "analyze": "session",
     "apply_delta": "differences",
     "catalog_stats": "session",
@@ -100,6 +110,7 @@ _HOMES = {
     "materialise": "keeping",
     "merge": "session",
     "operator": "operators.custom",
+    "pack": "workflows.packing",
     "plan": "session",
     "rebuild_catalog": "session",
     "repair": "keeping",
@@ -109,6 +120,7 @@ _HOMES = {
     "snapshots": "session",
     "store_plan": "session",
     "sweep": "session",
+    "unpack": "workflows.unpacking",
     "verify": "keeping",
 }
 _PACKAGES = ("tailor",)

@@ -1,4 +1,4 @@
-"""The budget as a user states it: a number of bytes, or a share of what reading everything would cost."""
+"""What a user states of bytes: a budget, as a number or a share of everything, and how fast storage is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fractions import Fraction
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.sizes import MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 
+_SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"
 _EXAMPLES = "write it as 4GiB, 500MB, 25% or a number of bytes"
 
 
@@ -68,3 +69,17 @@ def parse_budget(text: str, where: str = "--budget") -> BudgetRequest:
     if nbytes > MAX_SIZE_BYTES:
         raise RecipeError.of("budget.range", where, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return ByteBudget(nbytes)
+
+
+def parse_speed(text: str, where: str = "--storage-speed") -> float:
+    """Read `200MB/s` as bytes a second; `/s` may be left out.
+
+    Raises:
+        RecipeError: `speed.malformed`; it names `where`.
+    """
+    quantity = split_quantity(text.strip().removesuffix("/s"))
+    factor = None if quantity is None else unit_bytes(quantity[1])
+    if quantity is None or factor is None or not 1 <= quantity[0] * factor <= MAX_SIZE_BYTES:
+        message = f"'{text[:60]}' is not a number of bytes a second, 1 or more"
+        raise RecipeError.of("speed.malformed", where, message, _SPEED_EXAMPLES)
+    return float(quantity[0] * factor)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergepipe.asked import engine_options, home_asked
 from mergepipe.errors import LimitError
-from mergepipe.session import default_memory_bytes, default_threads
 
 if TYPE_CHECKING:
-    from mergepipe.engine.execute import EngineOptions
     from mergepipe.reports import (
         GcReport,
         MaterialiseReport,
@@ -48,7 +47,7 @@ def verify(
 
     if not 0.0 <= deep_fraction <= 1.0:
         raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
-    engine = _engine(threads, memory_bytes)
+    engine = engine_options(threads, memory_bytes)
     path = _path(snapshot, home)
     return verify_snapshot(path, engine, deep_fraction, started=started, on_progress=on_progress)
 
@@ -69,7 +68,7 @@ def repair(
     started = time.perf_counter()
     from mergepipe.workflows.repairing import repair_snapshot
 
-    engine = _engine(threads, memory_bytes)
+    engine = engine_options(threads, memory_bytes)
     return repair_snapshot(_path(snapshot, home), engine, started=started, on_progress=on_progress)
 
 
@@ -94,11 +93,11 @@ def replay(
     from mergepipe.workflows.replaying import replay_snapshot
 
     settings = MergeSettings(
-        engine=_engine(threads, memory_bytes),
+        engine=engine_options(threads, memory_bytes),
         seed=0,
         force=force,
         shard_bytes=1,
-        home=_home(home) if catalog else None,
+        home=home_asked(home) if catalog else None,
     )
     path = _path(snapshot, home)
     return replay_snapshot(path, Path(out), settings, started=started, on_progress=on_progress)
@@ -131,9 +130,9 @@ def materialise(
 
     path = _path(overlay, home)
     settings = MaterialiseSettings(
-        _engine(threads, None).threads,
+        engine_options(threads, None).threads,
         force,
-        _home(home) if catalog else None,
+        home_asked(home) if catalog else None,
         Path(base) if base is not None else None,
     )
     return materialise_overlay(
@@ -167,29 +166,10 @@ def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | P
     """
     from mergepipe.workflows.collecting import collect_garbage
 
-    return collect_garbage(_home(home), [Path(root) for root in roots], dry_run=dry_run)
+    return collect_garbage(home_asked(home), [Path(root) for root in roots], dry_run=dry_run)
 
 
 def _path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.workflows.snapshots import find_snapshot_path
 
-    return find_snapshot_path(str(snapshot), _home(home))
-
-
-def _home(home: str | Path | None) -> Path:
-    from mergepipe.catalog.home import resolve_home
-
-    return resolve_home(Path(home) if home is not None else None)
-
-
-def _engine(threads: int | None, memory_bytes: int | None) -> EngineOptions:
-    from mergepipe.engine.execute import EngineOptions
-
-    chosen = EngineOptions(
-        default_threads() if threads is None else threads,
-        default_memory_bytes() if memory_bytes is None else memory_bytes,
-    )
-    for option, value in (("--threads", chosen.threads), ("--memory", chosen.memory_bytes)):
-        if value < 1:
-            raise LimitError.of("option.not-positive", option, f"{value} was given", "give a number above zero")
-    return chosen
+    return find_snapshot_path(str(snapshot), home_asked(home))

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from operator import le, lt
 
 from mergepipe.canonical import canonical_json, digest_of
+from mergepipe.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
 PLAN_VERSION = 1
@@ -20,7 +21,7 @@ Runs = tuple[tuple[int, int], ...]
 SharedRuns = tuple[tuple[int, int, int], ...]
 
 _LARGEST_BITS = 2**32 - 1
-_MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
+_MACHINE_KEYS = ("path", "files", "original")  # of a model: true on one machine only, so not in the digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,19 @@ class FileBinding:
 
 
 @dataclass(frozen=True, slots=True)
+class OriginalBinding:
+    """What a packed expert was packed from, where the plan reads it: as it lay on one machine."""
+
+    path: str
+    files: tuple[FileBinding, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """An input of the plan. `identity` is what the digest knows it by: its content id, or its headers' digest."""
+    """An input of the plan. `identity` is what the digest knows it by: its content id, or its headers' digest.
+
+    `side_bytes` of `planned_bytes` are what reading its index costs; it has an `original` if that is read as well.
+    """
 
     role: str
     model: str
@@ -45,6 +57,23 @@ class PlannedModel:
     files: tuple[FileBinding, ...]
     full_cost_bytes: int
     planned_bytes: int
+    side_bytes: int = 0
+    original: OriginalBinding | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.side_bytes <= self.planned_bytes:
+            raise ValueError(f"{self.model}: {self.side_bytes} of {self.planned_bytes} bytes for its index")
+
+
+@dataclass(frozen=True, slots=True)
+class TimePrice:
+    """Seconds in place of bytes as what a step is divided by: from which speeds, and what the plan is expected to take.
+
+    A plan without it was made by bytes alone, and is the same on every machine.
+    """
+
+    speeds: Speeds
+    duration: Duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +83,9 @@ class Access:
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
     `threshold_bits` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
-    are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
-    expert brings into the tensor, and all of that, as squares.
+    are read, but only in part, to the level at which they are; `originals` are runs of blocks of a packed expert that
+    are read from what was packed. `energy` is what is expected to be left out of what this expert brings into the
+    tensor, and all of that, as squares.
     """
 
     blocks: Runs
@@ -65,9 +95,10 @@ class Access:
     products: tuple[float, float, float] | None = None
     levels: SharedRuns = ()
     energy: tuple[float, float] | None = None
+    originals: Runs = ()
 
     def __post_init__(self) -> None:
-        for runs in (self.blocks, self.free):
+        for runs in (self.blocks, self.free, self.originals):
             flat = tuple(chain.from_iterable(runs))
             if flat and not (flat[0] >= 0 and all(map(lt, flat, flat[1:]))):
                 raise ValueError("runs of blocks must be sorted, disjoint, not empty and joined where they touch")
@@ -75,7 +106,7 @@ class Access:
         _check_shared(self.levels, "graded")
         if any(level == 0 for _, _, level in self.levels):
             raise ValueError("a block that is read at level 0 is not read")
-        if self.energy is not None and not 0 <= self.energy[0] <= self.energy[1]:
+        if self.energy is not None and min(self.energy) < 0:
             raise ValueError(f"not an energy and what is left of it: {self.energy}")
         if self.threshold_bits is not None and not 0 <= self.threshold_bits <= _LARGEST_BITS:
             raise ValueError(f"not the bits of a float32: {self.threshold_bits}")
@@ -165,6 +196,8 @@ class Plan:
     bound: OmissionBound | None = None
     reuse: tuple[ReusedSnapshot, ...] = ()
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
+    price: TimePrice | None = None
+    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost: see docs/format/plan.md
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -233,11 +266,19 @@ class Plan:
 
 def expected_error_of(accesses: Iterable[Access]) -> float | None:
     """The same of some accesses, as if what experts bring were unrelated."""
+    energy = energy_of(accesses)
+    if energy is None:
+        return None
+    left, whole = energy
+    return math.sqrt(left / whole) if whole > 0 else 0.0
+
+
+def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
+    """What some accesses are expected to leave out, and all that they bring, as squares; None if no plan says."""
     energies = [each.energy for each in accesses if each.energy is not None]
-    whole = math.fsum(energy for _, energy in energies)
     if not energies:
         return None
-    return math.sqrt(math.fsum(left for left, _ in energies) / whole) if whole > 0 else 0.0
+    return math.fsum(left for left, _ in energies), math.fsum(whole for _, whole in energies)
 
 
 def _check_shared(runs: SharedRuns, kind: str) -> None:
@@ -265,9 +306,12 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
         flat = tuple(chain.from_iterable(access.runs)) if access.free or access.shared else ()
         if not all(map(le, flat, flat[1:])):
             raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
-        for start, stop, _ in access.levels:
+        graded = tuple(sorted((*((start, stop) for start, stop, _ in access.levels), *access.originals)))
+        for start, stop in graded:
             if not any(a <= start and stop <= b for a, b in access.blocks):
                 raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")
+        if any(a[1] > b[0] for a, b in pairwise(graded)):
+            raise ValueError(f"{tensor.name}: a block of expert {expert} is read both at a level and from the original")
         for start, stop, source in access.shared:
             if source == expert or source >= len(tensor.access):
                 raise ValueError(f"{tensor.name}: expert {source} cannot serve expert {expert}")
@@ -289,6 +333,10 @@ def _content(plan: Plan) -> dict[str, object]:
         optional["reuse"] = [_reused_content(each) for each in plan.reuse]
     if plan.vocabulary is not None:
         optional["vocabulary"] = plan.vocabulary
+    if plan.price is not None:
+        optional["price"] = _price_content(plan.price)
+    if plan.error_is_least:
+        optional["error_is_least"] = True
     return {
         "format": PLAN_FORMAT,
         "operator": plan.operator,
@@ -359,10 +407,34 @@ def _access_content(access: Access) -> dict[str, object]:
         content["levels"] = _shared_text(access.levels)
     if access.energy is not None:
         content["energy"] = list(access.energy)
+    if access.originals:
+        content["original"] = format_runs(access.originals)
     return content
 
 
+def _price_content(price: TimePrice) -> dict[str, object]:
+    speeds, duration = price.speeds, price.duration
+    return {
+        "storage_bytes_per_second": speeds.storage_bytes_per_second,
+        "decoding_nanoseconds": {kind: list(each) for kind, each in sorted(speeds.decoding.nanoseconds.items())},
+        "threads": speeds.threads,
+        "source": speeds.source,
+        "reading_seconds": duration.reading_seconds,
+        "decoding_seconds": duration.decoding_seconds,
+    }
+
+
+def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
+    return [
+        {"name": f.name, "size_bytes": f.size_bytes, "mtime_ns": f.mtime_ns, "header_digest": f.header_digest}
+        for f in files
+    ]
+
+
 def _model_content(model: PlannedModel) -> dict[str, object]:
+    optional: dict[str, object] = {"side_bytes": model.side_bytes} if model.side_bytes else {}
+    if model.original is not None:
+        optional["original"] = {"path": model.original.path, "files": _files_content(model.original.files)}
     return {
         "role": model.role,
         "model": model.model,
@@ -371,10 +443,8 @@ def _model_content(model: PlannedModel) -> dict[str, object]:
         "full_cost_bytes": model.full_cost_bytes,
         "planned_bytes": model.planned_bytes,
         "path": model.path,
-        "files": [
-            {"name": f.name, "size_bytes": f.size_bytes, "mtime_ns": f.mtime_ns, "header_digest": f.header_digest}
-            for f in model.files
-        ],
+        "files": _files_content(model.files),
+        **optional,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from mergepipe.canonical import parse_digestible
@@ -16,6 +17,7 @@ from mergepipe.plan import (
     Fallback,
     FileBinding,
     OmissionBound,
+    OriginalBinding,
     Plan,
     PlannedModel,
     PlannedTensor,
@@ -23,7 +25,9 @@ from mergepipe.plan import (
     Runs,
     Scalar,
     SharedRuns,
+    TimePrice,
 )
+from mergepipe.prices import DecodingPrices, Duration, Speeds
 
 _LONGEST_INDEX = 18  # digits
 _Parameters = tuple[dict[str, Scalar], dict[str, Scalar], tuple[dict[str, Scalar], ...]]
@@ -130,6 +134,10 @@ class _Object:
         value = self.take(key)
         return value if value is None or isinstance(value, str) else self.fail("plan.type", f"'{key}' is not a string")
 
+    def flag(self, key: str) -> bool:
+        value = self.take(key)
+        return value if isinstance(value, bool) else self.fail("plan.type", f"'{key}' is neither true nor false")
+
     def signed(self, key: str) -> int:
         value = self.take(key)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -206,6 +214,8 @@ def _plan_of(top: _Object) -> Plan:
     bound = _bound_of(top)
     reuse = tuple(_reused_of(each) for each in top.objects("reuse")) if top.has("reuse") else ()
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
+    price = _price_of(top.object("price")) if top.has("price") else None
+    error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     top.done()
     try:
         return Plan(
@@ -225,6 +235,8 @@ def _plan_of(top: _Object) -> Plan:
             bound=bound,
             reuse=reuse,
             vocabulary=vocabulary,
+            price=price,
+            error_is_least=error_is_least,
         )
     except ValueError as error:
         top.fail("plan.value", str(error))
@@ -251,7 +263,7 @@ def _bound_of(top: _Object) -> OmissionBound | None:
 
 
 def _model_of(model: _Object) -> PlannedModel:
-    found = PlannedModel(
+    fields = PlannedModel(
         role=model.text("role"),
         model=model.text("model"),
         path=model.text("path"),
@@ -261,7 +273,37 @@ def _model_of(model: _Object) -> PlannedModel:
         full_cost_bytes=model.integer("full_cost_bytes"),
         planned_bytes=model.integer("planned_bytes"),
     )
+    side_bytes = model.integer("side_bytes") if model.has("side_bytes") else 0
+    original = _original_of(model.object("original")) if model.has("original") else None
     model.done()
+    try:
+        return replace(fields, side_bytes=side_bytes, original=original)
+    except ValueError as error:
+        model.fail("plan.value", str(error))
+
+
+def _price_of(price: _Object) -> TimePrice:
+    kinds = price.object("decoding_nanoseconds")
+    names = kinds.keys()
+    try:
+        found = TimePrice(
+            Speeds(
+                storage_bytes_per_second=price.number("storage_bytes_per_second"),
+                decoding=DecodingPrices({kind: kinds.numbers(kind) for kind in names}),
+                threads=price.integer("threads"),
+                source=price.text("source"),
+            ),
+            Duration(price.number("reading_seconds"), price.number("decoding_seconds")),
+        )
+    except ValueError as error:
+        price.fail("plan.value", str(error))
+    price.done()
+    return found
+
+
+def _original_of(original: _Object) -> OriginalBinding:
+    found = OriginalBinding(original.text("path"), tuple(_file_of(each) for each in original.objects("files")))
+    original.done()
     return found
 
 
@@ -323,6 +365,7 @@ def _access_of(access: _Object) -> Access:
             products=products,
             levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
             energy=energy,
+            originals=parse_runs(access.text("original")) if access.has("original") else (),
         )
     except ValueError as error:
         access.fail("plan.value", str(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,11 +12,15 @@ from mergepipe.recipe.tasks import DroppedTensor
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: its phase, and bytes read and written so far of all that are expected."""
+    """How far a run is: its phase, and bytes read and written so far of all that are expected.
+
+    `notices` are what the user should know before all else is done; each comes once.
+    """
 
     phase: str
     done_bytes: int
     total_bytes: int
+    notices: tuple[str, ...] = ()
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -71,6 +75,8 @@ class MergeReport:
     budget_bytes: int | None = None
     reused_bytes: int = 0  # of blocks of earlier snapshots that come out the same
     notices: tuple[str, ...] = ()
+    packed: tuple[PackedExpert, ...] = ()  # on the way
+    not_packed: tuple[NotPacked, ...] = ()
 
     @property
     def read_bytes(self) -> int:
@@ -105,6 +111,66 @@ class AnalyzeReport:
     analysis_bytes: int
     seconds: float
     is_probe: bool
+    packed: tuple[PackedExpert, ...] = ()  # on the way
+    not_packed: tuple[NotPacked, ...] = ()
+
+
+# --- delta stores ---
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpert:
+    """One expert as packed: its tensors' bytes, its store's bytes, blocks by codec, and why some are not in bands.
+
+    `is_new`: it was not there yet. `went_on_bytes` of its tensors an interrupted run had packed. `seconds` is its
+    share, by bytes, of the time of all that were packed in one pass.
+    """
+
+    expert: Path
+    store: Path
+    tensor_bytes: int
+    store_bytes: int
+    blocks: Mapping[str, int]
+    outside_bands: Mapping[str, int]
+    seconds: float
+    is_new: bool
+    is_original_removed: bool = False
+    went_on_bytes: int = 0
+
+    @property
+    def share(self) -> float:
+        """The store's bytes beside those of the tensors."""
+        return self.store_bytes / self.tensor_bytes if self.tensor_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NotPacked:
+    """An expert that a merge or an analysis could not pack on the way, and why."""
+
+    expert: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What `pack` did, expert by expert, and what it requested of the base's and the experts' tensors."""
+
+    base: Path
+    experts: tuple[PackedExpert, ...]
+    base_bytes: int
+    expert_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackReport:
+    """What `unpack` did."""
+
+    store: Path
+    base: Path
+    out: Path
+    tensor_bytes: int
+    seconds: float
 
 
 # --- explanations ---
@@ -116,7 +182,8 @@ class ExpertShare:
 
     `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
     bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them. Of those read
-    `in_part` are at a level of their store below the last; `expected_error` is None where the plan expects none.
+    `in_part` are at a level of their store below the last; `levels` are blocks by the form in which they are read.
+    `expected_error` is None where the plan expects none.
     """
 
     model: str
@@ -130,13 +197,16 @@ class ExpertShare:
     realized_bytes: int | None
     in_part: int = 0
     expected_error: float | None = None
+    levels: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
     """Blocks of one layer, those that some expert touched, and per expert those it takes part in.
 
-    `layer` is the first number in the tensors' names, empty for tensors outside of layers.
+    `layer` is the first number in the tensors' names, empty for tensors outside of layers. `levels` are blocks of all
+    experts by the form in which they are read, `errors` what is expected of each expert, as a share of what it brings;
+    `energies` are the squares behind that: what is left out, and all.
     """
 
     layer: str
@@ -144,6 +214,9 @@ class LayerShare:
     touched: int
     taking_part: tuple[int, ...]
     expected_error: float | None = None
+    levels: tuple[tuple[str, int], ...] = ()
+    errors: tuple[float | None, ...] = ()
+    energies: tuple[tuple[float, float] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +279,7 @@ class Explanation:
     fallbacks: tuple[Decision, ...]
     adjustments: tuple[Decision, ...]
     expected_error: float | None = None
+    error_is_least: bool = False
 
 
 # --- sweeps ---
@@ -217,7 +291,8 @@ class SweepPoint:
 
     `error` is `||M_A - M|| / ||M - M_0||`, `flattering_error` is `||M_A - M|| / ||M||`, `bound` is the plan's bound
     over `||M - M_0||`; None where the divisor is 0 or the plan has no bound. `expert_bytes` is everything requested
-    of expert files but headers; `seconds` includes planning.
+    of expert files but headers; `seconds` includes planning. `expected_error` is what the plan said, at least where
+    `error_is_least`; `levels` are blocks by the form in which they are read, where it reads some in part.
     """
 
     budget: str
@@ -229,6 +304,9 @@ class SweepPoint:
     error: float | None
     flattering_error: float | None
     bound: float | None
+    expected_error: float | None = None
+    error_is_least: bool = False
+    levels: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

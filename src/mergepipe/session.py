@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.asked import (
+    block_elements_asked,
+    choice,
+    engine_options,
+    home_asked,
+    positive,
+)
+from mergepipe.errors import RecipeError
 
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
-    from mergepipe.engine.execute import EngineOptions
     from mergepipe.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -28,24 +32,14 @@ if TYPE_CHECKING:
     from mergepipe.workflows.merging import MergeSettings
     from mergepipe.workflows.planning import PlanRequest
     from mergepipe.workflows.resuming import Resume
+    from mergepipe.workflows.speeds import PriceRequest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 SPARE_THREADS = 4
 DEFAULT_POLICY = "norm"
 DEFAULT_ON_OMIT = "keep"
+DEFAULT_PRICE = "bytes"
 SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
-C = TypeVar("C", bound=StrEnum)
-
-
-def default_memory_bytes() -> int:
-    """The default cap on buffers: the lesser of 4 GiB and half of the machine's memory."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(4 << 30, physical // 2)
-
-
-def default_threads() -> int:
-    """One compute thread per processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check(
@@ -64,7 +58,7 @@ def check(
     from mergepipe.workflows.checking import check_report
     from mergepipe.workflows.opening import open_inputs
 
-    _positive("--shard-size", shard_bytes)
+    positive("--shard-size", shard_bytes)
     inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
@@ -84,6 +78,8 @@ def merge(
     on_omit: str = DEFAULT_ON_OMIT,
     adjust_min_density: float | None = None,
     block_elements: int | None = None,
+    price: str = DEFAULT_PRICE,
+    storage_speed: str | None = None,
     home: str | Path | None = None,
     catalog: bool = True,
     statistics: bool | None = None,
@@ -92,6 +88,7 @@ def merge(
     keep_accumulators: bool = False,
     within_ulp: bool = False,
     overlay: bool = False,
+    pack: str | Path | None = None,
     allow_dropped: Sequence[str] = (),
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
@@ -105,7 +102,8 @@ def merge(
         seed: seed of the random operators and of the policy `random`.
         force: replace a snapshot that is already at `out`.
         shard_bytes: largest output file, in bytes of tensor data.
-        budget, target_error, select, on_omit, adjust_min_density, block_elements: see `plan`.
+        budget, target_error, select, on_omit, adjust_min_density, block_elements, storage_speed: see `plan`.
+        price: see `plan`; by `time` a merge in full reads each packed expert in the form that is faster.
         home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
         catalog: use the catalog, and record the snapshot in it.
         statistics: let a merge in full gather on its way what `analyze` would read for; by default where there are
@@ -117,6 +115,8 @@ def merge(
         within_ulp: let kept sums be corrected, too, where experts were dropped or weights changed. Then results may
             be off by a unit in the last place of their largest term.
         overlay: store only blocks that differ from the base, without reuse or resuming; see `keeping.materialise`.
+        pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
+            who cannot be is named in the report. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         on_progress: called about ten times a second, from the calling thread.
 
@@ -138,10 +138,16 @@ def merge(
         keeps_accumulators=keep_accumulators,
         within_ulp=within_ulp,
         allow_dropped=tuple(allow_dropped),
+        pack=None if pack is None else Path(pack),
+        pricing=_price_request(price, storage_speed),
     )
     if overlay:
         _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--within-ulp": within_ulp, "--resume": resume})
     is_planned = budget is not None or target_error is not None
+    if pack is not None and (is_planned or resume):
+        other, why = ("--budget", "which reads parts") if is_planned else ("--resume", "which reads what is left")
+        message = f"packs what is read in full: it does not go with {other}, {why}"
+        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     if (keep_accumulators or within_ulp) and is_planned:
         option = "--keep-accumulators" if keep_accumulators else "--within-ulp"
         message = "sums are kept, and gone on with, by merges in full alone"
@@ -151,7 +157,7 @@ def merge(
     from mergepipe.workflows.planning import run_budgeted
 
     request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
-    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse)
+    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse, pricing=settings.pricing)
     return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
@@ -165,11 +171,15 @@ def plan(
     adjust_min_density: float | None = None,
     seed: int = 0,
     block_elements: int | None = None,
+    price: str = DEFAULT_PRICE,
+    storage_speed: str | None = None,
     home: str | Path | None = None,
     reuse: bool = True,
     allow_dropped: Sequence[str] = (),
 ) -> Plan:
-    """Decide what a merge reads under a budget, from the catalog and the inputs' headers; reads no tensor data.
+    """Decide what a merge reads under a budget, from the catalog, and from headers and indices of the inputs.
+
+    Reads no tensor data, but for measuring how fast the base is read where steps are priced by time for the first time.
 
     Args:
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
@@ -181,6 +191,8 @@ def plan(
         seed: seed of the random operators and of the policy `random`.
         block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was
             analysed. Statistics of another grid are not used.
+        price: what a step is divided by: `bytes`, or `time`, the seconds to read and decode it on this machine.
+        storage_speed: how fast experts are read (`200MB/s`); by default it is measured once, on the base's own files.
         home: the catalog's home.
         reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
         allow_dropped: see `merge`.
@@ -191,8 +203,9 @@ def plan(
     from mergepipe.workflows.planning import plan_recipe
 
     request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
-    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=reuse)
-    return plan_recipe(Path(recipe), request, _home(home), seed)
+    pricing = _price_request(price, storage_speed)
+    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=reuse, pricing=pricing)
+    return plan_recipe(Path(recipe), request, home_asked(home), seed)
 
 
 def run(
@@ -237,6 +250,7 @@ def analyze(
     block_elements: int | None = None,
     threads: int | None = None,
     memory_bytes: int | None = None,
+    pack: str | Path | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
     """Read experts once against their base and record in the catalog what plans are made from.
@@ -248,6 +262,7 @@ def analyze(
         probe_fraction: read only this share of every block and estimate; 0 reads everything.
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
+        pack: pack the experts that are read in full into this directory on the way; see `merge`. Not with a probe.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.
@@ -260,17 +275,21 @@ def analyze(
         raise RecipeError.of("option.probe", "--probe", f"{probe_fraction:g} was given", "give a share from 0 to 1")
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
+    if pack is not None and probe_fraction:
+        message = "packs what is read in full: it does not go with --probe, which reads parts"
+        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     options = AnalysisOptions(
-        _block_elements(block_elements),
+        block_elements_asked(block_elements),
         tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction,
+        None if pack is None else Path(pack),
     )
     return run_analysis(
         Path(base),
         [Path(expert) for expert in experts],
-        _home(home),
+        home_asked(home),
         options,
-        _engine_options(threads, memory_bytes),
+        engine_options(threads, memory_bytes),
         started=started,
         on_progress=on_progress,
     )
@@ -304,7 +323,7 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
 
     if isinstance(subject, PlanValue):
         return explanation_of(Path(), subject, None, tensor)
-    return explain_subject(str(subject), tensor, _home(home))
+    return explain_subject(str(subject), tensor, home_asked(home))
 
 
 def sweep(
@@ -313,6 +332,8 @@ def sweep(
     *,
     select: str = DEFAULT_POLICY,
     on_omit: str = DEFAULT_ON_OMIT,
+    price: str = DEFAULT_PRICE,
+    storage_speed: str | None = None,
     seed: int = 0,
     threads: int | None = None,
     memory_bytes: int | None = None,
@@ -324,7 +345,7 @@ def sweep(
     """Merge a recipe in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
 
     Args:
-        budgets, select, on_omit, seed: see `plan`.
+        budgets, select, on_omit, price, storage_speed, seed: see `plan`.
         home: the catalog's home; the full merge fills it on its way.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
         allow_dropped: see `merge`.
@@ -339,20 +360,21 @@ def sweep(
         raise RecipeError.of("budget.malformed", "--budgets", "none is given", "give some, such as 10%,50%")
     wanted = [SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
     request = _plan_request(budgets[0], select, on_omit, None, None, seed)
-    request = replace(request, allow_dropped=tuple(allow_dropped))
+    pricing = _price_request(price, storage_speed)
+    request = replace(request, allow_dropped=tuple(allow_dropped), pricing=pricing)
     settings = _merge_settings(
         threads, memory_bytes, seed, home, catalog=True, force=False, shard_bytes=DEFAULT_SHARD_BYTES
     )
     settings = replace(settings, allow_dropped=request.allow_dropped)
     place = None if work is None else Path(work)
-    return run_sweep(Path(recipe), wanted, request, settings, _home(home), place, on_progress)
+    return run_sweep(Path(recipe), wanted, request, settings, home_asked(home), place, on_progress)
 
 
 def snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
     """Every snapshot the catalog knows, newest first."""
     from mergepipe.workflows.snapshots import list_snapshots
 
-    return list_snapshots(_home(home))
+    return list_snapshots(home_asked(home))
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
@@ -363,14 +385,14 @@ def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotRep
     """
     from mergepipe.workflows.snapshots import show_snapshot
 
-    return show_snapshot(str(snapshot), _home(home))
+    return show_snapshot(str(snapshot), home_asked(home))
 
 
 def lineage(snapshot: str | Path, *, home: str | Path | None = None) -> tuple[LineageNode, ...]:
     """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does."""
     from mergepipe.workflows.snapshots import trace_lineage
 
-    return trace_lineage(str(snapshot), _home(home))
+    return trace_lineage(str(snapshot), home_asked(home))
 
 
 def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
@@ -381,7 +403,7 @@ def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
     """
     from mergepipe.workflows.snapshots import catalog_statistics
 
-    return catalog_statistics(_home(home))
+    return catalog_statistics(home_asked(home))
 
 
 def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
@@ -393,7 +415,7 @@ def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None
     """
     from mergepipe.catalog.rebuild import rebuild
 
-    return rebuild(_home(home), [Path(root) for root in roots])
+    return rebuild(home_asked(home), [Path(root) for root in roots])
 
 
 def _merge_settings(
@@ -409,11 +431,11 @@ def _merge_settings(
     from mergepipe.workflows.merging import MergeSettings
 
     return MergeSettings(
-        engine=_engine_options(threads, memory_bytes),
+        engine=engine_options(threads, memory_bytes),
         seed=seed,
         force=force,
-        shard_bytes=_positive("--shard-size", shard_bytes),
-        home=_home(home) if catalog else None,
+        shard_bytes=positive("--shard-size", shard_bytes),
+        home=home_asked(home) if catalog else None,
     )
 
 
@@ -430,6 +452,18 @@ def _resume(asked: bool | None) -> Resume:
     if asked is None:
         return Resume.AUTO
     return Resume.REQUIRED if asked else Resume.NEVER
+
+
+def _price_request(price: str, storage_speed: str | None) -> PriceRequest:
+    from mergepipe.budget_request import parse_speed
+    from mergepipe.prices import Price
+    from mergepipe.workflows.speeds import PriceRequest
+
+    chosen = choice("--price", price, Price)
+    if storage_speed is not None and chosen is Price.BYTES:
+        message = "by bytes no speed is looked at"
+        raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
+    return PriceRequest(chosen, None if storage_speed is None else parse_speed(storage_speed))
 
 
 def _plan_request(
@@ -454,46 +488,7 @@ def _plan_request(
     adjust = None if adjust_min_density is None else AdjustPolicy(adjust_min_density)
     return PlanRequest(
         parse_budget(budget if budget is not None else "100%"),
-        _choice("--select", select, Policy),
-        PlanOptions(_choice("--on-omit", on_omit, OnOmit), adjust, seed, target_error),
-        None if block_elements is None else _block_elements(block_elements),
+        choice("--select", select, Policy),
+        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed, target_error),
+        None if block_elements is None else block_elements_asked(block_elements),
     )
-
-
-def _choice(option: str, value: str, choices: type[C]) -> C:
-    try:
-        return choices(value)
-    except ValueError:
-        hint = did_you_mean(value, [each.value for each in choices])
-        raise RecipeError.of("option.choice", option, f"'{value}' was given", hint) from None
-
-
-def _home(home: str | Path | None) -> Path:
-    from mergepipe.catalog.home import resolve_home
-
-    return resolve_home(Path(home) if home is not None else None)
-
-
-def _engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:
-    from mergepipe.engine.execute import EngineOptions
-
-    return EngineOptions(
-        _positive("--threads", threads if threads is not None else default_threads()),
-        _positive("--memory", memory_bytes if memory_bytes is not None else default_memory_bytes()),
-    )
-
-
-def _block_elements(asked: int | None) -> int:
-    from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
-
-    value = DEFAULT_BLOCK_ELEMENTS if asked is None else asked
-    if value < 1 or value % GRAIN_ELEMENTS:
-        hint = f"give a multiple of {GRAIN_ELEMENTS}"
-        raise LimitError.of("option.block-elements", "block_elements", f"{value} was given", hint)
-    return value
-
-
-def _positive(option: str, value: int) -> int:
-    if value < 1:
-        raise LimitError.of("option.not-positive", option, f"{value} was given", "give a number above zero")
-    return value

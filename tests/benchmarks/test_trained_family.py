@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from dataclasses import replace
@@ -17,7 +18,15 @@ from benchmarks.deltas import read_tensors
 from benchmarks.heldout import heldout_losses, read_heldout
 from benchmarks.local_text import GENERAL, Domain
 from benchmarks.tiny_lm import LmShape, Schedule
-from benchmarks.trained_family import FamilyError, TrainedRequest, table, train_family
+from benchmarks.trained_family import (
+    FamilyError,
+    TrainedRequest,
+    add_options,
+    finished,
+    request_of,
+    table,
+    train_family,
+)
 
 from benchmarks import tiny_lm
 
@@ -101,6 +110,60 @@ def test_train_family__refuses_a_folder_with_another_family(family: Path) -> Non
     with pytest.raises(FamilyError, match="made with other options"):
         train_family(family, replace(REQUEST, seed=1), DOMAINS)
     assert contents(family) == before
+
+
+def test_train_family__makes_only_what_is_asked_from_another_familys_base_with_the_same_bytes(
+    family: Path, tmp_path: Path
+) -> None:
+    members = train_family(tmp_path, REQUEST, DOMAINS, only=[2], base_of=family)
+    assert [member.name for member in members] == ["base", "expert-2"]
+    assert (tmp_path / "base").is_symlink()
+    assert not (tmp_path / "expert-1").exists()
+    model = "expert-2/model.safetensors"
+    assert (tmp_path / model).read_bytes() == (family / model).read_bytes()
+
+
+def test_train_family__another_seed_of_the_experts_has_the_same_base(family: Path, tmp_path: Path) -> None:
+    request = replace(REQUEST, expert=replace(EXPERT, seed=1))
+    train_family(tmp_path, request, DOMAINS, only=[1], base_of=family)
+    model = "expert-1/model.safetensors"
+    assert (tmp_path / model).read_bytes() != (family / model).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "request_", [replace(REQUEST, seed=1), replace(REQUEST, base=replace(BASE, steps=13))], ids=["seed", "steps"]
+)
+def test_train_family__refuses_the_base_of_another_request(
+    family: Path, tmp_path: Path, request_: TrainedRequest
+) -> None:
+    with pytest.raises(FamilyError, match="has a base made with other options"):
+        train_family(tmp_path, request_, DOMAINS, base_of=family)
+    assert not (tmp_path / "base").exists()
+
+
+def test_train_family__refuses_a_base_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match=r"holds no family: it has no request\.json"):
+        train_family(tmp_path / "new", REQUEST, DOMAINS, base_of=tmp_path)
+
+
+def test_train_family__refuses_experts_that_the_family_has_not(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match=r"experts \[0, 3\] were asked for; the family has 1 to 2"):
+        train_family(tmp_path, REQUEST, DOMAINS, only=[3, 0])
+
+
+def test_finished__is_what_train_family_returned(family: Path, tmp_path: Path) -> None:
+    assert finished(tmp_path, REQUEST) is None
+    assert finished(family, REQUEST) == train_family(family, REQUEST, DOMAINS)
+    with pytest.raises(FamilyError, match="made with other options"):
+        finished(family, replace(REQUEST, seed=1))
+
+
+def test_options__ask_for_the_first_trained_family_by_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    base = Schedule(steps=700, peak_rate=3e-3, batch=8, window_tokens=256, weight_decay=0.1, muon=True, bf16=True)
+    expert = replace(base, steps=40, peak_rate=2e-4, weight_decay=0.0, muon=False)
+    assert request_of(parser.parse_args(["--bf16"])) == TrainedRequest(8, 0, LmShape(), base, expert, 1)
 
 
 def test_save_model__stores_bfloat16(family: Path) -> None:

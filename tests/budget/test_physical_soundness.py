@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
+from mergepipe import session
 from mergepipe.blocks import BF16
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
 from mergepipe.plan import Plan
 from mergepipe.testing.budgets import AWKWARD, GRAIN, TensorPlanOf, smallest_memory, tensor_plans
 from mergepipe.testing.disk_families import DiskFamily, write_recipe
@@ -75,12 +77,16 @@ def check_soundness(plan: Plan, traced: TracedRun, family: DiskFamily) -> None:
     total = 0
     for model, place in zip(plan.models[1:], family.places[1:], strict=True):
         of_expert = traced.tensor_bytes(place)
+        if model.original is not None:
+            of_expert += traced.tensor_bytes(Path(model.original.path))
         assert of_expert <= model.planned_bytes
         total += of_expert
         for file, reads in traced.of_place(place).items():
             assert reads.other <= {"mmap PROT_READ"}  # for mincore: which pages are in memory, none is touched
             assert reads.metadata_bytes <= _metadata_bytes(Path(file))
             assert reads.trials <= 1
+            if file.endswith(INDEX_NAME):
+                assert reads.plain == []  # it is read as the expert's, and counted
             if file.endswith(".safetensors"):
                 assert all(offset + nbytes <= _header_bytes(Path(file)) for offset, nbytes in reads.plain)
     assert total <= plan.planned_bytes
@@ -92,9 +98,15 @@ def check_record(out: Path, traced: TracedRun, family: DiskFamily) -> None:
     """The manifest says of every expert what the kernel saw."""
     manifest = json.loads((out / "mergepipe.json").read_text())
     for record, place in zip(manifest["inputs"], family.places, strict=True):
-        assert record["read_bytes"] == traced.tensor_bytes(place)
+        assert record["read_bytes"] == traced.tensor_bytes(place) + _original_bytes(place, traced)
     experts = sum(record["read_bytes"] for record in manifest["inputs"][1:])
     assert manifest["realized"]["expert"] + manifest["realized"]["analysis"] == experts
+
+
+def _original_bytes(place: Path, traced: TracedRun) -> int:
+    """What was read of what a store was packed from."""
+    header = place / HEADER_NAME
+    return traced.tensor_bytes(Path(json.loads(header.read_text())["expert"])) if header.is_file() else 0
 
 
 def _header_bytes(file: Path) -> int:
@@ -153,6 +165,13 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
             assert traced.answer["error"] is None
             partial += any(access.levels for tensor in plan.tensors for access in tensor.access)
     assert partial > 1
+    for budget in ("40%", "90%", "100%"):
+        plan = session.plan(
+            recipe, budget, price="time", storage_speed="90GB/s", home=setting.home, block_elements=BLOCK_ELEMENTS
+        )
+        traced = Tracer(server, setting, runs=100 + len(budget) * int(budget[:-1])).run(plan, cold=True)
+        assert traced.answer["error"] is None
+    assert any(access.originals for tensor in plan.tensors for access in tensor.access)
 
 
 @pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_ties"])

@@ -13,7 +13,7 @@ import pytest
 from command_line import Runner, Workplace, file_bytes, make_workplace
 
 import mergepipe
-from mergepipe import errors, session
+from mergepipe import asked, errors, session
 from mergepipe.reports import MergeReport
 
 
@@ -123,7 +123,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
     rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog"]
     more = ["--gather", "--block-elements", 65536, "--resume", "--no-reuse", "--keep-accumulators", "--within-ulp"]
-    more += ["--overlay"]
+    more += ["--overlay", "--pack", "stores"]
     given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     assert given.options == {
         "threads": 3,
@@ -131,6 +131,8 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         "seed": 7,
         "force": True,
         "block_elements": 65536,
+        "price": "bytes",
+        "storage_speed": None,
         "statistics": True,
         "shard_bytes": 2_000_000_000,
         "budget": "25%",
@@ -145,6 +147,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         "keep_accumulators": True,
         "within_ulp": True,
         "overlay": True,
+        "pack": "stores",
         "allow_dropped": (),
     }
 
@@ -154,7 +157,7 @@ def test_merge__help_states_the_defaults_of_the_session(run: Runner) -> None:
     assert session.DEFAULT_SHARD_BYTES == 5_000_000_000
     assert "[default: 5GB]" in text
     assert "4GiB, or half of" in text
-    assert session.default_memory_bytes() <= 4 << 30
+    assert asked.default_memory_bytes() <= 4 << 30
     for option in ("--threads", "--memory", "--seed", "--force", "--shard-size", "--json", "--quiet", "--debug"):
         assert option in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,55 @@ def test_unpack__refuses_what_is_no_store(work: Workplace, run: Runner) -> None:
     ran = run("unpack", work.family.base, "-o", work.root / "back")
     assert ran.exit_code == 3
     assert "mergepipe-store.json" in ran.err
+
+
+def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runner) -> None:
+    ran = run("pack", work.family.base, *work.family.experts, "-o", work.root / "stores")
+    lines = ran.out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert re.search(r"[kM]B in [\d.]+ [kM]B \([\d.]+%\); .*blocks? ", line)
+        assert re.search(r"\(not in bands: \d+ fewer than 4096 elements", line)
+        assert re.search(r"B/s$", line)
+
+
+def test_pack_and_unpack__name_no_option_that_they_lack(work: Workplace, run: Runner) -> None:
+    (work.root / "stores" / "expert-1").mkdir(parents=True)
+    packed = run("pack", work.family.base, work.family.experts[0], "-o", work.root / "stores")
+    store = work.root / "more" / "expert-1"
+    assert run("pack", work.family.base, work.family.experts[0], "-o", work.root / "more", "--quiet").exit_code == 0
+    unpacked = run("unpack", store, "-o", work.root / "stores")
+    for ran in (packed, unpacked):
+        assert ran.exit_code == 7
+        assert "already exists; choose another name" in ran.err
+        assert "--force" not in ran.err
+
+
+def test_merge__with_pack_says_what_it_packed_and_what_not_before_it_merges(work: Workplace, run: Runner) -> None:
+    first = run("pack", work.family.base, work.family.experts[0], "-o", work.root / "stores", "--quiet")
+    assert first.exit_code == 0
+    ran = run("merge", work.recipe, work.out, "--pack", work.root / "stores", "--no-catalog")
+    assert ran.exit_code == 0
+    assert ran.error_lines[0].startswith("family/expert-1 is not packed: it was packed before")
+    assert f"packed        {work.root / 'stores' / 'expert-2'}: " in ran.out
+    assert "not packed    family/expert-1: it was packed before" in ran.out
+    again = run("merge", work.recipe, work.root / "two", "--pack", work.root / "more", "--no-catalog", "--json")
+    assert [Path(each["store"]).name for each in again.json()["packed"]] == ["expert-1", "expert-2"]
+    assert file_bytes(work.root / "more" / "expert-2") == file_bytes(work.root / "stores" / "expert-2")
+
+
+def test_merge__with_pack_refuses_a_budget(work: Workplace, run: Runner) -> None:
+    ran = run("merge", work.recipe, work.out, "--pack", work.root / "stores", "--budget", "50%")
+    assert ran.exit_code == 2
+    assert "--pack: packs what is read in full: it does not go with --budget" in ran.err
+    assert work.names() == {"family", "recipe.yml"}
+
+
+def test_analyze__with_pack_packs(work: Workplace, run: Runner) -> None:
+    family = work.family
+    ran = run("analyze", family.base, *family.experts, "--home", work.root / "h", "--pack", work.root / "stores")
+    assert ran.exit_code == 0
+    assert ran.out.count("\npacked ") == 2
+    assert run("pack", family.base, *family.experts, "-o", work.root / "wanted", "--quiet").exit_code == 0
+    for name in ("expert-1", "expert-2"):
+        assert file_bytes(work.root / "stores" / name) == file_bytes(work.root / "wanted" / name)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mergepipe.blocks import BF16, F32, Span
 from mergepipe.budget import Purpose
 from mergepipe.canonical import digest_of
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.opening import open_store
 from mergepipe.deltastore.packed import PackedTensor
 from mergepipe.errors import (
@@ -30,7 +30,8 @@ from mergepipe.errors import (
     RecipeError,
     UnsupportedError,
 )
-from mergepipe.readers.base import Checkpoint, ComputedTensor, Graded, NeedsBase, TensorEntry
+from mergepipe.readers.base import Checkpoint, ComputedTensor, Graded, KeptAsItIs, NeedsBase
+from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.storage.local import LocalStore
 from mergepipe.testing.disk_families import make_models, write_single
@@ -39,7 +40,7 @@ from mergepipe.workflows.inputs import open_files
 from mergepipe.workflows.packing import pack
 from mergepipe.workflows.unpacking import unpack
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-1"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-2"
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -109,7 +110,7 @@ def fetched(tensor: PackedTensor, span: Span, store: LocalStore, *, base: np.nda
         if base is None:
             fetch(span, out, Purpose.EXPERT)
         else:
-            fetch.with_base(span, base, out, Purpose.EXPERT)
+            fetch.with_base(span, BaseBytes(base), out, Purpose.EXPERT)
     return out.tobytes()
 
 
@@ -197,8 +198,10 @@ def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
     assert found.sidecars == expert.sidecars
     for name, entry in expert.tensors.items():
         assert (found.tensors[name].dtype, found.tensors[name].shape) == (entry.dtype, entry.shape)
-    assert isinstance(found.tensors[EXTRA], TensorEntry)
-    assert isinstance(found.tensors["last"], TensorEntry)
+    for name in (EXTRA, "last"):
+        kept = found.tensors[name]
+        assert isinstance(kept, KeptAsItIs)
+        assert (kept.entry().nbytes, kept.entry().dtype) == (expert.tensors[name].nbytes, expert.tensors[name].dtype)
 
 
 def test_packed_tensor__keeps_the_contracts(big: Packed) -> None:
@@ -225,7 +228,7 @@ def test_packed_tensor__fetches_spans_for_no_more_than_their_cost(
     else:
         whole = fetched(tensor, Span(0, N_BIG), LocalStore())
         assert found == whole[4 * span.start : 4 * span.stop]
-    assert store.ledger.usage()[Purpose.EXPERT] <= tensor.cost_bytes(span)
+    assert store.ledger.usage()[Purpose.EXPERT] <= tensor.cost_bytes(span) + tensor.side.cost_bytes
 
 
 @given(first=st.integers(0, N_BIG // 16384), stop=st.integers(0, N_BIG // 16384 + 1))
@@ -303,12 +306,14 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-def test_open_store__refuses_a_newer_version(odd: Packed) -> None:
-    with_header(odd, format="mergepipe-delta-store/2")
+@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (3, "update mergepipe")])
+def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
+    with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
         opened(odd)
     assert caught.value.code == "store.version"
-    assert "update mergepipe" in str(caught.value)
+    assert f"a delta store of version {version}" in str(caught.value)
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +334,7 @@ def test_open_store__refuses_a_newer_version(odd: Packed) -> None:
 def test_open_store__refuses_headers_that_lie(odd: Packed, changes: dict[str, object]) -> None:
     with_header(odd, **changes)
     with pytest.raises(CorruptError):
-        opened(odd)
+        _ = opened(odd).tensors[EXTRA].stored  # what the index says is read when it is needed
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -353,9 +358,17 @@ def test_format__golden_store_is_read_as_ever(tmp_path: Path) -> None:
 
 
 def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
-    pack(GOLDEN / "base.safetensors", [GOLDEN / "expert.safetensors"], tmp_path, threads=1)
+    golden = GOLDEN / "store"
+    pack(GOLDEN / "base.safetensors", [GOLDEN / "expert.safetensors"], tmp_path)
     for name in sorted(OWN_NAMES - {HEADER_NAME}):  # the header holds paths and times
-        assert (tmp_path / "expert" / name).read_bytes() == (GOLDEN / "store" / name).read_bytes(), name
+        assert (tmp_path / "expert" / name).read_bytes() == (golden / name).read_bytes(), name
+    headers = [json.loads((place / HEADER_NAME).read_text()) for place in (tmp_path / "expert", golden)]
+    for header in headers:
+        for key in ("base", "expert", "base_files", "digest"):
+            del header[key]
+        for file in header["files"]:
+            del file["mtime_ns"]
+    assert headers[0] == headers[1]
 
 
 def test_format__an_index_row_has_the_documented_size() -> None:

@@ -19,8 +19,8 @@ import mergepipe
 from mergepipe.blocks import BF16
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.cost import range_cost_bytes
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.packed import PackedTensor
 from mergepipe.engine.levels import sufficient_levels
 from mergepipe.errors import MismatchError, UnsupportedError

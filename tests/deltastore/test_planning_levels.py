@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import mergepipe
 from mergepipe.blocks import BF16
 from mergepipe.cli import main
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Level
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.plan import Plan

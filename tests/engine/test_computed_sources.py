@@ -18,7 +18,8 @@ from mergepipe.engine.fused import MergedTensor, can_fuse
 from mergepipe.engine.segments import full_access
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.readers.base import Fetch, FetchOnBase, Source, TensorEntry, Unchanged
+from mergepipe.readers.base import NO_TURNS, Fetch, FetchOnBase, Source, TensorEntry, Turns, Unchanged
+from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
@@ -91,11 +92,15 @@ class OnBase(Reversed):
     encoded_on: TensorEntry = field(kw_only=True)
     cut_elements = 1
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile]) -> FetchOnBase:
-        def fetch(span: Span, base: NDArray[np.uint8], out: NDArray[np.uint8], purpose: Purpose) -> None:
+    @property
+    def files(self) -> frozenset[Path]:
+        return frozenset({self.entry.file})
+
+    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
+        def fetch(span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None:
             mirrored = Span(self.n_elements - span.stop, self.n_elements - span.start)
             total = values(files, self.entry, mirrored, purpose)[::-1]
-            out[:] = np.ascontiguousarray(total - decode(base.tobytes(), BF16), np.float32).view(np.uint8)
+            out[:] = np.ascontiguousarray(total - decode(base.stored.tobytes(), BF16), np.float32).view(np.uint8)
 
         return fetch
 

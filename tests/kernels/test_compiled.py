@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mergepipe.deltastore import rans
+from mergepipe.deltastore.codec import rans
 from mergepipe.kernels import compiled, reduce, summary
 from mergepipe.kernels.compiled import sources_digest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -15,6 +15,10 @@ ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Mod
 Probe = Annotated[
     str | None,
     typer.Option("--probe", metavar="SHARE", help="Read only this share of every block (1%, 0.01) and estimate."),
+]
+PackAlong: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]
 Densities = Annotated[
     list[float] | None,
@@ -35,6 +39,7 @@ def analyze(
     probe: Probe = None,
     density: Densities = None,
     block_elements: BlockElements = None,
+    pack: PackAlong = None,
     home: Home = None,
     threads: Threads = None,
     memory: Memory = None,
@@ -61,6 +66,7 @@ def analyze(
             block_elements=block_elements,
             threads=threads,
             memory_bytes=memory_bytes,
+            pack=pack,
             on_progress=on_progress,
         )
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mergepipe.cli.analyze import PackAlong
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
@@ -24,12 +25,14 @@ from mergepipe.cli.options import (
     NoReuse,
     OnOmit,
     OutPath,
+    Price,
     Quiet,
     RecipePath,
     Resume,
     Seed,
     Select,
     ShardSize,
+    StorageSpeed,
     TargetError,
     Threads,
     adjust_min_density,
@@ -86,6 +89,8 @@ def merge(
     adjust_operator: AdjustOperator = False,
     min_density: MinDensity = None,
     block_elements: BlockElements = None,
+    price: Price = None,
+    storage_speed: StorageSpeed = None,
     home: Home = None,
     no_catalog: NoCatalog = False,
     statistics: Statistics = None,
@@ -95,6 +100,7 @@ def merge(
     keep_accumulators: KeepAccumulators = False,
     within_ulp: WithinUlp = False,
     overlay: Overlay = False,
+    pack: PackAlong = None,
     threads: Threads = None,
     memory: Memory = None,
     seed: Seed = 0,
@@ -138,6 +144,8 @@ def merge(
             on_omit=on_omit or api.DEFAULT_ON_OMIT,
             adjust_min_density=lowest_density,
             block_elements=block_elements,
+            price=price or api.DEFAULT_PRICE,
+            storage_speed=storage_speed,
             home=home,
             catalog=not no_catalog,
             statistics=statistics,
@@ -147,6 +155,7 @@ def merge(
             keep_accumulators=keep_accumulators,
             within_ulp=within_ulp,
             overlay=overlay,
+            pack=pack,
             on_progress=on_progress,
         )
     print_merge_report(report, as_json=as_json, quiet=quiet)

@@ -89,6 +89,22 @@ BlockElements: TypeAlias = Annotated[
     int | None,
     typer.Option("--block-elements", metavar="N", help="Elements of a block, a multiple of 16384.  [default: 262144]"),
 ]
+Price: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--price",
+        metavar="PRICE",
+        help="What counts: bytes, or time, the seconds to read and to decode them here.  [default: bytes]",
+    ),
+]
+StorageSpeed: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-speed",
+        metavar="SPEED",
+        help="With --price time: how fast experts are read, e.g. 200MB/s.  [default: measured once]",
+    ),
+]
 AdjustOperator: TypeAlias = Annotated[
     bool, typer.Option("--adjust-operator", help="Let densities of TIES and DARE fall under a tight budget.")
 ]

@@ -46,7 +46,8 @@ def pack(
 ) -> None:
     """Keep each EXPERT as what it changes of BASE, bit for bit.
 
-    Every element is checked while it is packed. A pack that was stopped goes on with the experts that are missing.
+    Every element is checked while it is packed. All experts are read in one pass with BASE. A pack that was stopped
+    goes on where it was.
     """
     session: Session = context.obj
     from mergepipe.workflows import packing

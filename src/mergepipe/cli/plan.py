@@ -23,12 +23,14 @@ from mergepipe.cli.options import (
     NoReuse,
     OnOmit,
     OutPath,
+    Price,
     Quiet,
     RecipePath,
     Resume,
     Seed,
     Select,
     ShardSize,
+    StorageSpeed,
     TargetError,
     Threads,
     adjust_min_density,
@@ -62,6 +64,8 @@ def plan(
     adjust_operator: AdjustOperator = False,
     min_density: MinDensity = None,
     block_elements: BlockElements = None,
+    price: Price = None,
+    storage_speed: StorageSpeed = None,
     seed: Seed = 0,
     home: Home = None,
     allow_dropped: AllowDropped = None,
@@ -73,7 +77,7 @@ def plan(
     """Decide what a merge of RECIPE reads under a budget.
 
     Says what of each expert is read, and what the omission costs at most. Reads no tensor data:
-    what is known of the experts comes from the catalog.
+    what is known of the experts comes from the catalog, and from the indices of packed ones.
     """
     lowest_density = adjust_min_density(adjust_operator=adjust_operator, min_density=min_density)
     from mergepipe import session as api
@@ -86,6 +90,8 @@ def plan(
         on_omit=on_omit or api.DEFAULT_ON_OMIT,
         adjust_min_density=lowest_density,
         block_elements=block_elements,
+        price=price or api.DEFAULT_PRICE,
+        storage_speed=storage_speed,
         seed=seed,
         home=home,
         reuse=not no_reuse,

@@ -112,6 +112,8 @@ class LineDisplay(NoDisplay):
 
     def update(self, progress: Progress) -> None:
         """Write a line if it is time to."""
+        for notice in progress.notices:
+            print(notice, file=self._stream, flush=True)
         now = self._clock()
         if now < self._due and progress.phase == self._phase:
             return
@@ -145,6 +147,8 @@ class BarDisplay(NoDisplay):
 
     def update(self, progress: Progress) -> None:
         """Redraw, at most every `BAR_SECONDS`."""
+        for notice in progress.notices:
+            self._bars.console.print(notice, markup=False, highlight=False)
         now = self._clock()
         if now < self._due:
             return

@@ -10,8 +10,8 @@ from typing import NoReturn, TypeVar
 
 from mergepipe.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.canonical import digest_of
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, Piece
-from mergepipe.deltastore.parts import corrupt
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
+from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.errors import UnsupportedError
 from mergepipe.readers.contained import is_plain_name
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
@@ -24,7 +24,7 @@ PIECE_NAMES: dict[Piece, str] = {
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 FORMAT_NAME = "mergepipe-delta-store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
 T = TypeVar("T")
 
@@ -83,6 +83,7 @@ class StoreHeader:
     """What a store says of itself.
 
     `base` and `expert` are the paths that were packed, as hints; `base_files` digests what the base's files were.
+    `content_id` is that of the expert (`engine.identity`).
     """
 
     base: str
@@ -93,6 +94,7 @@ class StoreHeader:
     files: tuple[PackedFile, ...]
     kept: tuple[KeptFile, ...]
     tensors: tuple[PackedEntry, ...]
+    content_id: str
 
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
@@ -106,11 +108,11 @@ def parse_header(raw: bytes, path: Path) -> StoreHeader:
 
     Raises:
         CorruptError: it is damaged, or says what cannot be.
-        UnsupportedError: it is of a newer version.
+        UnsupportedError: it is of another version.
     """
     document = parse_object(raw, where=path, code="store.header")
     fields = _Fields(document, path)
-    _check_format(fields.get("format", str), path)
+    _check_version(fields.get("format", str), path)
     claimed = fields.get("digest", str)
     if digest_of({key: value for key, value in document.items() if key != "digest"}) != claimed:
         raise corrupt(path, "the header is damaged: its digest does not fit")
@@ -125,20 +127,21 @@ def parse_header(raw: bytes, path: Path) -> StoreHeader:
         files=fields.each("files", _packed_file),
         kept=fields.each("kept", _kept_file),
         tensors=fields.each("tensors", _entry),
+        content_id=fields.get("content_id", str),
     )
     _check_tensors(header, path)
     return header
 
 
-def _check_format(found: str, path: Path) -> None:
+def _check_version(found: str, path: Path) -> None:
     name, _, version = found.partition("/")
     if name != FORMAT_NAME or not version.isdecimal():
         raise corrupt(path, f"the format is {shown(found)}, not {FORMAT}")
     if int(version) != FORMAT_VERSION:
-        raise UnsupportedError.of(
-            "store.version", path, f"a delta store of version {version}; this version reads {FORMAT_VERSION}",
-            "update mergepipe",
-        )  # fmt: skip
+        # Version 1 was never released.
+        hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
+        message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
+        raise UnsupportedError.of("store.version", path, message, hint)
 
 
 def _check_tensors(header: StoreHeader, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.levels import RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.parts import corrupt
+from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.parts import corrupt
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8
@@ -28,6 +29,11 @@ ROW = np.dtype([
     ("expert", f"V{DIGEST_BYTES}"),
 ])  # fmt: skip
 ROW_BYTES = ROW.itemsize
+_ROW_FIELDS = struct.Struct(
+    f"<B3x3I{len(RECORDED_LEVELS)}f{N_PIECES}I" + f"{CHECK_BYTES}s" * N_PIECES + f"{DIGEST_BYTES}s" * 2
+)
+_LARGEST = float(np.finfo(np.float32).max)
+_NOTHING = np.empty(0, np.uint8)
 
 
 def digest(content: RawBytes, length: int = DIGEST_BYTES) -> bytes:
@@ -35,20 +41,19 @@ def digest(content: RawBytes, length: int = DIGEST_BYTES) -> bytes:
     return blake3(content.data).digest(length)
 
 
-def make_row(block: EncodedBlock, base: RawBytes | None, expert: RawBytes) -> NDArray[np.void]:
-    """The index row of a block: an array of one."""
-    row = np.zeros(1, ROW)
-    row["codec"] = int(block.codec)
-    row["counts"] = block.counts
-    row["errors"] = np.minimum(block.errors, np.finfo(np.float32).max)
-    for piece, content in block.pieces.items():
-        if len(content):
-            row["lengths"][0, piece] = len(content)
-            row["checks"][0, piece] = np.void(digest(content, CHECK_BYTES))
-    if base is not None:
-        row["base"] = np.void(digest(base))
-    row["expert"] = np.void(digest(expert))
-    return row
+def make_row(block: EncodedBlock, base_digest: bytes | None, expert: RawBytes) -> NDArray[np.void]:
+    """The index row of a block: an array of one. `base_digest` is that of the base's bytes of the block."""
+    contents = [block.pieces.get(piece, _NOTHING) for piece in Piece]
+    fields = _ROW_FIELDS.pack(
+        int(block.codec),
+        *block.counts,
+        *(min(error, _LARGEST) for error in block.errors),
+        *map(len, contents),
+        *(digest(content, CHECK_BYTES) if len(content) else b"" for content in contents),
+        base_digest or b"",
+        digest(expert),
+    )
+    return np.frombuffer(fields, ROW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,26 @@ from numpy.typing import NDArray
 from mergepipe.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
 from mergepipe.budget import Purpose
 from mergepipe.cost import range_cost_bytes
-from mergepipe.deltastore.bands import Bands
-from mergepipe.deltastore.block import BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.levels import (
+    BAND_DENSITIES,
+    BLOCK_ELEMENTS,
+    EXACT_BANDS,
+    LADDERS,
+    PIECES_OF,
+    Codec,
+    Level,
+    Piece,
+)
+from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS, EXACT_BANDS, LADDERS, PIECES_OF, Level, Piece
+from mergepipe.deltastore.side import StoreSide
 from mergepipe.errors import CorruptError, MismatchError
-from mergepipe.readers.base import FetchOnBase, TensorEntry
+from mergepipe.prices import DecodingPrices
+from mergepipe.readers.base import NO_TURNS, FetchOnBase, TensorEntry, Turns
+from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 
@@ -38,7 +51,7 @@ class PackedTensor:
     stored_dtype: DType
     shape: tuple[int, ...]
     root: Path
-    index: StoreIndex
+    side: StoreSide
     first_row: int
     base: TensorEntry
     bands: Bands | None
@@ -48,6 +61,15 @@ class PackedTensor:
     is_unit = False
     cut_elements = BLOCK_ELEMENTS
     last_level = Level.LOSSLESS
+
+    @property
+    def index(self) -> StoreIndex:
+        """The store's index, read when it is first needed."""
+        return self.side.index
+
+    @property
+    def files(self) -> frozenset[Path]:
+        return self.side.files
 
     @property
     def encoded_on(self) -> TensorEntry:
@@ -136,6 +158,25 @@ class PackedTensor:
         """What is left of the delta's squares at `level`, block by block (float64)."""
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
 
+    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
+        """See `Graded`: by the codec of each block."""
+        seconds_C = np.array([prices.seconds(codec.name.lower(), level) for codec in Codec])
+        codec_B = self.index.rows["codec"][self.first_row : self.first_row + self.n_blocks]
+        n_B = np.full(self.n_blocks, BLOCK_ELEMENTS)
+        n_B[self.n_blocks - 1 :] = self.n_elements - BLOCK_ELEMENTS * (self.n_blocks - 1)
+        seconds_B: NDArray[np.float64] = seconds_C[codec_B] * n_B
+        return seconds_B
+
+    def kept_with_ties(self, kept: int) -> int | None:
+        """See `Graded`: known of the density whose cut the second band begins at."""
+        if int(BAND_DENSITIES[0] * self.n_elements) == kept:
+            return max(kept, self.elements_above(1))
+        return None
+
+    def find_original(self) -> TensorEntry | None:
+        """See `Graded`."""
+        return self.side.original_of(self.name)
+
     def elements_above(self, band: int) -> int:
         """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""
         return int(self.index.rows["counts"][self.first_row : self.first_row + self.n_blocks, band].sum())
@@ -147,9 +188,9 @@ class PackedTensor:
         """Ready to be fetched; keeps nothing between fetches."""
         return PackedFetch(self, files)
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile]) -> FetchOnBase:
+    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         """As `opened`, for who has the base's bytes."""
-        return PackedFetch(self, files).with_base
+        return PackedFetch(self, files, turns).with_base
 
     def _path(self, piece: Piece) -> Path:
         return self.root / PIECE_NAMES[piece]
@@ -164,77 +205,100 @@ def block_groups(span: Span) -> Iterator[tuple[int, int]]:
         first = stop
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blocks `[first, stop)` that were read together: where their pieces begin, and their bytes."""
+
+    first: int
+    stop: int
+    offsets: Mapping[Piece, list[int]]
+    contents: Mapping[Piece, RawBytes]
+
+    def content(self, piece: Piece, block: int) -> RawBytes:
+        """The bytes of a piece of one block; none where it has none."""
+        offsets, at = self.offsets[piece], block - self.first
+        return self.contents[piece][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
+
+
 class PackedFetch:
     """Fetches spans of one packed tensor. Safe to call from many threads."""
 
-    def __init__(self, tensor: PackedTensor, files: Mapping[Path, RangeFile]) -> None:
+    def __init__(self, tensor: PackedTensor, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> None:
         self._tensor = tensor
+        self._index = tensor.index
         self._files = files
+        self._turns = turns
 
     def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
         """Write the elements of `span`; the base's bytes are read from its file, charged to the base."""
         self._fetch(span, None, out, purpose)
 
-    def with_base(self, span: Span, base: RawBytes, out: RawBytes, purpose: Purpose) -> None:
-        """Write the elements of `span`; `base` (uint8) holds the base's bytes of it.
+    def with_base(self, span: Span, base: BaseBytes, out: RawBytes, purpose: Purpose) -> None:
+        """Write the elements of `span`; `base` holds the base's bytes of it.
 
         Blocks that `span` cuts are completed from the base's file.
         """
         self._fetch(span, base, out, purpose)
 
-    def _fetch(self, span: Span, base: RawBytes | None, out: RawBytes, purpose: Purpose) -> None:
+    def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose) -> None:
         for first, stop in block_groups(span):
-            pieces = self._read_pieces(first, stop, purpose)
-            for block in range(first, stop):
-                own = self._tensor.block_span(block)
-                self._decode(block, self._base_of(own, span, base), pieces, _Target(span, own, out))
+            group = self._read_group(first, stop, purpose)
+            with self._turns:
+                for block in range(first, stop):
+                    own = self._tensor.block_span(block)
+                    self._decode(block, self._base_of(block, own, span, base), group, _Target(span, own, out))
 
-    def _read_pieces(self, first: int, stop: int, purpose: Purpose) -> dict[Piece, tuple[int, RawBytes]]:
-        """Bytes of each piece for some blocks, with where they begin in its file."""
-        tensor = self._tensor
-        found = {}
-        for piece in PIECES_OF[tensor.level]:
-            start, end = tensor.index.piece_range(piece, tensor.first_row + first, tensor.first_row + stop)
-            if end > start:
-                file = self._files[tensor.root / PIECE_NAMES[piece]]
-                found[piece] = start, read_range(file, start, end, purpose)
-        return found
+    def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
+        """Read the pieces of some blocks, one request each, into an array of this thread: for one use."""
+        pieces, root, row = PIECES_OF[self._tensor.level], self._tensor.root, self._tensor.first_row
+        offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
+        some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
+        files = {piece: self._files[root / PIECE_NAMES[piece]] for piece in some}
+        sizes = {piece: read_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
+        room = scratch("read", sum(sizes.values()), np.uint8)
+        contents = dict.fromkeys(pieces, room[:0])
+        at = 0
+        for piece, file in files.items():
+            begin, end = offsets[piece][0], offsets[piece][-1]
+            contents[piece] = read_into(file, begin, end, purpose, room[at : at + sizes[piece]])
+            at += sizes[piece]
+        return _Group(first, stop, offsets, contents)
 
-    def _base_of(self, own: Span, span: Span, base: RawBytes | None) -> RawBytes:
-        itemsize = self._tensor.base.dtype.itemsize
+    def _base_of(self, block: int, own: Span, span: Span, base: BaseBytes | None) -> RawBytes:
+        """The base's bytes of a block, held against their digest.
+
+        Raises:
+            MismatchError: it is not the base that was packed beside.
+        """
+        entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
         if base is not None and span.start <= own.start and own.stop <= span.stop:
-            return base[(own.start - span.start) * itemsize : (own.stop - span.start) * itemsize]
-        entry = self._tensor.base
-        start = entry.offset + own.start * itemsize
-        return read_range(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
-
-    def _decode(
-        self, block: int, base: RawBytes, pieces: Mapping[Piece, tuple[int, RawBytes]], target: _Target
-    ) -> None:
-        tensor = self._tensor
-        row = tensor.first_row + block
-        where = f"{tensor.root}: tensor {tensor.name!r}, block {block}"
-        if digest(base) != tensor.index.rows["base"][row].tobytes():
+            start, stop = (own.start - span.start) * itemsize, (own.stop - span.start) * itemsize
+            found, found_digest = base.stored[start:stop], base.digest(start, stop)
+        else:
+            start = entry.offset + own.start * itemsize
+            found = read_range(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
+            found_digest = digest(found)
+        if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
             raise MismatchError.of(
-                "store.base", where, f"the base {tensor.base.file} is not the one it was packed beside",
+                "store.base", self._where(block), f"the base {entry.file} is not the one it was packed beside",
                 "give the base that it was packed with",
             )  # fmt: skip
-        own = {piece: self._own_piece(piece, row, pieces, where) for piece in PIECES_OF[tensor.level]}
+        return found
+
+    def _where(self, block: int) -> str:
+        return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
+
+    def _decode(self, block: int, base: RawBytes, group: _Group, target: _Target) -> None:
+        tensor, row, where = self._tensor, self._tensor.first_row + block, self._where(block)
+        own = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
+        for piece, content in own.items():
+            self._index.check_piece(piece, row, content, where)
         context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
-        codec = tensor.index.codec(row)
+        codec = self._index.codec(row)
         if tensor.is_delta:
             target.write(lambda view: decode_deltas(codec, tensor.level, own, context, view.view(np.float32)))
         else:
             target.write(lambda view: decode_block(codec, own, context, view), tensor.stored_dtype.itemsize)
-
-    def _own_piece(self, piece: Piece, row: int, pieces: Mapping[Piece, tuple[int, RawBytes]], where: str) -> RawBytes:
-        start, stop = self._tensor.index.piece_range(piece, row, row + 1)
-        if start == stop:
-            return np.empty(0, np.uint8)
-        begin, content = pieces[piece]
-        own = content[start - begin : stop - begin]
-        self._tensor.index.check_piece(piece, row, own, where)
-        return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +316,7 @@ class _Target:
         if high - low == self.own.n_elements:
             decode(place)
             return
-        whole = np.empty(self.own.n_elements * itemsize, np.uint8)
+        whole = scratch("whole", self.own.n_elements * itemsize, np.uint8)
         decode(whole)
         place[:] = whole[(low - self.own.start) * itemsize : (high - self.own.start) * itemsize]
 
@@ -267,11 +331,25 @@ def read_range(file: RangeFile, start: int, stop: int, purpose: Purpose) -> RawB
     Raises:
         CorruptError: the file ends before.
     """
+    return read_into(file, start, stop, purpose, aligned_buffer(max(read_bytes(file, start, stop), 1)))
+
+
+def read_bytes(file: RangeFile, start: int, stop: int) -> int:
+    """Room, in whole pages, that `read_into` needs."""
     first = start // file.alignment * file.alignment
-    buffer = aligned_buffer(max(round_up(stop - first, file.alignment), 1))
-    got = file.read_into(first, buffer.data, purpose)
+    return round_up(round_up(stop - first, file.alignment), PAGE_BYTES)
+
+
+def read_into(file: RangeFile, start: int, stop: int, purpose: Purpose, room: RawBytes) -> RawBytes:
+    """`read_range` into page-aligned `room`: the part of it that holds the bytes.
+
+    Raises:
+        CorruptError: the file ends before.
+    """
+    first = start // file.alignment * file.alignment
+    got = file.read_into(first, room.data[: round_up(stop - first, file.alignment)], purpose)
     if got < stop - first:
         raise CorruptError.of(
             "storage.shrunk", file.path, f"ends at byte {first + got}, {stop} bytes are needed", "copy it again"
         )
-    return buffer[start - first : stop - first]
+    return room[start - first : stop - first]

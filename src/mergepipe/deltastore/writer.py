@@ -3,84 +3,104 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.budget import Ledger, Purpose
-from mergepipe.deltastore.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, PIECE_NAMES, StoreHeader
-from mergepipe.deltastore.levels import Piece
+from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
 
-_BUFFER_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
+GROWING_FILES = (*PIECE_NAMES.values(), HEADERS_NAME, INDEX_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class DurableStore:
+    """What of an unfinished store is durable: its first rows, the bytes of each file, the digest of the index."""
+
+    n_rows: int
+    file_bytes: Mapping[str, int]
+    index_blake3: str
 
 
 class StoreWriter:
     """The files of a store in `directory`, which is staging and belongs to the caller. A context manager.
 
-    Blocks come in the order of tensors and blocks. Memory: a buffer of 1 MiB a file, and the index (140 bytes a block).
+    Blocks come in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files. With `durable` it
+    goes on where an earlier writer was; the files have been cut to what that says.
+
+    Raises:
+        StorageError: the operating system refused.
     """
 
-    def __init__(self, directory: Path, ledger: Ledger) -> None:
+    def __init__(
+        self, directory: Path, ledger: Ledger, durable: DurableStore | None = None, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         self._directory = directory
         self._ledger = ledger
-        self._files: dict[str, BinaryIO] = {}
-        self._rows: list[NDArray[np.void]] = []
-        for name in (*PIECE_NAMES.values(), HEADERS_NAME):
-            self._files[name] = self._create(name)
+        self._files: dict[str, _GrowingFile] = {}
+        self._index_hasher = blake3()
+        self.n_rows = 0
+        try:
+            if durable is not None:
+                self.n_rows = durable.n_rows
+                self._index_hasher.update(read_rows(directory, durable.n_rows))
+            for name in GROWING_FILES:
+                start = None if durable is None else durable.file_bytes[name]
+                self._files[name] = _GrowingFile(directory / name, start, chunk_bytes)
+        except BaseException:  # an interrupt too: nobody else would close them
+            self.close()
+            raise
 
     @property
-    def n_rows(self) -> int:
-        return len(self._rows)
+    def index_blake3(self) -> str:
+        """The digest of the index of what was appended."""
+        return self._index_hasher.hexdigest(16)
 
-    def append(self, block: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Write the next block and its `index.make_row`."""
-        self._rows.append(row)
+    def append(self, row: NDArray[np.void], pieces: Mapping[Piece, RawBytes]) -> None:
+        """Write the next block: its `index.make_row`, and its pieces."""
         for piece in Piece:
-            content = block.pieces.get(piece)
+            content = pieces.get(piece)
             if content is not None and len(content):
                 self._write(PIECE_NAMES[piece], content)
+        raw = row.view(np.uint8)
+        self._index_hasher.update(raw.data)
+        self._write(INDEX_NAME, raw)
+        self.n_rows += 1
 
     def append_header(self, content: bytes) -> None:
         """Write the header (length prefix included) of the next weight file."""
         self._write(HEADERS_NAME, np.frombuffer(content, np.uint8))
 
-    def index(self) -> bytes:
-        """The bytes of the index of what was appended."""
-        return b"".join(row.tobytes() for row in self._rows)
+    def sync(self) -> DurableStore:
+        """Make durable what was appended; tell what that is."""
+        for file in self._files.values():
+            file.sync()
+        sizes = {name: file.size_bytes for name, file in self._files.items()}
+        return DurableStore(self.n_rows, sizes, self.index_blake3)
 
-    def finish(self, header: StoreHeader) -> int:
-        """Make all files durable, the header last; return their bytes. `header.index_blake3` is that of `index`."""
-        for name, stream in self._files.items():
-            try:
-                stream.flush()
-                os.fsync(stream.fileno())
-                stream.close()
-            except OSError as error:
-                raise os_error(error, self._directory / name, "making it durable") from error
-        write_durably(self._directory / INDEX_NAME, self.index(), self._ledger)
+    def finish(self, header: StoreHeader) -> None:
+        """Make all files durable, the header last. `header.index_blake3` is that of the index."""
+        self.sync()
         write_durably(self._directory / HEADER_NAME, header.to_json(), self._ledger)
-        names = (*self._files, INDEX_NAME, HEADER_NAME)
-        return sum((self._directory / name).stat().st_size for name in names)
 
-    def _create(self, name: str) -> BinaryIO:
-        path = self._directory / name
-        try:
-            return path.open("xb", buffering=_BUFFER_BYTES)
-        except OSError as error:
-            raise os_error(error, path, "creating it") from error
+    def close(self) -> None:
+        """Close the files; what is in memory is lost."""
+        for file in self._files.values():
+            file.close()
 
     def _write(self, name: str, content: RawBytes) -> None:
-        try:
-            self._files[name].write(content.data)
-        except OSError as error:
-            raise os_error(error, self._directory / name, f"writing {len(content)} bytes") from error
+        self._files[name].append(content)
         self._ledger.charge(str(self._directory / name), Purpose.OUTPUT, len(content))
 
     def __enter__(self) -> StoreWriter:
@@ -89,8 +109,75 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stream in self._files.values():
-            stream.close()
+        self.close()
+
+
+class _GrowingFile:
+    """A file that is written at its end, a chunk at a time: a new one, or one that has `start_bytes` already."""
+
+    def __init__(self, path: Path, start_bytes: int | None, chunk_bytes: int) -> None:
+        self._path = path
+        self._chunk = np.empty(chunk_bytes, np.uint8)
+        self._filled = 0
+        self._written = start_bytes or 0
+        self._is_synced = False
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if start_bytes is None else 0)
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise os_error(error, path, "creating it") from error
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that were appended."""
+        return self._written + self._filled
+
+    def append(self, content: RawBytes) -> None:
+        done = 0
+        while done < len(content):
+            count = min(len(self._chunk) - self._filled, len(content) - done)
+            self._chunk[self._filled : self._filled + count] = content[done : done + count]
+            self._filled += count
+            done += count
+            if self._filled == len(self._chunk):
+                self._flush()
+
+    def _flush(self) -> None:
+        rest = self._chunk.data[: self._filled]
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            raise os_error(error, self._path, f"writing at byte {self._written}") from error
+        self._written += self._filled
+        self._filled = 0
+        self._is_synced = False
+
+    def sync(self) -> None:
+        if self._filled:
+            self._flush()
+        if self._is_synced:
+            return
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise os_error(error, self._path, "making it durable") from error
+        self._is_synced = True
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_rows(directory: Path, n_rows: int) -> bytes:
+    """The first rows of the index of a store; fewer where it ends before."""
+    path = directory / INDEX_NAME
+    try:
+        with path.open("rb") as stream:
+            return stream.read(n_rows * ROW_BYTES)
+    except OSError as error:
+        raise os_error(error, path, "reading what was written before") from error
 
 
 def index_digest(content: bytes) -> str:

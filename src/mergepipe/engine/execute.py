@@ -14,7 +14,7 @@ from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS, BlockGrid
 from mergepipe.budget import Ledger
 from mergepipe.engine.access import PlannedAccess
 from mergepipe.engine.identity import stream_key
-from mergepipe.engine.jobs import Job, TensorWork
+from mergepipe.engine.jobs import Job, Tap, TensorWork
 from mergepipe.engine.knowledge import answer
 from mergepipe.engine.layouts import Piece
 from mergepipe.engine.levels import sufficient_levels
@@ -68,7 +68,8 @@ class MergeWork:
     is called on the calling thread with the task, the expert and the statistics. `known_of`
     tells what is known exactly of a task's experts already: what it answers is not gathered again. `reusable` are
     results that stand in earlier snapshots, by tensor; one that must be reduced first is reused whole or not at all.
-    `functions` are applied to the tensors they name instead of the operator's, without any reduction.
+    `functions` are applied to the tensors they name instead of the operator's, without any reduction. A `tap` looks at
+    what is read on the way.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -82,13 +83,15 @@ class MergeWork:
     known_of: Callable[[MergeTask], Sequence[TensorStatistics | None]] | None = None
     reusable: Mapping[str, Reusable] = field(default_factory=dict)
     functions: Mapping[str, BlockFunction] = field(default_factory=dict)
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AnalysisWork:
     """What to analyse: tasks with their experts, the grid, and the densities whose cuts are wanted.
 
-    With a `probe_fraction` above zero only that share of every block is read, and each task has one expert.
+    With a `probe_fraction` above zero only that share of every block is read, and each task has one expert; else a
+    `tap` may look on.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -96,6 +99,7 @@ class AnalysisWork:
     densities: tuple[float, ...]
     on_statistics: OnStatistics
     probe_fraction: float = 0.0
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,8 @@ def execute_analysis(
     Raises:
         LimitError, StorageError, CorruptError: as `execute_merge`.
     """
-    cut_of = uncut_blocks(cut_everywhere(work.block_elements), work.tasks, options.memory_bytes)
+    cut_of = _tapped(cut_everywhere(work.block_elements), work.tap)
+    cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
     pool = BufferPool(sizes.total_bytes, options.memory_bytes)
 
@@ -192,7 +197,7 @@ def _merge_jobs(
 ) -> Iterator[Job]:
     for shape in shapes:
         works = [_merge_work(work, tasks[i]) for i in shape.task_indices]
-        yield Job(shape, works, held_limit, reads_once=work.access is not None)
+        yield Job(shape, works, held_limit, reads_once=work.access is not None, tap=work.tap)
 
 
 def _cut_of(work: MergeWork) -> CutOf:
@@ -212,7 +217,14 @@ def _cut_of(work: MergeWork) -> CutOf:
             return math.lcm(granularity, grid)  # encoded blocks are charged once
         return granularity * -(-grid // granularity)  # no more cuts than blocks, and a plan has charged a page for each
 
-    return cut_of
+    return _tapped(cut_of, work.tap)
+
+
+def _tapped(cut_of: CutOf, tap: Tap | None) -> CutOf:
+    """The same cuts, but only where those who look on may be cut."""
+    if tap is None:
+        return cut_of
+    return lambda task: math.lcm(cut_of(task), tap.cut_elements) if task.name in tap.tensors else cut_of(task)
 
 
 def _runs_of(work: MergeWork) -> RunsOf:
@@ -298,7 +310,7 @@ def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: i
             else:
                 summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))
-        yield Job(shape, works, held_limit, writes=False)
+        yield Job(shape, works, held_limit, writes=False, tap=work.tap)
 
 
 def _reporter(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from mergepipe.blocks import Span
 from mergepipe.budget import Purpose
@@ -40,18 +41,63 @@ def content_id(checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
 
     Samples are spread evenly over the tensors' bytes in order of name, so the id does not depend on sharding, file
     names or times, nor on whether the tensors are packed. At most 32 * 3 pages are read, as analysis; of packed ones
-    the blocks that the samples lie in. Two checkpoints that agree in every sample share an id: their random masks are
-    then the same, nothing else follows from it.
+    the blocks that the samples lie in; nothing where the checkpoint knows its id. Two checkpoints that agree in every
+    sample share an id: their random masks are then the same, nothing else follows from it.
     """
+    if checkpoint.content_id is not None:
+        return checkpoint.content_id
+    return _id_of(checkpoint, (_bytes_of(sample, files) for sample in samples(checkpoint)))
+
+
+def _id_of(checkpoint: Checkpoint, contents: Iterable[bytes]) -> str:
+    """The id, given the content of each sample."""
     tensors = _sampled_tensors(checkpoint)
     hasher = blake3(canonical_json([[each.name, each.dtype.name, list(each.shape)] for each in tensors]))
-    for sample in samples(checkpoint):
-        hasher.update(_bytes_of(sample, files))
+    for content in contents:
+        hasher.update(content)
     return hasher.hexdigest(16)
 
 
+class PassingContentId:
+    """The content id of a checkpoint of stored tensors, taken from their bytes as they pass by, in any order.
+
+    Safe to use from many threads, as long as no byte is shown twice at the same time.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._samples = [(sample, bytearray(sample.stop - sample.first)) for sample in samples(checkpoint)]
+        self._left = [sample.stop - sample.first for sample, _ in self._samples]
+        self._by_name: dict[str, list[int]] = {}
+        for i, (sample, _) in enumerate(self._samples):
+            self._by_name.setdefault(sample.tensor.name, []).append(i)
+
+    def show(self, tensor: str, first: int, content: NDArray[np.uint8]) -> None:
+        """Look at bytes of a tensor from byte `first` on."""
+        for i in self._by_name.get(tensor, ()):
+            sample, own = self._samples[i]
+            low, high = max(first, sample.first), min(first + len(content), sample.stop)
+            if low < high:
+                own[low - sample.first : high - sample.first] = content[low - first : high - first].tobytes()
+                self._left[i] -= high - low
+
+    @property
+    def missing_files(self) -> set[Path]:
+        """Where samples are that did not pass by."""
+        seen = zip(self._samples, self._left, strict=True)
+        return {entry.file for (sample, _), left in seen if left for entry in sample.tensor.stored}
+
+    def value(self, files: Mapping[Path, RangeFile]) -> str:
+        """The id; samples that did not pass by are read from `files`."""
+        seen = zip(self._samples, self._left, strict=True)
+        contents = (_bytes_of(sample, files) if left else bytes(own) for (sample, own), left in seen)
+        return _id_of(self._checkpoint, contents)
+
+
 def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
-    """What the content id is taken from."""
+    """What has to be looked at for the content id: nothing where it is known."""
+    if checkpoint.content_id is not None:
+        return
     tensors = _sampled_tensors(checkpoint)
     total = sum(map(_element_bytes, tensors))
     targets = [max(0, total - SAMPLE_BYTES) * i // (N_SAMPLES - 1) for i in range(N_SAMPLES)]

@@ -48,6 +48,19 @@ class Pass:
     repeated: bool = False  # its reads come on top of the one pass that every merge makes
 
 
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """Who looks at what is read of some tensors (by name), piece by piece, before anything is done to it.
+
+    `look` is told of each piece once, from compute threads, with the buffer that it lies in. Those tensors are cut at
+    multiples of `cut_elements` only.
+    """
+
+    tensors: frozenset[str]
+    cut_elements: int
+    look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
+
+
 class TensorWork:
     """What is done with one tensor: an optional reduction over all of it, then a function for each block.
 
@@ -83,7 +96,7 @@ class Job:
     """Runs the passes of one `JobShape`. Used by the coordinating thread, but for `compute`.
 
     `writes` is False for an analysis: then the work ends with the reductions. `reads_once` refuses what a budget has
-    not been charged for: reading a tensor again that does not fit into memory.
+    not been charged for: reading a tensor again that does not fit into memory. A `tap` looks on.
     """
 
     def __init__(
@@ -94,12 +107,16 @@ class Job:
         *,
         writes: bool = True,
         reads_once: bool = False,
+        tap: Tap | None = None,
     ) -> None:
         self.shape = shape
         self._works = dict(zip(shape.task_indices, works, strict=True))
         self._held_limit = held_limit
         self._writes = writes
         self._reads_once = reads_once
+        self._tap = tap
+        # The first stage that sees every piece: a survey sees a sample, which is accumulated after it.
+        self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
 
     def passes(self) -> Iterator[Pass]:
         """The passes in order; each may be computed only when the one before is complete."""
@@ -158,7 +175,14 @@ class Job:
             return
         for piece in layout.pieces:
             if piece.run.span.n_elements:
+                if self._tap is not None and stage is self._first_stage:
+                    self._show(self._tap, piece, buffer)
                 self._compute_piece(stage, piece, buffer)
+
+    def _show(self, tap: Tap, piece: Piece, buffer: NDArray[np.uint8]) -> None:
+        task = self._works[piece.run.task_index].task
+        if task.name in tap.tensors:
+            tap.look(task, piece, buffer)
 
     def _compute_piece(self, stage: Stage, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         work = self._works[piece.run.task_index]

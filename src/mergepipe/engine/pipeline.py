@@ -25,7 +25,8 @@ from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
 from mergepipe.engine.layouts import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
 from mergepipe.engine.segments import SegmentShape
 from mergepipe.errors import CorruptError, StorageError
-from mergepipe.readers.base import ComputedTensor, NeedsBase, TensorEntry, Unchanged
+from mergepipe.readers.base import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
+from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import BufferPool
@@ -41,7 +42,10 @@ class SegmentSink(Protocol):
     def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
 
 
-Fill = Callable[[Computation, NDArray[np.uint8]], None]
+Bases = dict[int, BaseBytes]
+"""The base's bytes in one buffer, by where they begin, for all that are encoded on them."""
+
+Fill = Callable[[Computation, NDArray[np.uint8], Bases], None]
 """Fetches the elements that a computation names into their place in a buffer."""
 
 
@@ -54,6 +58,7 @@ class _Filled:
     buffer: NDArray[np.uint8]
     orders_left: int = 0
     on_base: list[Computation] = field(default_factory=list)  # what can start only when all else is there
+    bases: Bases = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -122,6 +127,7 @@ class Pipeline:
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
         self._write_queue: SimpleQueue[_Filled | None] = SimpleQueue()
         self._stopping = threading.Event()
+        self._turns = threading.Semaphore(threads)
         self._active: deque[_RunningJob] = deque()
         self._ready: dict[int, _Filled] = {}
         self._next_to_write = 0
@@ -214,7 +220,11 @@ class Pipeline:
         now: list[Read | Computation] = list(layout.reads)
         for computation in layout.computations:
             if computation.key not in running.opened:
-                running.opened[computation.key] = _opened(computation.source, self._files, on_base=computation.on_base)
+                on_base = computation.on_base
+                opened = _opened(computation.source, self._files, on_base=on_base, turns=self._turns)
+                running.opened[computation.key] = opened
+            if computation.on_base and computation.base_offset not in filled.bases:
+                filled.bases[computation.base_offset] = _base_bytes(computation, buffer)
             (filled.on_base if computation.on_base else now).append(computation)
         self._order(filled, now)
 
@@ -300,13 +310,14 @@ class Pipeline:
             if isinstance(order, Read):
                 _read(order, filled.buffer, self._files)
             else:
-                filled.job.opened[order.key](order, filled.buffer)
+                filled.job.opened[order.key](order, filled.buffer, filled.bases)
             self._events.put(_Done(_Step.FILLED, filled))
 
     def _compute_loop(self) -> None:
         while (order := self._compute_queue.get()) is not None and not self._stopping.is_set():
             filled, stage = order
-            filled.job.job.compute(stage, filled.layout, filled.buffer)
+            with self._turns:
+                filled.job.job.compute(stage, filled.layout, filled.buffer)
             self._events.put(_Done(_Step.COMPUTED, filled))
 
     def _write_loop(self) -> None:
@@ -376,19 +387,23 @@ def fill_now(
     """
     for read in layout.reads:
         _read(replace(read, purpose=purpose), buffer, files)
+    bases = {each.base_offset: _base_bytes(each, buffer) for each in layout.computations if each.on_base}
     for order in sorted(layout.computations, key=lambda each: each.on_base):
-        opened[order.key](replace(order, purpose=purpose), buffer)
+        opened[order.key](replace(order, purpose=purpose), buffer, bases)
 
 
-def _opened(source: ComputedTensor, files: Mapping[Path, RangeFile], *, on_base: bool) -> Fill:
+def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:
+    return BaseBytes(buffer[order.base_offset : order.base_offset + order.base_bytes])
+
+
+def _opened(source: ComputedTensor, files: Mapping[Path, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS) -> Fill:
     """What fetches elements of a computed tensor into their place in a buffer."""
     if on_base and isinstance(source, NeedsBase):
-        fetch_on_base = source.opened_on_base(files)
+        fetch_on_base = source.opened_on_base(files, turns)
 
-        def fill_on_base(order: Computation, buffer: NDArray[np.uint8]) -> None:
-            base = buffer[order.base_offset : order.base_offset + order.base_bytes]
-            fetch_on_base(order.span, base, order.place_in(buffer), order.purpose)
+        def fill_on_base(order: Computation, buffer: NDArray[np.uint8], bases: Bases) -> None:
+            fetch_on_base(order.span, bases[order.base_offset], order.place_in(buffer), order.purpose)
 
         return fill_on_base
     fetch = source.opened(files)
-    return lambda order, buffer: fetch(order.span, order.place_in(buffer), order.purpose)
+    return lambda order, buffer, _: fetch(order.span, order.place_in(buffer), order.purpose)

@@ -23,6 +23,25 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Election:
+    """How deltas are kept and who is heard: what an expectation of a consensus needs to know.
+
+    Attributes:
+        weight_E: the experts' weights.
+        share_E: the share of elements that is kept of each.
+        tail_E: the share of the largest from which those are; 1 where they are kept at random.
+        normalize: the mean of those that agree, not the sum.
+        scale: factor on the result.
+    """
+
+    weight_E: NDArray[np.float64]
+    share_E: NDArray[np.float64]
+    tail_E: NDArray[np.float64]
+    normalize: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Influence:
     """What one expert's delta becomes in the result of one tensor.
 
@@ -34,6 +53,7 @@ class Influence:
             is left out bounds the error.
         anchor_scale: see `is_additive`.
         average: set where the coefficients are normalised over the anchor too, and can be over what was read only.
+        election: set where elements of the elected sign only are heard.
     """
 
     coefficients_E: NDArray[np.float64]
@@ -42,6 +62,7 @@ class Influence:
     is_additive: bool = False
     anchor_scale: float = 1.0
     average: Average | None = None
+    election: Election | None = None
 
 
 Products = NDArray[np.float64]
@@ -69,9 +90,9 @@ def _task_arithmetic(given: OperatorInput) -> Influence:
 
 
 def _ties(given: OperatorInput) -> Influence:
-    """Trimming is exact; of the consensus only the weights are kept: which elements agree cannot be known."""
+    """Trimming is exact; of the consensus only the weights are kept: which elements agree is for `election`."""
     coefficients_E = _consensus_coefficients(given)
-    return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True)
+    return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True, election=_election(given, trims=True))
 
 
 def _dare_linear(given: OperatorInput) -> Influence:
@@ -79,7 +100,18 @@ def _dare_linear(given: OperatorInput) -> Influence:
 
 
 def _dare_ties(given: OperatorInput) -> Influence:
-    return Influence(_consensus_coefficients(given), _dropped_energy(given))
+    return Influence(_consensus_coefficients(given), _dropped_energy(given), election=_election(given, trims=False))
+
+
+def _election(given: OperatorInput, *, trims: bool) -> Election:
+    density_E = densities_E(given)
+    return Election(
+        weight_E=given.weights_E().astype(np.float64),
+        share_E=density_E,
+        tail_E=density_E if trims else np.ones_like(density_E),
+        normalize=bool(given.globals["normalize"]),
+        scale=float(given.globals["lambda"]),
+    )
 
 
 def _slerp(given: OperatorInput, products_E3: Products | None) -> Influence:
@@ -117,6 +149,11 @@ def _banded(given: OperatorInput) -> Influence:
     return Influence(coefficients_E, np.ones_like(coefficients_E))
 
 
+def _dropped_consensus(given: OperatorInput) -> Influence:
+    """As DARE's, but large elements are kept more often: who is elected is not worked out."""
+    return Influence(_consensus_coefficients(given), _dropped_energy(given))
+
+
 def _banded_consensus(given: OperatorInput) -> Influence:
     coefficients_E = _consensus_coefficients(given)
     return Influence(coefficients_E, np.ones_like(coefficients_E))
@@ -149,7 +186,7 @@ _INFLUENCES: dict[str, Callable[[OperatorInput], Influence]] = {
     "dare_ties": _dare_ties,
     "breadcrumbs": _banded,
     "breadcrumbs_ties": _banded_consensus,
-    "della": _dare_ties,
+    "della": _dropped_consensus,
     "della_linear": _dare_linear,
     "nuslerp": _shares,
     "multislerp": _shares,

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.plan import Access, Fallback, FileBinding, PlannedModel, PlannedTensor, Runs, SharedRuns
+from mergepipe.plan import (
+    Access,
+    Fallback,
+    FileBinding,
+    OriginalBinding,
+    PlannedModel,
+    PlannedTensor,
+    Runs,
+    SharedRuns,
+)
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.items import Candidates, Items
 from mergepipe.planner.levels import ALL
 from mergepipe.planner.problem import PlanningModel, PlanningProblem
 from mergepipe.planner.rules import UNKNOWN, Rules
 from mergepipe.planner.selection import Selection
+from mergepipe.readers.base import ORIGINAL_LEVEL, Checkpoint
 
 BASE_ONLY = "no block of any expert is read: the result is the base"
 STOPPED = "the rest of the budget is not spent"
@@ -58,6 +68,7 @@ def _accesses(
     read = _runs(selection.read_EB[e], columns)
     level_B = selection.level_EB[e].astype(np.int16)
     levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
+    originals = _runs(level_B == ORIGINAL_LEVEL, columns)
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
     cuts = rules.cut_bits_ET[e].tolist()
@@ -69,6 +80,7 @@ def _accesses(
             threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
             products=rules.products.get((e, t)),
             levels=levels[t],
+            originals=originals[t],
             energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
         )
         for t in range(len(columns.tasks))
@@ -112,9 +124,14 @@ def _edges(
 
 
 def planned_models(
-    problem: PlanningProblem, full_E: NDArray[np.int64], planned_E: NDArray[np.int64]
+    problem: PlanningProblem,
+    full_E: NDArray[np.int64],
+    planned_E: NDArray[np.int64],
+    side_E: NDArray[np.int64],
+    tensors: Sequence[PlannedTensor],
 ) -> tuple[PlannedModel, ...]:
     """All models: those that are nowhere an expert are read in full where they are the base."""
+    from_original = {e for t in tensors for e, access in zip(t.models, t.access, strict=True) if access.originals}
     expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
     models = []
     for index, model in enumerate(problem.models):
@@ -123,8 +140,21 @@ def planned_models(
             base_bytes = problem.resolution.base_bytes_of(index)
             models.append(_planned_model("base", model, base_bytes, base_bytes))
         else:
-            models.append(_planned_model("expert", model, int(full_E[e]), int(planned_E[e])))
+            planned = _planned_model("expert", model, int(full_E[e]), int(planned_E[e]))
+            original = _original_binding(model) if e in from_original else None
+            models.append(replace(planned, side_bytes=int(side_E[e]), original=original))
     return tuple(models)
+
+
+def _original_binding(model: PlanningModel) -> OriginalBinding | None:
+    side = model.checkpoint.encoded
+    original = None if side is None else side.find_original()
+    return None if original is None else OriginalBinding(str(original.path), bindings(original))
+
+
+def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
+    """The files of a checkpoint as they were when it was opened."""
+    return tuple(FileBinding(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in checkpoint.files)
 
 
 def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:
@@ -134,7 +164,7 @@ def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planne
         path=str(model.checkpoint.path),
         identity=model.identity,
         content_id=model.content_id,
-        files=tuple(FileBinding(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in model.checkpoint.files),
+        files=bindings(model.checkpoint),
         full_cost_bytes=full_cost_bytes,
         planned_bytes=planned_bytes,
     )
@@ -156,6 +186,17 @@ def whole_tensor_fallbacks(
         )
         for (e, reason), found in tensors.items()
     )
+
+
+def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
+    """One for each expert whose index the budget does not hold."""
+    found = []
+    for e in sorted(problem.unread) if budget_bytes else ():
+        model = problem.experts[e]
+        cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
+        reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
+        found.append(Fallback(f"expert '{model.text}'", "nothing of it is read", reason))
+    return tuple(found)
 
 
 def budget_fallbacks(

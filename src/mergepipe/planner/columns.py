@@ -22,7 +22,8 @@ class Columns:
     """One column per block (B), tensor after tensor (T). Tensor `t` owns columns `[first_T[t], first_T[t + 1])`.
 
     `first_T` has T + 1 entries; `element_B` and `n_B` are a block's first element and its number of elements.
-    `slot_ET` is the place of expert `e` among the experts of task `t`, `ABSENT` if it has no part in it.
+    `slot_ET` is the place of expert `e` among the experts of task `t`, `ABSENT` if it has no part in it. Of experts
+    that are `unread` not even the index is read: nothing is known of them, nothing can be selected.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -31,6 +32,7 @@ class Columns:
     tensor_B: NDArray[np.int64]
     element_B: NDArray[np.int64]
     n_B: NDArray[np.int64]
+    unread: frozenset[int] = frozenset()
 
     @property
     def n_columns(self) -> int:
@@ -41,7 +43,10 @@ class Columns:
         return len(self.slot_ET)
 
     def source(self, expert: int, tensor: int) -> TensorEntry | ComputedTensor | None:
-        """What would be read of an expert for a tensor; None where it has no part, or changes nothing."""
+        """What would be read of an expert for a tensor; None where it has no part, changes nothing, or is unread."""
+        return None if expert in self.unread else self._source(expert, tensor)
+
+    def _source(self, expert: int, tensor: int) -> TensorEntry | ComputedTensor | None:
         slot = int(self.slot_ET[expert, tensor])
         source = self.tasks[tensor].experts[slot] if slot != ABSENT else None
         return None if isinstance(source, Unchanged) else source
@@ -54,7 +59,7 @@ class Columns:
 
     def silent_ET(self) -> NDArray[np.bool_]:
         """Where there is nothing to be read, whatever is known."""
-        silent = [[self.source(e, t) is None for t in range(len(self.tasks))] for e in range(self.n_experts)]
+        silent = [[self._source(e, t) is None for t in range(len(self.tasks))] for e in range(self.n_experts)]
         return np.array(silent, np.bool_).reshape(self.slot_ET.shape)
 
     def by_expert(self, tensor: int, values_S: NDArray[np.float64], absent: float) -> NDArray[np.float64]:
@@ -70,7 +75,12 @@ class Columns:
         return slice(int(self.first_T[tensor]), int(self.first_T[tensor + 1]))
 
 
-def lay_out_columns(tasks: Sequence[MergeTask], expert_models: Sequence[int], block_elements: int) -> Columns:
+def lay_out_columns(
+    tasks: Sequence[MergeTask],
+    expert_models: Sequence[int],
+    block_elements: int,
+    unread: frozenset[int] = frozenset(),
+) -> Columns:
     """The columns of `tasks` in blocks of `block_elements`, for the experts that are `expert_models`.
 
     Raises:
@@ -82,7 +92,7 @@ def lay_out_columns(tasks: Sequence[MergeTask], expert_models: Sequence[int], bl
     tensor_B = np.repeat(np.arange(len(tasks)), blocks_T)
     element_B = (np.arange(first_T[-1]) - first_T[tensor_B]) * block_elements
     n_B = np.minimum(block_elements, elements_T[tensor_B] - element_B)
-    return Columns(tuple(tasks), _slots(tasks, expert_models), first_T, tensor_B, element_B, n_B)
+    return Columns(tuple(tasks), _slots(tasks, expert_models), first_T, tensor_B, element_B, n_B, unread)
 
 
 def _slots(tasks: Sequence[MergeTask], expert_models: Sequence[int]) -> NDArray[np.int16]:

@@ -76,7 +76,8 @@ def by_conflict(
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
-    rate_BE = _greedy_rates(amplitude_BE, candidates.cost_EB.T, taking_part_EB.T, shrunk(cosine_TEE, columns), columns)
+    price_BE = np.where(taking_part_EB, candidates.price_EB, 1.0).T  # what is closed may cost nothing
+    rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrunk(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
     rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]] * items.steepness_I[single]
@@ -95,12 +96,12 @@ def _joint(candidates: Candidates, amplitude_EB: NDArray[np.float64]) -> NDArray
 
 def _greedy_rates(
     amplitude_BE: NDArray[np.float64],
-    cost_BE: NDArray[np.int64],
+    price_BE: NDArray[np.float64],
     open_BE: NDArray[np.bool_],
     cosine_TEE: NDArray[np.float64],
     columns: Columns,
 ) -> NDArray[np.float64]:
-    """The gain per byte with which each expert of a block is taken, never more than that of the one taken before."""
+    """The gain by price with which each expert of a block is taken, never more than that of the one taken before."""
     n_columns, n_experts = amplitude_BE.shape
     every = np.arange(n_columns)
     gain_BE = amplitude_BE * amplitude_BE
@@ -109,7 +110,6 @@ def _greedy_rates(
     rate_BE = np.zeros_like(gain_BE)
     ceiling_B = np.full(n_columns, np.inf)
     left_BE = open_BE.copy()
-    price_BE = np.maximum(cost_BE, 1)  # what is closed may cost nothing
     for _ in range(n_experts):
         now_BE = np.where(left_BE, gain_BE / price_BE, -np.inf)
         taken_B = now_BE.argmax(axis=1)

@@ -37,12 +37,6 @@ def energies_by_tensor(
     return energy_ET2
 
 
-def expected_error(candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]) -> float:
-    """The error relative to what the full merge changes, as if what experts bring were unrelated."""
-    left, whole = energies_by_tensor(candidates, selection, score_EB).sum(axis=(0, 1))
-    return float(np.sqrt(left / whole)) if whole > 0 else 0.0
-
-
 def norms_left(candidates: Candidates, selection: Selection) -> NDArray[np.float64]:
     """||what is left of a delta|| of blocks that are read in part, else 0; for rules that keep all of every delta."""
     left_EB = np.zeros(candidates.cost_EB.shape)

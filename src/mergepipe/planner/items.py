@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.knowledge import Knowledge
 from mergepipe.planner.levels import ALL, NO_LADDERS, Ladders, find_steps
+from mergepipe.planner.pricing import BY_BYTES, Pricing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +23,8 @@ class Candidates:
         served_by_EB: the expert whose identical bytes serve the block; itself for most.
         whole_ET: the tensor of that expert is read in all its blocks, or not at all.
         ladders: of what can be read in part; `cost_EB` is that of all of a block.
+        price_of_byte: what a byte is priced at.
+        extra_price_EB: what a block is priced at beyond its bytes; None where only bytes count.
     """
 
     columns: Columns
@@ -30,15 +33,25 @@ class Candidates:
     served_by_EB: NDArray[np.int16]
     whole_ET: NDArray[np.bool_]
     ladders: Ladders = field(default_factory=dict)
+    price_of_byte: float = 1.0
+    extra_price_EB: NDArray[np.float64] | None = None
+
+    @property
+    def price_EB(self) -> NDArray[np.float64]:
+        """What reading each block is priced at."""
+        price_EB = np.asarray(self.cost_EB * self.price_of_byte, np.float64)
+        return price_EB if self.extra_price_EB is None else price_EB + self.extra_price_EB
 
     @property
     def n_experts(self) -> int:
         return len(self.cost_EB)
 
     def own_EB(self) -> NDArray[np.bool_]:
-        """Where reading costs something: not free, not served by another expert."""
+        """Where reading costs something, and can be chosen: not free, not served by another expert, not unread."""
         own_E1 = np.arange(self.n_experts, dtype=np.int16)[:, None]
-        return np.asarray(~self.free_EB & (self.served_by_EB == own_E1), np.bool_)
+        own_EB = ~self.free_EB & (self.served_by_EB == own_E1)
+        own_EB[list(self.columns.unread)] = False
+        return np.asarray(own_EB, np.bool_)
 
     def followers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Experts, columns and serving experts of the blocks that another expert's bytes serve."""
@@ -53,6 +66,8 @@ def find_candidates(
     knowledge: Knowledge,
     whole_ET: NDArray[np.bool_],
     ladders: Ladders = NO_LADDERS,
+    pricing: Pricing = BY_BYTES,
+    extra_price_EB: NDArray[np.float64] | None = None,
 ) -> Candidates:
     """Blocks of tensors that are read whole neither serve others nor are served."""
     served_by_EB = knowledge.same_as_EB
@@ -61,7 +76,8 @@ def find_candidates(
         whole_EB = whole_ET[:, columns.tensor_B]
         serving_whole_EB = np.take_along_axis(whole_EB, served_by_EB.astype(np.int64), axis=0)
         served_by_EB = np.where(whole_EB | serving_whole_EB, own_EB, served_by_EB)
-    return Candidates(columns, cost_EB, knowledge.free_EB, served_by_EB, whole_ET, ladders)
+    price = pricing.price_of_byte
+    return Candidates(columns, cost_EB, knowledge.free_EB, served_by_EB, whole_ET, ladders, price, extra_price_EB)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +89,7 @@ class Items:
     Attributes:
         flat_I: `expert * n_columns + column` of the block, or of the tensor's first block.
         cost_I: bytes; of a step what it costs on top of those before.
-        rate_I: score per byte.
+        rate_I: score by price.
         tensor_I: index of the tensor.
         level_I: the level that is reached; `ALL` for what is read as it is.
         steepness_I: `rate_I` by that of reading all of the block at once.
@@ -150,7 +166,7 @@ def _singles(candidates: Candidates, score_EB: NDArray[np.float64], single_EB: N
         raw_EB[e, columns.of_tensor(t)] = False
     flat_S = np.flatnonzero(raw_EB)
     cost_S = candidates.cost_EB.ravel()[flat_S]
-    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / cost_S
+    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / candidates.price_EB.ravel()[flat_S]
     parts = [_Singles(flat_S, cost_S, rate_S, np.full(len(flat_S), ALL, np.int8), np.ones(len(flat_S)))]
     for e, t in candidates.ladders:
         if not candidates.whole_ET[e, t]:
@@ -172,9 +188,10 @@ def _steps(
 ) -> _Singles:
     ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
     steps = find_steps(ladder)
-    score_B, cost_B = score_EB[e, inside], np.maximum(candidates.cost_EB[e, inside], 1)
+    score_B, price_B = score_EB[e, inside], ladder.price_KB[-1]
     weight_B = np.divide(score_B, ladder.unread_B, out=np.zeros_like(score_B), where=ladder.unread_B > 0)
-    whole_rate_S = (ladder.unread_B / cost_B)[steps.block_S]
+    whole_rate_B = np.divide(ladder.unread_B, price_B, out=ladder.unread_B.copy(), where=price_B > 0)
+    whole_rate_S = whole_rate_B[steps.block_S]
     steepness_S = np.divide(steps.rate_S, whole_rate_S, out=np.zeros_like(whole_rate_S), where=whole_rate_S > 0)
     is_open_S = single_EB[e, inside][steps.block_S]
     flat_S = e * candidates.columns.n_columns + inside.start + steps.block_S
@@ -202,14 +219,16 @@ def _whole_items(
     Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie and the cheaper
     comes first.
     """
-    columns, found = candidates.columns, []
+    columns, found, price_EB = candidates.columns, [], candidates.price_EB
     for e, t in np.argwhere(candidates.whole_ET).tolist():
         inside = columns.of_tensor(t)
         cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
         if cost:
             first = score_EB[e, inside.start] / columns.n_B[inside.start]
             nbytes = _itemsize(columns, e, t)
-            rate = float(score_EB[e, inside].sum() / cost) if known_ET[e, t] else float(first / nbytes)
+            price = price_EB[e, inside][own_EB[e, inside]].sum()
+            by_byte = nbytes * candidates.price_of_byte
+            rate = float(score_EB[e, inside].sum() / price) if known_ET[e, t] else float(first / by_byte)
             found.append((cost, e * columns.n_columns + inside.start, t, rate))
     return sorted(found)
 

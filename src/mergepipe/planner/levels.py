@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.cost import block_costs_bytes
 from mergepipe.engine.levels import sufficient_levels
 from mergepipe.operators.base import Operator
 from mergepipe.planner.columns import Columns
+from mergepipe.planner.pricing import BY_BYTES, Pricing
 from mergepipe.planner.rules import operator_input
-from mergepipe.readers.base import Graded
+from mergepipe.readers.base import ORIGINAL_LEVEL, Graded, TensorEntry, Unchanged
+from mergepipe.recipe.tasks import MergeTask
 
 _FOR_NOTHING = 1e150  # the rate of what costs nothing more
-ALL = 127
+ALL = ORIGINAL_LEVEL - 1
 """The level of what is read as it is."""
 
 
@@ -29,6 +32,10 @@ class Ladder:
         left_KB: what the level leaves of the squared delta, beyond what the last leaves: 0 at the last.
         unread_B: the same where nothing is read.
         square_B: ||delta||^2.
+        decoding_KB: seconds to decode a block at the level; None where only bytes count.
+        original_cost_B: bytes requested to read the block of what was packed, `cost_KB[-1]` if that is more; None where
+            nothing is known of it.
+        price_of_byte: what one byte is priced at.
     """
 
     levels_K: tuple[int, ...]
@@ -36,6 +43,15 @@ class Ladder:
     left_KB: NDArray[np.float64]
     unread_B: NDArray[np.float64]
     square_B: NDArray[np.float64]
+    decoding_KB: NDArray[np.float64] | None = None
+    original_cost_B: NDArray[np.int64] | None = None
+    price_of_byte: float = 1.0
+
+    @property
+    def price_KB(self) -> NDArray[np.float64]:
+        """What each level is priced at."""
+        price_KB = np.asarray(self.cost_KB * self.price_of_byte, np.float64)
+        return price_KB if self.decoding_KB is None else price_KB + self.decoding_KB
 
     def at(
         self, level_B: NDArray[np.int8], values_KB: NDArray[np.float64], none_B: NDArray[np.float64]
@@ -48,13 +64,22 @@ class Ladder:
         return found_B
 
     def cost_at(self, level_B: NDArray[np.int8]) -> NDArray[np.int64]:
-        """Bytes of each block at its own level."""
+        """Bytes of each block at its own level, be it that of the original."""
         none_B = np.zeros(len(level_B))
-        return self.at(level_B, self.cost_KB.astype(np.float64), none_B).astype(np.int64)
+        cost_B = self.at(level_B, self.cost_KB.astype(np.float64), none_B).astype(np.int64)
+        is_original_B = level_B == ORIGINAL_LEVEL
+        if self.original_cost_B is not None and is_original_B.any():
+            cost_B[is_original_B] = self.original_cost_B[is_original_B]
+        return cost_B
 
     def left_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """What is left of each block at its own level."""
-        return self.at(level_B, self.left_KB, self.unread_B)
+        """What is left of each block at its own level: nothing of an original."""
+        return np.where(level_B == ORIGINAL_LEVEL, 0.0, self.at(level_B, self.left_KB, self.unread_B))
+
+    def decoding_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Seconds to decode each block at its own level."""
+        none_B = np.zeros(len(level_B))
+        return none_B if self.decoding_KB is None else self.at(level_B, self.decoding_KB, none_B)
 
 
 Ladders = Mapping[tuple[int, int], Ladder]
@@ -63,24 +88,54 @@ Ladders = Mapping[tuple[int, int], Ladder]
 NO_LADDERS: Ladders = {}
 
 
-def find_ladders(columns: Columns, operator: Operator, grid: int) -> Ladders:
+def find_ladders(
+    columns: Columns,
+    operator: Operator,
+    grid: int,
+    pricing: Pricing = BY_BYTES,
+    encoded_only: Collection[tuple[int, int]] = (),
+) -> Ladders:
     """The ladders of all graded tensors whose own stretches fit into blocks of `grid` elements.
 
-    Those of other grids are read in full or not at all, as anything else.
+    Those of other grids are read in full or not at all, as anything else. By time originals are looked for, but not of
+    the experts and tensors in `encoded_only`.
     """
     found: dict[tuple[int, int], Ladder] = {}
     for t, task in enumerate(columns.tasks):
         if not task.base.n_elements:
             continue
-        sufficient = dict(sufficient_levels(operator, operator_input(task), task))
+        open_task = _without_unread(task, columns, t)
+        sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
         for slot, e in enumerate(columns.participants(t)):
-            source = task.experts[slot]
+            source = open_task.experts[slot]
             if isinstance(source, Graded) and grid % source.cut_elements == 0:
-                found[e, t] = _ladder(source, sufficient.get(slot, source.last_level), grid // source.cut_elements)
+                top = sufficient.get(slot, source.last_level)
+                ladder = _ladder(source, top, grid // source.cut_elements, pricing)
+                original = source.find_original() if pricing.is_time and (e, t) not in encoded_only else None
+                found[e, t] = ladder if original is None else _with_original(ladder, original, columns, t)
     return found
 
 
-def _ladder(source: Graded, top: int, stretches: int) -> Ladder:
+def _without_unread(task: MergeTask, columns: Columns, t: int) -> MergeTask:
+    """The task with nothing in place of experts of which not even the index is read."""
+    if not columns.unread:
+        return task
+    experts = list(task.experts)
+    for slot, e in enumerate(columns.participants(t)):
+        if e in columns.unread:
+            experts[slot] = Unchanged(task.experts[slot].name, task.experts[slot].dtype, task.experts[slot].shape)
+    return replace(task, experts=tuple(experts))
+
+
+def _with_original(ladder: Ladder, original: TensorEntry, columns: Columns, t: int) -> Ladder:
+    inside = columns.of_tensor(t)
+    element_B, n_B = columns.element_B[inside], columns.n_B[inside]
+    places_2B = [np.full(len(n_B), number, np.int64) for number in (original.offset, original.dtype.itemsize)]
+    cost_B = block_costs_bytes(places_2B[0], places_2B[1], element_B, n_B)
+    return replace(ladder, original_cost_B=np.maximum(cost_B, ladder.cost_KB[-1]))
+
+
+def _ladder(source: Graded, top: int, stretches: int, pricing: Pricing) -> Ladder:
     levels = source.ladder(top)
     beyond_B = _joined(source.squared_errors(top), stretches)
     square_B = _joined(source.squared_errors(0), stretches)
@@ -92,6 +147,10 @@ def _ladder(source: Graded, top: int, stretches: int) -> Ladder:
         left_KB=np.maximum(left_KB, 0.0),
         unread_B=np.maximum(square_B - beyond_B, 0.0),
         square_B=square_B,
+        decoding_KB=np.stack([pricing.of_decoding(source, level, stretches) for level in levels])
+        if pricing.is_time
+        else None,
+        price_of_byte=pricing.price_of_byte,
     )
 
 
@@ -106,7 +165,7 @@ class Steps:
     """Steps (S) up the ladder of every block, in order of block and level.
 
     Each goes from the level of the one before to `level_S`, for `cost_S` more bytes, and takes `gain_S` from what is
-    left. `rate_S`, gain a byte, never rises inside a block: taken in falling order, steps are taken in order.
+    left. `rate_S`, gain by price, never rises inside a block: taken in falling order, steps are taken in order.
     """
 
     block_S: NDArray[np.int64]
@@ -117,27 +176,28 @@ class Steps:
 
 
 def find_steps(ladder: Ladder) -> Steps:
-    """The lower hull of cost and what is left: from each level on to the one that gains most a byte."""
+    """The lower hull of price and what is left: from each level on to the one that gains most by its price."""
     n_levels, n_blocks = ladder.cost_KB.shape
-    every, rungs_K1 = np.arange(n_blocks), np.arange(n_levels)[:, None]
+    every, rungs_K1, price_KB = np.arange(n_blocks), np.arange(n_levels)[:, None], ladder.price_KB
     at_B, cost_B, left_B = np.full(n_blocks, -1), np.zeros(n_blocks, np.int64), ladder.unread_B
+    paid_B = np.zeros(n_blocks)
     ceiling_B = np.full(n_blocks, np.inf)
     parts = []
     for _ in range(n_levels):
         gain_KB = np.maximum(left_B - ladder.left_KB, 0.0)
-        price_KB = np.maximum(ladder.cost_KB - cost_B, 0)
+        more_KB = np.maximum(price_KB - paid_B, 0)
         free_KB = np.where(gain_KB > 0, _FOR_NOTHING, 0.0)
-        rate_KB = np.divide(gain_KB, price_KB, out=free_KB, where=price_KB > 0)
+        rate_KB = np.divide(gain_KB, more_KB, out=free_KB, where=more_KB > 0)
         rate_KB = np.where(rungs_K1 > at_B, rate_KB, -1.0)
         best_B = n_levels - 1 - rate_KB[::-1].argmax(axis=0)  # of equals the highest
         ceiling_B = np.minimum(ceiling_B, rate_KB[best_B, every])
         open_B = np.flatnonzero(at_B < n_levels - 1)
         taken = best_B[open_B]
         level_S = np.array(ladder.levels_K, np.int8)[taken]
-        parts.append(
-            (open_B, level_S, price_KB[taken, open_B], gain_KB[taken, open_B], np.maximum(ceiling_B[open_B], 0.0))
-        )
+        cost_S = np.maximum(ladder.cost_KB[taken, open_B] - cost_B[open_B], 0)
+        parts.append((open_B, level_S, cost_S, gain_KB[taken, open_B], np.maximum(ceiling_B[open_B], 0.0)))
         at_B[open_B], cost_B[open_B] = taken, ladder.cost_KB[taken, open_B]
+        paid_B[open_B] = price_KB[taken, open_B]
         left_B = np.where(at_B >= 0, ladder.left_KB[at_B, every], left_B)
     block_S, level_S, cost_S, gain_S, rate_S = (np.concatenate(column) for column in zip(*parts, strict=True))
     order_S = np.argsort(block_S, kind="stable")

@@ -11,22 +11,33 @@ from numpy.typing import NDArray
 from mergepipe.budget_request import BudgetRequest
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.plan import Access, Fallback, OmissionBound, Plan, Runs
+from mergepipe.plan import Access, Fallback, OmissionBound, Plan, Runs, TimePrice
 from mergepipe.planner.adjust import adjust_densities
-from mergepipe.planner.assembly import budget_fallbacks, planned_models, planned_tensors, whole_tensor_fallbacks
+from mergepipe.planner.assembly import (
+    budget_fallbacks,
+    planned_models,
+    planned_tensors,
+    unread_fallbacks,
+    whole_tensor_fallbacks,
+)
 from mergepipe.planner.bound import NoBound, omission_bound
 from mergepipe.planner.columns import Columns, lay_out_columns, read_costs
 from mergepipe.planner.conflict import by_conflict, tensor_cosines
-from mergepipe.planner.expected import energies_by_tensor, expected_error, norms_left
+from mergepipe.planner.elections import expected_energies, expected_error, is_worked_out
+from mergepipe.planner.expected import norms_left
 from mergepipe.planner.items import Candidates, Items, find_candidates, make_items
 from mergepipe.planner.knowledge import REASON_UNIT, Knowledge, find_usable, gather_knowledge, units
-from mergepipe.planner.levels import ALL, find_ladders
+from mergepipe.planner.levels import ALL, Ladders, find_ladders
+from mergepipe.planner.originals import decoding_seconds, originals_cost, take_originals
 from mergepipe.planner.policies import Order, at_random, by_norm, in_step, stratified
+from mergepipe.planner.pricing import Pricing
 from mergepipe.planner.problem import OnOmit, PlanningProblem, PlanOptions, Policy
 from mergepipe.planner.rules import REASON_ROWS, Rules, work_out_rules
 from mergepipe.planner.sampling import sample_cost_bytes
 from mergepipe.planner.scores import amplitudes, score_blocks
 from mergepipe.planner.selection import Selection, full_costs, take_prefix
+from mergepipe.prices import Duration, three_digits
+from mergepipe.readers.base import ORIGINAL_LEVEL, Graded
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
@@ -38,6 +49,7 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
 
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
+        LimitError: `plan.budget-index`, the budget does not hold the indices that were read; as `cheapest_bytes`.
     """
     ranking = rank_blocks(problem, request, policy, options)
     return ranking.plan(ranking.budget_bytes)
@@ -48,6 +60,7 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     survey = _survey(problem)
     _check_on_omit(problem, survey, options.on_omit)
     budget_bytes = request.limit_bytes(int(survey.full_E.sum()))
+    _check_indices(survey, budget_bytes)
     adjustments: tuple[Fallback, ...] = ()
     if options.adjust is not None:
         held = min(1.0, budget_bytes / max(1, int(survey.full_E.sum())))
@@ -58,7 +71,11 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     items = make_items(survey.candidates, score_EB, survey.knowledge.informed_ET)
     order_I = in_step(items, _order(items, survey, score_EB, cosine_TEE, policy, options.selection_seed))
     ranking = Ranking(problem, policy, options, budget_bytes, survey, score_EB, items, order_I, cosine_TEE, adjustments)
-    return ranking if options.target_error is None else replace(ranking, budget_bytes=ranking.cheapest_bytes())
+    if options.target_error is None:
+        return ranking
+    enough_bytes = ranking.cheapest_bytes()
+    is_by_time = problem.speeds is not None  # then what is left of the budget may make it faster
+    return replace(ranking, enough_bytes=enough_bytes, budget_bytes=budget_bytes if is_by_time else enough_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,14 +88,17 @@ class _Survey:
     candidates: Candidates
     reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
     sample_E: NDArray[np.int64]
+    side_E: NDArray[np.int64]  # bytes of indices: read to make the plan, whatever it says
     full_E: NDArray[np.int64]
 
 
 def _survey(problem: PlanningProblem) -> _Survey:
-    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements)
+    pricing = Pricing.of(problem.speeds)
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, problem.block_elements, problem.unread)
     known_ET, unusable = find_usable(problem, columns)
     rules = work_out_rules(problem, columns, known_ET)
-    ladders = find_ladders(columns, operator_named(problem.operator), problem.block_elements)
+    by_rows = {key for key, reason in rules.lacking.items() if reason == REASON_ROWS}
+    ladders = find_ladders(columns, operator_named(problem.operator), problem.block_elements, pricing, by_rows)
     knowledge = gather_knowledge(problem, columns, known_ET, ladders, with_octaves=rules.trims)
     of_units = dict.fromkeys(units(columns), REASON_UNIT)
     unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
@@ -87,26 +107,65 @@ def _survey(problem: PlanningProblem) -> _Survey:
     for e, t in reasons:
         whole_ET[e, t] = True
     cost_EB = read_costs(columns, ladders)
-    for (e, t), reason in rules.lacking.items():
-        if reason == REASON_ROWS:  # cut between rows: no block is free alone, a page at each cut may be read twice
-            inside = columns.of_tensor(t)
-            knowledge.free_EB[e, inside] = knowledge.free_EB[e, inside].all()
-            cost_EB[e, inside] += PAGE_BYTES
+    for e, t in by_rows:  # cut between rows: no block is free alone, a page at each cut may be read twice
+        inside = columns.of_tensor(t)
+        knowledge.free_EB[e, inside] = knowledge.free_EB[e, inside].all()
+        cost_EB[e, inside] += PAGE_BYTES
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
-    candidates = find_candidates(columns, cost_EB, knowledge, whole_ET, ladders)
-    sample_E = _sample_costs(problem)
-    return _Survey(columns, knowledge, rules, candidates, reasons, sample_E, full_costs(candidates, sample_E))
+    decoding_EB = _decoding(columns, ladders, pricing)
+    candidates = find_candidates(columns, cost_EB, knowledge, whole_ET, ladders, pricing, decoding_EB)
+    sample_E, side_E = _sample_costs(problem), _side_costs(problem)
+    full_E = full_costs(candidates, sample_E) + originals_cost(candidates) + side_E + _least_of_unread(problem)
+    return _Survey(columns, knowledge, rules, candidates, reasons, sample_E, side_E, full_E)
+
+
+def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[np.float64] | None:
+    """Seconds to decode each block in full, by expert; None where only bytes count."""
+    if not pricing.is_time:
+        return None
+    decoding_EB = np.zeros((columns.n_experts, columns.n_columns))
+    for e in range(columns.n_experts):
+        for t in range(len(columns.tasks)):
+            inside, ladder = columns.of_tensor(t), ladders.get((e, t))
+            if ladder is not None:
+                decoding_EB[e, inside] = 0.0 if ladder.decoding_KB is None else ladder.decoding_KB[-1]
+                continue
+            source, n_B = columns.source(e, t), columns.n_B[inside]
+            if source is not None and isinstance(source, Graded) and len(n_B):
+                seconds = pricing.of_decoding(source, source.last_level, 1).sum()
+                decoding_EB[e, inside] = seconds * n_B / n_B.sum()
+    return decoding_EB
+
+
+def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
+    """Bytes of the index of each expert whose index is read, be it used afterwards or not."""
+    sides = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
+    return np.array([0 if side is None else side.cost_bytes for side in sides], np.int64)
+
+
+def _least_of_unread(problem: PlanningProblem) -> NDArray[np.int64]:
+    """What reading those experts would cost at least, of which not even the index is read."""
+    sides = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
+    return np.array([0 if side is None else side.least_bytes for side in sides], np.int64)
 
 
 def _sample_costs(problem: PlanningProblem) -> NDArray[np.int64]:
     """Bytes to find out each expert's content id, 0 where it is known or not needed."""
     is_random = operator_named(problem.operator).is_random
     costs = [
-        sample_cost_bytes(model.checkpoint) if is_random and model.content_id is None else 0
-        for model in problem.experts
+        sample_cost_bytes(model.checkpoint) if is_random and model.content_id is None and e not in problem.unread else 0
+        for e, model in enumerate(problem.experts)
     ]
     return np.array(costs, np.int64)
+
+
+def _check_indices(survey: _Survey, budget_bytes: int) -> None:
+    """Refuse a budget that does not hold what was read to make the plan."""
+    side_bytes = int(survey.side_E.sum())
+    if side_bytes > budget_bytes:
+        message = f"{budget_bytes} bytes do not hold the indices of packed experts: {side_bytes} bytes, read to plan"
+        raise LimitError.of("plan.budget-index", "--budget", message, "raise --budget")
 
 
 def _check_on_omit(problem: PlanningProblem, survey: _Survey, on_omit: OnOmit) -> None:
@@ -135,6 +194,7 @@ class Ranking:
     order_I: Order
     cosine_TEE: NDArray[np.float64]
     adjustments: tuple[Fallback, ...]
+    enough_bytes: int | None = None  # what the error asked for needs
 
     @property
     def full_cost_bytes(self) -> int:
@@ -142,9 +202,19 @@ class Ranking:
         return int(self.survey.full_E.sum())
 
     def select(self, budget_bytes: int) -> Selection:
-        """The longest prefix that costs no more."""
-        survey = self.survey
-        return take_prefix(survey.candidates, self.items, self.order_I, survey.sample_E, budget_bytes)
+        """The longest prefix that costs no more, indices included.
+
+        By time, if that is everything or as much as is asked for, what is left pays for originals.
+        """
+        survey, side_bytes = self.survey, int(self.survey.side_E.sum())
+        prefix_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
+        sample_E = survey.sample_E
+        found = take_prefix(survey.candidates, self.items, self.order_I, sample_E, prefix_bytes - side_bytes)
+        found = replace(found, planned_E=found.planned_E + survey.side_E)
+        is_enough = found.next_item is None or prefix_bytes < budget_bytes
+        if self.problem.speeds is None or not is_enough:
+            return found
+        return take_originals(survey.candidates, found, budget_bytes - found.planned_bytes)
 
     def cheapest_bytes(self) -> int:
         """The least budget whose expected error is at most `options.target_error`.
@@ -171,15 +241,19 @@ class Ranking:
         return self.select(high).planned_bytes
 
     def _error(self, budget_bytes: int) -> float:
-        return expected_error(self.survey.candidates, self.select(budget_bytes), self.score_EB)
+        return expected_error(self._energies(self.select(budget_bytes)))
+
+    def _energies(self, selection: Selection) -> NDArray[np.float64]:
+        return expected_energies(self.survey.candidates, selection, self.score_EB, self.survey.rules)
 
     def plan(self, budget_bytes: int) -> Plan:
         """The longest prefix that costs no more."""
         problem, survey, candidates = self.problem, self.survey, self.survey.candidates
         selection = self.select(budget_bytes)
         says_error = bool(candidates.ladders) or self.options.target_error is not None
-        energy_ET2 = energies_by_tensor(candidates, selection, self.score_EB) if says_error else None
+        energy_ET2 = self._energies(selection) if says_error else None
         bound, no_bound = _bound(survey, selection, self.options.on_omit, self.cosine_TEE)
+        tensors = planned_tensors(candidates, selection, survey.rules, energy_ET2)
         return Plan(
             operator=problem.operator,
             block_elements=problem.block_elements,
@@ -190,16 +264,39 @@ class Ranking:
             planned_bytes=selection.planned_bytes,
             full_cost_bytes=self.full_cost_bytes,
             recipe=problem.recipe,
-            models=planned_models(problem, survey.full_E, selection.planned_E),
-            tensors=planned_tensors(candidates, selection, survey.rules, energy_ET2),
+            models=planned_models(problem, survey.full_E, selection.planned_E, survey.side_E, tensors),
+            tensors=tensors,
             fallbacks=(
+                *unread_fallbacks(problem, budget_bytes),
                 *whole_tensor_fallbacks(problem, survey.columns, survey.reasons),
                 *budget_fallbacks(problem, survey.columns, self.items, selection, budget_bytes),
                 *no_bound,
+                *self._target_fallback(energy_ET2),
             ),
             adjustments=self.adjustments,
             bound=bound,
+            price=self._price(selection),
+            error_is_least=energy_ET2 is not None and self._is_least(energy_ET2),
         )
+
+    def _target_fallback(self, energy_ET2: NDArray[np.float64] | None) -> tuple[Fallback, ...]:
+        """A notice where an error was asked for, and what is expected is not all that is lost."""
+        target = self.options.target_error
+        if target is None or energy_ET2 is None or not self._is_least(energy_ET2):
+            return ()
+        reason = f"of '{self.problem.operator}' with these parameters only a part of what is lost can be expected"
+        return (Fallback("target error", f"the error may be larger than {target:g}", reason),)
+
+    def _is_least(self, energy_ET2: NDArray[np.float64]) -> bool:
+        return expected_error(energy_ET2) > 0 and not is_worked_out(self.survey.columns, self.survey.rules)
+
+    def _price(self, selection: Selection) -> TimePrice | None:
+        speeds = self.problem.speeds
+        if speeds is None:
+            return None
+        reading = selection.planned_bytes * speeds.seconds_per_byte
+        decoding = decoding_seconds(self.survey.candidates, selection)
+        return TimePrice(speeds, Duration(three_digits(reading), three_digits(decoding)))
 
     def read_cost_E(self, plan: Plan, runs: Mapping[str, Runs]) -> NDArray[np.int64]:
         """Bytes per expert that `plan` charges for the blocks in `runs`, by tensor."""
@@ -224,6 +321,8 @@ def _cost_of(access: Access, candidates: Candidates, e: int, t: int) -> NDArray[
         return np.where(level_B > 0, cost_B, 0)
     for start, stop, level in access.levels:
         level_B[start:stop] = level
+    for start, stop in access.originals:
+        level_B[start:stop] = ORIGINAL_LEVEL
     return ladder.cost_at(level_B)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mergepipe.canonical import digest_of
+from mergepipe.prices import Speeds
 from mergepipe.readers.base import Checkpoint
 from mergepipe.recipe.tasks import Action, MergeTask, Resolution
 from mergepipe.statistics import TensorStatistics
@@ -73,6 +74,8 @@ class PlanningProblem:
 
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry, or with statistics of another grid, is one of which nothing is known.
+
+    With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read.
     """
 
     operator: str
@@ -82,6 +85,8 @@ class PlanningProblem:
     resolution: Resolution
     models: tuple[PlanningModel, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
+    speeds: Speeds | None = None
+    unread: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.block_elements < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from mergepipe.operators.base import (
     Reduced,
     ReductionRequest,
 )
-from mergepipe.operators.influence import Average, Influence, influence_of
+from mergepipe.operators.influence import Average, Election, Influence, influence_of
 from mergepipe.operators.registry import operator_named
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.problem import PlanningProblem
@@ -54,6 +54,13 @@ class Rules:
     cut_bits_ET: NDArray[np.int64]
     products: Mapping[tuple[int, int], _Products]
     lacking: Mapping[tuple[int, int], str]
+    elections_T: tuple[Election | None, ...] = ()  # one per tensor, among its own experts
+    shares_kept: Mapping[tuple[int, int], float] = field(default_factory=dict)  # ties at the cut included, where known
+
+    @property
+    def elects(self) -> bool:
+        """Whether what is lost is more than what experts bring, and is worked out."""
+        return any(each is not None for each in self.elections_T)
 
 
 def operator_input(task: MergeTask) -> OperatorInput:
@@ -68,6 +75,7 @@ def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     cut_bits_ET = np.full((n_experts, len(tasks)), UNKNOWN, np.int64)
     products: dict[tuple[int, int], _Products] = {}
     lacking: dict[tuple[int, int], str] = {}
+    shares: dict[tuple[int, int], float] = {}
     operator = operator_named(problem.operator)
     influences = _Influences(problem.operator)
     found: list[Influence] = []
@@ -80,6 +88,9 @@ def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
             case MagnitudeCut(kept_E):
                 for e, kept in zip(experts, kept_E, strict=True):
                     cut_bits_ET[e, t] = cut = known_cut(statistics[e], kept, task.base.n_elements)
+                    share = share_with_ties(statistics[e], cut)
+                    if share is not None:
+                        shares[e, t] = share
                     if cut == UNKNOWN and columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_CUT
             case InnerProducts():
@@ -98,7 +109,7 @@ def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
         found.append(influences.of(task, [products.get((e, t)) for e in experts]))
-    return _rules(found, columns, cut_bits_ET, products, lacking)
+    return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares)
 
 
 def why_whole(
@@ -131,6 +142,21 @@ def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -
         return UNKNOWN
     same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == kept)
     return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
+
+
+def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:
+    """About which share of the elements is no smaller than a cut that several densities have; None for others.
+
+    Deltas on the grid of a short float are often equal: the share is between the largest density of that cut and the
+    next one.
+    """
+    if statistics is None or cut_bits in (UNKNOWN, 0, NOTHING_KEPT_BITS):
+        return None
+    same_D = np.flatnonzero(statistics.threshold_bits_D == cut_bits)
+    if len(same_D) < 2:
+        return None
+    after_D = np.append(statistics.densities_D, 1.0)
+    return float((after_D[same_D[-1]] + after_D[same_D[-1] + 1]) / 2)
 
 
 class _Influences:
@@ -170,6 +196,7 @@ def _rules(
         cut_bits_ET=cut_bits_ET,
         products=products,
         lacking=lacking,
+        elections_T=tuple(each.election for each in found),
     )
 
 

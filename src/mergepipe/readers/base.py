@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.budget import Purpose
+from mergepipe.prices import DecodingPrices
+from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.storage.base import RangeFile
 
 
@@ -117,9 +120,14 @@ class ComputedTensor(Protocol):
 
 
 class FetchOnBase(Protocol):
-    """As `Fetch`, given the base's stored bytes (uint8) of the same elements, in the base's dtype."""
+    """As `Fetch`, given the base's stored bytes of the same elements, in the base's dtype."""
 
-    def __call__(self, span: Span, base: NDArray[np.uint8], out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+    def __call__(self, span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+
+
+Turns: TypeAlias = AbstractContextManager[object]
+"""Entered for as long as a thread computes and does not wait, so that no more threads do than were allowed."""
+NO_TURNS: Turns = nullcontext()
 
 
 @runtime_checkable
@@ -134,9 +142,30 @@ class NeedsBase(Protocol):
     def encoded_on(self) -> TensorEntry: ...
 
     @property
+    def files(self) -> frozenset[Path]:
+        """The files that it may be read from, whatever the level, without its base's; known without reading."""
+        ...
+
+    @property
     def cut_elements(self) -> int: ...
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile]) -> FetchOnBase: ...
+    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase: ...
+
+
+@runtime_checkable
+class KeptAsItIs(Protocol):
+    """A computed tensor that is one byte range after all: where it lies is known once something else has been read."""
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """As in `NeedsBase`."""
+        ...
+
+    def entry(self) -> TensorEntry: ...
+
+
+ORIGINAL_LEVEL = 127
+"""In place of a level: what is read is not the encoded tensor but its original, see `Graded.find_original`."""
 
 
 @runtime_checkable
@@ -172,6 +201,57 @@ class Graded(Protocol):
         """What a level leaves of the squared delta, for each stretch of `cut_elements`; level 0 reads nothing."""
         ...
 
+    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
+        """Processor time to decode each stretch of `cut_elements` at a level."""
+        ...
+
+    def kept_with_ties(self, kept: int) -> int | None:
+        """Elements no smaller than the `kept`-th largest |delta|; None where levels do not tell these from others."""
+        ...
+
+    def find_original(self) -> TensorEntry | None:
+        """The same tensor as it was before it was encoded, if that is still at hand: the same bits."""
+        ...
+
+
+class EncodedSide(Protocol):
+    """What a checkpoint of encoded tensors keeps beside them: an index that is read when it is first needed."""
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes requested to read the index, in whole pages."""
+        ...
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is stored of all tensors, without the index."""
+        ...
+
+    @property
+    def least_bytes(self) -> int:
+        """What reading all tensors costs at least, at the least level that is worth it, with the index."""
+        ...
+
+    @property
+    def is_read(self) -> bool: ...
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that the tensors are read from."""
+        ...
+
+    @property
+    def index_file(self) -> Path: ...
+
+    @property
+    def found_original(self) -> Checkpoint | None:
+        """What `find_original` found, if it was asked."""
+        ...
+
+    def find_original(self) -> Checkpoint | None:
+        """What was encoded, if it is still at hand, unchanged; only headers are read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
@@ -201,9 +281,13 @@ def files_of(sources: Iterable[Source]) -> set[Path]:
     """The files that reading these needs: of encoded ones also what they are encoded on."""
     files: set[Path] = set()
     for source in sources:
-        files.update(entry.file for entry in source.stored)
-        if isinstance(source, NeedsBase):
-            files.add(source.encoded_on.file)
+        if isinstance(source, TensorEntry | Unchanged):
+            files.update(entry.file for entry in source.stored)
+        elif isinstance(source, NeedsBase):
+            files |= {*source.files, source.encoded_on.file}
+        else:
+            own = source.files if isinstance(source, KeptAsItIs) else {entry.file for entry in source.stored}
+            files |= own
     return files
 
 
@@ -232,7 +316,12 @@ class Checkpoint:
     sidecars: tuple[str, ...]
     kind: CheckpointKind = CheckpointKind.FULL
     base_digest: str | None = None  # of a delta: identifies the base it was taken from
+    encoded: EncodedSide | None = None  # of one whose tensors are encoded beside a base's
+    content_id: str | None = None  # see `engine.identity`; where it is known without looking at tensors
 
     @property
     def tensor_bytes(self) -> int:
+        """Bytes stored of all tensors."""
+        if self.encoded is not None:  # without a look at the index
+            return self.encoded.stored_bytes
         return sum(t.nbytes for t in self.tensors.values())

@@ -18,7 +18,7 @@ def merge_json(report: MergeReport) -> str:
         "bytes_per_second": round(report.bytes_per_second),
         "seconds": round(report.seconds, 3),
     }
-    return json.dumps(fields)
+    return json.dumps(fields, default=_plain)
 
 
 def check_json(report: CheckReport, free_bytes: int) -> str:

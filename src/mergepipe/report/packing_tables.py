@@ -1,10 +1,12 @@
-"""What packing and unpacking did, for people."""
+"""What packing and unpacking did, for people: by themselves, and on the way of something else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from mergepipe.report.layout import Fact
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.workflows.packing import PackedExpert, PackReport
-from mergepipe.workflows.unpacking import UnpackReport
+from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
 
 
 def pack_table(report: PackReport) -> str:
@@ -19,16 +21,26 @@ def pack_table(report: PackReport) -> str:
     return "\n".join(lines)
 
 
+def along_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
+    """What was packed on the way of a merge or an analysis, and what was not, as facts."""
+    done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
+    return done + [("not packed", f"{each.expert}: {each.reason}") for each in not_packed]
+
+
 def _packed_line(expert: PackedExpert) -> str:
     if not expert.is_new:
         return f"{expert.store}: was packed before, left as it is"
-    share = expert.store_bytes / expert.tensor_bytes if expert.tensor_bytes else 1.0
-    blocks = ", ".join(f"{plural(count, 'block')} {codec}" for codec, count in expert.blocks.items())
     speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "no time"
-    return (
-        f"{expert.store}: {format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({share:.1%}), "
-        f"{format_seconds(expert.seconds)}, {speed}; {blocks or 'no blocks'}"
-    )
+    before = f", {format_bytes(expert.went_on_bytes)} of it by an interrupted run" if expert.went_on_bytes else ""
+    return f"{expert.store}: {_size_text(expert)}; {format_seconds(expert.seconds)}, {speed}{before}"
+
+
+def _size_text(expert: PackedExpert) -> str:
+    """The store's size and share, its blocks by codec, and why some are in no bands."""
+    sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
+    blocks = ", ".join(f"{plural(count, 'block')} {codec}" for codec, count in expert.blocks.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in expert.outside_bands.items())
+    return f"{sizes}; {blocks or 'no blocks'}" + (f" (not in bands: {reasons})" if reasons else "")
 
 
 def unpack_line(report: UnpackReport) -> str:

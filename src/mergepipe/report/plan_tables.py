@@ -10,12 +10,16 @@ from typing import Protocol
 
 from mergepipe.plan import Plan, expected_error_of
 from mergepipe.report.layout import Fact, columns_text, facts_text, listed, number_text, share_text
+from mergepipe.report.level_tables import error_table, error_text, levels_text, price_facts
 from mergepipe.report.units import format_bytes
 from mergepipe.reports import ExpertShare, Explanation
+from mergepipe.workflows.explaining import explanation_of
+from mergepipe.workflows.level_shares import blocks_by_level
 
 MAX_GROUPS = 6
 MAX_LAYER_EXPERTS = 8
 MAX_RUN_CHARACTERS = 60
+WHY_LEAST = "what else trimming and electing change is not in it"
 
 _NUMBER = re.compile(r"\d+")
 
@@ -42,8 +46,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
             share_text(taken, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
-            [share_text(sum(stop - start for each in accesses for start, stop, _ in each.levels), blocks),
-             _error_text(expected_error_of(accesses))]),
+            [levels_text(blocks_by_level(accesses)), error_text(expected_error_of(accesses))]),
         ])  # fmt: skip
     head = [
         ("operator", plan.operator),
@@ -52,7 +55,8 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
         *([("reused", _reused_text(plan, blocks))] if plan.reuse else []),
         ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
-        *_expected_facts(plan.expected_error),
+        *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
+        *price_facts(plan.price),
     ]
     tail = [
         *_choices("fallback", plan.fallbacks),
@@ -60,8 +64,11 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]
-    graded = [] if plan.expected_error is None else ["of them in part", "error expected"]
+    graded = [] if plan.expected_error is None else ["of them", "error expected"]
     table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base", *graded], rows)
+    if graded:
+        found = explanation_of(Path(), plan, None, None)
+        table += f"\n\n{error_table(found.layers, [expert.model for expert in found.experts])}"
     return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
 
 
@@ -74,6 +81,8 @@ def _reused_text(plan: Plan, blocks: int) -> str:
 def explain_table(found: Explanation) -> str:
     """An explanation: the whole, by expert, by layer, and tensors that were asked for."""
     parts = [facts_text(_explain_facts(found)), _expert_table(found), _layer_table(found)]
+    if found.expected_error is not None:
+        parts.append(error_table(found.layers, [expert.model for expert in found.experts]))
     tail = [*_choices("fallback", found.fallbacks), *_choices("adjusted", found.adjustments)]
     parts.extend([facts_text(tail)] if tail else [])
     for tensor in found.tensors:
@@ -93,7 +102,7 @@ def _explain_facts(found: Explanation) -> list[Fact]:
         facts.append(("planned", _of_everything(found.planned_bytes or 0, found.full_bytes or 0)))
         if found.bound is not None:
             facts.append(("error bound", _bound_text(found.bound, found.relative_bound)))
-        facts.extend(_expected_facts(found.expected_error))
+        facts.extend(_expected_facts(found.expected_error, is_least=found.error_is_least))
         if found.sid is not None:
             facts.append(("plan digest", found.plan_digest or ""))
     if found.realized_bytes is not None:
@@ -105,7 +114,7 @@ def _explain_facts(found: Explanation) -> list[Fact]:
 
 def _expert_table(found: Explanation) -> str:
     head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
-    graded = [] if found.expected_error is None else ["in part", "error expected"]
+    graded = [] if found.expected_error is None else ["blocks read", "error expected"]
     return columns_text(head + graded, [_expert_row(expert, found) for expert in found.experts])
 
 
@@ -113,20 +122,18 @@ def _expert_row(expert: ExpertShare, found: Explanation) -> list[str]:
     counts = [share_text(count, found.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
     row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
     if found.expected_error is not None:
-        row += [share_text(expert.in_part, found.blocks), _error_text(expert.expected_error)]
+        row += [levels_text(expert.levels), error_text(expert.expected_error)]
     return row
 
 
 def _layer_table(found: Explanation) -> str:
     shown = found.experts[:MAX_LAYER_EXPERTS]
-    graded = [] if found.expected_error is None else ["error expected"]
-    head = ["layer", "blocks", "touched", *graded, *(_shortened(expert.model, 20) for expert in shown)]
+    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
     rows = [
         [
             layer.layer or "others",
             str(layer.blocks),
             share_text(layer.touched, layer.blocks),
-            *([_error_text(layer.expected_error)] if graded else []),
             *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
         ]
         for layer in found.layers
@@ -160,14 +167,11 @@ def _bound_text(absolute: float, relative: float | None) -> str:
     return text if relative is None else f"{text}: about {100 * relative:.3g} % of what the full merge changes"
 
 
-def _expected_facts(error: float | None) -> list[Fact]:
+def _expected_facts(error: float | None, *, is_least: bool) -> list[Fact]:
     if error is None:
         return []
-    return [("error expected", f"{_error_text(error)} of what the full merge changes, before rounding")]
-
-
-def _error_text(error: float | None) -> str:
-    return "-" if error is None else f"{100 * error:.3g} %"
+    text = f"{error_text(error)} of what the full merge changes, before rounding"
+    return [("error expected", f"at least {text}: {WHY_LEAST}" if is_least else text)]
 
 
 def _of_everything(nbytes: int, full_bytes: int) -> str:

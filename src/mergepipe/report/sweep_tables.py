@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from mergepipe.report.layout import columns_text, facts_text, number_text, share_text
+from mergepipe.report.level_tables import levels_text
 from mergepipe.report.units import format_bytes, format_seconds
-from mergepipe.reports import SweepReport
+from mergepipe.reports import SweepPoint, SweepReport
 
 
 def rounding_note(report: SweepReport) -> str:
     """What the errors are taken from."""
     return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}; bounds are for before it"
+
+
+def expected_text(point: SweepPoint) -> str:
+    """What the plan expected of the error."""
+    return f"{'>= ' * point.error_is_least}{number_text(point.expected_error)}"
 
 
 def sweep_table(report: SweepReport) -> str:
@@ -24,7 +30,9 @@ def sweep_table(report: SweepReport) -> str:
         ("beside", "the same distance as a share of the full merge's norm: it flatters"),
         ("note", rounding_note(report)),
     ]  # fmt: skip
-    head = ["budget", "policy", "read", "of all", "time", "error", "bound", "beside"]
+    is_graded = any(point.expected_error is not None for point in report.points)
+    graded = ["expected", "blocks read"] if is_graded else []
+    head = ["budget", "policy", "read", "of all", "time", "error", "bound", "beside", *graded]
     rows = [
         [
             point.budget,
@@ -35,6 +43,7 @@ def sweep_table(report: SweepReport) -> str:
             number_text(point.error),
             number_text(point.bound),
             number_text(point.flattering_error),
+            *([expected_text(point), levels_text(point.levels)] if is_graded else []),
         ]
         for point in report.points
     ]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from mergepipe.report.layout import Fact, facts_text
+from mergepipe.report.packing_tables import along_facts
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
 
@@ -35,6 +36,7 @@ def merge_table(report: MergeReport) -> str:
             ("peak memory", format_bytes(report.peak_rss_bytes)),
             ("tensors", counts),
             ("snapshot", report.sid),
+            *along_facts(report.packed, report.not_packed),
             *(("notice", notice) for notice in report.notices),
             ("output", str(report.out)),
         ]
@@ -64,6 +66,7 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
+            *along_facts(report.packed, report.not_packed),
             ("time", format_seconds(report.seconds)),
             ("catalog", str(report.home)),
         ]

@@ -69,7 +69,8 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
         name: _applied(weights.path, tensor, adapter.tensors.get(name)) for name, tensor in weights.tensors.items()
     }
     absolute = (replace(file, name=str((adapter.root / file.name).absolute())) for file in adapter.files)
-    return replace(weights, tensors=MappingProxyType(tensors), files=(*weights.files, *absolute))
+    files = (*weights.files, *absolute)
+    return replace(weights, tensors=MappingProxyType(tensors), files=files, content_id=None)
 
 
 def _applied(path: Path, weights: Readable, change: Readable | None) -> Readable:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from mergepipe.readers.base import Checkpoint, Readable, TensorEntry
+from mergepipe.readers.base import Checkpoint, KeptAsItIs, Readable, TensorEntry
 from mergepipe.sources.stacked import Stacked
 
 ROUTER = -1
@@ -71,13 +71,12 @@ def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
 def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]:
     """Every piece that stored tensors hold, as a tensor of its own."""
     for tensor in spare.values():
-        if isinstance(tensor, TensorEntry):
-            pieces = pieces_of(tensor.name, tensor.shape)
-            shape = _piece_shape(tensor.shape, len(pieces))
-            nbytes = tensor.nbytes // max(1, len(pieces))
+        pieces = pieces_of(tensor.name, tensor.shape)
+        entry = tensor.entry() if pieces and isinstance(tensor, KeptAsItIs) else tensor
+        if pieces and isinstance(entry, TensorEntry):
+            shape, nbytes = _piece_shape(entry.shape, len(pieces)), entry.nbytes // len(pieces)
             for index, piece in enumerate(pieces):
-                offset = tensor.offset + index * nbytes
-                yield piece, replace(tensor, shape=shape, offset=offset, nbytes=nbytes)
+                yield piece, replace(entry, shape=shape, offset=entry.offset + index * nbytes, nbytes=nbytes)
 
 
 def _piece_shape(shape: tuple[int, ...], n_pieces: int) -> tuple[int, ...]:

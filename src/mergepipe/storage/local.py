@@ -98,15 +98,18 @@ class LocalStore:
             raise StorageError.of("storage.not-a-file", path, "not a regular file", "give a file")
         return status.st_size
 
-    def open(self, path: Path, *, direct: bool = False) -> LocalFile:
-        """Open `path` for positional reads; `direct` bypasses the page cache unless most of the file lies in it."""
+    def open(self, path: Path, *, direct: bool = False, cached: bool = True) -> LocalFile:
+        """Open `path` for positional reads; `direct` bypasses the page cache unless most of the file lies in it.
+
+        Without `cached` it does so wherever the file lies.
+        """
         size = self.size_bytes(path)
         descriptor = _open_read_only(path)
         try:
             use_direct = (
                 direct
                 and size > 0
-                and resident_fraction(descriptor, size) < RESIDENT_ENOUGH_FRACTION
+                and not (cached and resident_fraction(descriptor, size) >= RESIDENT_ENOUGH_FRACTION)
                 and _switch_to_direct(descriptor)
             )
             if not use_direct:

@@ -14,10 +14,10 @@ import numpy as np
 
 from mergepipe.blocks import BF16, F32, DType, Span
 from mergepipe.budget import Purpose
-from mergepipe.deltastore.block import BlockContext, RawBytes, decode_block, decode_deltas, encode_block
+from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas, encode_block
+from mergepipe.deltastore.codec.levels import Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
-from mergepipe.deltastore.levels import Codec, Level, Piece
 from mergepipe.deltastore.opening import open_store
 from mergepipe.deltastore.packed import PackedTensor
 from mergepipe.deltastore.sampling import choose_bands

@@ -18,6 +18,7 @@ from mergepipe.readers.base import Checkpoint, Readable, files_of
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.storage.local import LocalStore
+from mergepipe.workflows.along import Candidate, along_plan, refusals
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.opening import open_path
 from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known_content_id
@@ -25,11 +26,15 @@ from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known
 
 @dataclass(frozen=True, slots=True)
 class AnalysisOptions:
-    """What to gather: the block grid, the densities whose exact cuts are wanted, or the share of a probe (0: all)."""
+    """What to gather: the block grid, the densities whose exact cuts are wanted, or the share of a probe (0: all).
+
+    Experts are packed into `pack` on the way.
+    """
 
     block_elements: int
     densities: tuple[float, ...]
     probe_fraction: float = 0.0
+    pack: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +69,28 @@ def run_analysis(
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
         total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
+        candidates = [Candidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
+        along = along_plan(base_checkpoint, candidates, tasks, options.pack)
 
-        def on_tick() -> None:
+        def tell(notices: tuple[str, ...] = ()) -> None:
             if on_progress is not None:
-                on_progress(Progress("analyze", store.ledger.total_bytes(), total))
+                on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
+        tell(refusals(along))
         everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
-        with open_files(store, files_of(everything)) as files:
+        with along.begun(engine.threads, tell) as packing, open_files(store, files_of(everything)) as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:
                 work = AnalysisWork(
-                    tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction
-                )
-                execute_analysis(work, files, engine, on_tick)
-        check_unchanged((base_checkpoint, *checkpoints))
-        recorder.flush()
+                    tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction,
+                    packing.tap,
+                )  # fmt: skip
+                execute_analysis(work, files, engine, tell)
+            check_unchanged((base_checkpoint, *checkpoints))
+            packing.finish()
+            recorder.flush()
+            packed = packing.publish()
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=base,
@@ -93,6 +104,8 @@ def run_analysis(
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
         is_probe=options.probe_fraction > 0,
+        packed=packed,
+        not_packed=along.refused,
     )
 
 

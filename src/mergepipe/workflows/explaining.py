@@ -12,11 +12,12 @@ from pathlib import Path
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.manifest import MANIFEST_NAME, Manifest
-from mergepipe.plan import Access, Fallback, Plan, PlannedTensor, Runs, expected_error_of, format_runs
+from mergepipe.plan import Access, Fallback, Plan, PlannedTensor, Runs, energy_of, expected_error_of, format_runs
 from mergepipe.plan_reading import parse_plan
 from mergepipe.planner.policies import layer_of
 from mergepipe.recipe.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
+from mergepipe.workflows.level_shares import blocks_by_level, level_name
 from mergepipe.workflows.planning import read_plan
 from mergepipe.workflows.snapshots import find_snapshot_path, read_manifest_value
 
@@ -115,6 +116,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         fallbacks=() if plan is None else _decisions(plan.fallbacks),
         adjustments=() if plan is None else _decisions(plan.adjustments),
         expected_error=None if plan is None else plan.expected_error,
+        error_is_least=plan is not None and plan.error_is_least,
     )
 
 
@@ -175,6 +177,7 @@ def _expert_shares(
                 realized_bytes=None if realized is None else realized[e],
                 in_part=sum(stop - start for access in _accesses(tensors, e) for start, stop, _ in access.levels),
                 expected_error=expected_error_of(_accesses(tensors, e)),
+                levels=blocks_by_level(_accesses(tensors, e)),
             )
         )
     return tuple(shares)
@@ -207,6 +210,9 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
             touched=sum(_count(tensor.touched()) for tensor in inside),
             taking_part=tuple(sum(sum(_counts(t, e)[:3]) for t in inside) for e in range(n_experts)),
             expected_error=expected_error_of(a for e in range(n_experts) for a in _accesses(inside, e)),
+            levels=blocks_by_level(a for e in range(n_experts) for a in _accesses(inside, e)),
+            errors=tuple(expected_error_of(_accesses(inside, e)) for e in range(n_experts)),
+            energies=tuple(energy_of(_accesses(inside, e)) for e in range(n_experts)),
         )
         for layer, inside in ordered
     )
@@ -256,13 +262,16 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
     access, model = tensor.access[e], reasons.names[e]
     if access is None:
         return
-    in_part = joined((start, stop) for start, stop, _ in access.levels)
+    in_part = joined((*((start, stop) for start, stop, _ in access.levels), *access.originals))
     in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
     if in_full:
         yield BlockUse(model, READ, format_runs(in_full), reasons.read)
     for level in sorted({level for _, _, level in access.levels}):
         runs = joined((start, stop) for start, stop, own in access.levels if own == level)
-        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), reasons.read)
+        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reasons.read}")
+    if access.originals:
+        why = f"faster than its packed form; {reasons.read}"
+        yield BlockUse(model, f"{READ} from the original", format_runs(access.originals), why)
     for source in sorted({source for _, _, source in access.shared}):
         runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
         yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))

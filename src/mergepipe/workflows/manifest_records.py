@@ -35,8 +35,11 @@ def realized(usage: Usage) -> RealizedBytes:
 
 
 def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
-    """Bytes requested of a checkpoint's tensors, headers left out."""
-    files = {str(entry.file) for entry in stored_entries(checkpoint)}
+    """Bytes requested of a checkpoint's tensors, headers left out; of encoded ones with what the index takes."""
+    if checkpoint.encoded is None:
+        files = {str(entry.file) for entry in stored_entries(checkpoint)}
+    else:
+        files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
     return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
 
 

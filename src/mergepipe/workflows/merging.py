@@ -17,7 +17,8 @@ from mergepipe.budget import Purpose, Usage
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
-from mergepipe.engine.identity import content_id, stored_entries
+from mergepipe.engine.identity import content_id
+from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
@@ -39,9 +40,11 @@ from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
 from mergepipe.workflows.accumulating import largest_totals_bytes
+from mergepipe.workflows.along import Along, AlongPlan, Candidate, along_plan, refusals
 from mergepipe.workflows.checking import sidecar_bytes
 from mergepipe.workflows.coverage import coverage_of
 from mergepipe.workflows.executing import Earlier, Execution, Made
+from mergepipe.workflows.fastest_forms import in_fastest_form
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.manifest_records import (
     file_records,
@@ -56,6 +59,7 @@ from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known
 from mergepipe.workflows.resuming import MergeProgress, Resume, run_key
 from mergepipe.workflows.reusing import Snapshots, candidates
 from mergepipe.workflows.sidecars import sidecar_contents
+from mergepipe.workflows.speeds import BY_BYTES, PriceRequest
 from mergepipe.workflows.works import merge_work
 from mergepipe.writer import INDEX_NAME, index_json, table_of
 
@@ -70,7 +74,9 @@ class MergeSettings:
     what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
     `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on; `within_ulp` such sums
     are corrected, too, where experts or weights went away. An `overlay` stores only blocks that differ from the base;
-    it takes neither `reuse` nor kept sums, and is never resumed.
+    it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed into `pack` on the way; for that
+    all is read: nothing is reused, nor resumed. With a `pricing` by time a merge in full reads each packed expert in
+    the form that is faster.
     """
 
     engine: EngineOptions
@@ -85,6 +91,8 @@ class MergeSettings:
     within_ulp: bool = False
     overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
+    pack: Path | None = None
+    pricing: PriceRequest = BY_BYTES
 
 
 def run_merge(
@@ -94,6 +102,9 @@ def run_merge(
     store = LocalStore()
     with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
         inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
+        speeds = settings.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
+        if speeds is not None:
+            inputs = in_fastest_form(inputs, speeds, store, settings.allow_dropped)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
 
 
@@ -104,7 +115,7 @@ class Stages:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
-            keeps_accumulators=False, overlay=False,
+            keeps_accumulators=False, overlay=False, pack=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -148,21 +159,58 @@ def publish_merge(
     weight_bytes = 0 if settings.overlay else output.total_bytes  # nobody knows how many blocks will differ
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
     link.notices.extend(inputs.notices)
+    along = _plan_along(inputs, output, out, settings.pack)
+    if along.outs:
+        settings = replace(settings, reuse=False, resume=Resume.NEVER)
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
-    run.tick("merge")  # from here on the caller may hold signals back until the next report
+    run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
-    with (
-        Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
-        progress.recorded(staging),
-    ):
-        link.notices.extend(progress.notices)
-        manifest = run.fill(staging.path, progress, _earlier(plan, out, settings, store, link))
-        if before_publish is not None:
-            before_publish(manifest)
-        staging.publish()
-    link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
-    return run.report(out, manifest)
+    with along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
+        with (
+            Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
+            progress.recorded(staging),
+        ):
+            link.notices.extend(progress.notices)
+            manifest = run.fill(staging.path, progress, _earlier(plan, out, settings, store, link), packing)
+            packing.finish()
+            if before_publish is not None:
+                before_publish(manifest)
+            staging.publish()
+        link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+        try:
+            packed = packing.publish()
+        except MergePipeError as error:
+            error.add_note(f"the merge itself is complete, in {out}")
+            raise
+    return replace(run.report(out, manifest), packed=packed, not_packed=along.refused)
+
+
+def _plan_along(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> AlongPlan:
+    """Which experts are packed on the way of a merge in full.
+
+    Raises:
+        OutputError: the stores would lie in the output, or it in one of them.
+    """
+    candidates = [_candidate(inputs, model) for model in inputs.expert_models]
+    plan = along_plan(inputs.base, candidates, output.tasks, pack)
+    for place in plan.outs:
+        store, merged = place.resolve(), out.resolve()
+        if store == merged or store in merged.parents or merged in store.parents:
+            raise OutputError.of("output.overlaps-input", place, f"overlaps the output {out}", "pack somewhere else")
+    return plan
+
+
+def _candidate(inputs: Inputs, model: int) -> Candidate:
+    named = inputs.recipe.inputs()[model]
+    reason = ""
+    if inputs.recipe.base is None:
+        reason = "the recipe names no base_model"
+    elif model in inputs.intermediates:
+        reason = "another document of the recipe makes it"
+    elif named.adapter is not None:
+        reason = "an adapter is applied to it"
+    return Candidate(named.text, inputs.checkpoints[model], reason)
 
 
 def _earlier(plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink) -> Earlier:
@@ -202,7 +250,7 @@ class _Run:
         if plan is not None:
             store.ledger.expert_limit_bytes = plan.planned_bytes
 
-    def fill(self, directory: Path, progress: MergeProgress, earlier: Earlier) -> Manifest:
+    def fill(self, directory: Path, progress: MergeProgress, earlier: Earlier, packing: Along) -> Manifest:
         """Write everything but the name; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
@@ -218,6 +266,7 @@ class _Run:
                 on_statistics=recorder.take if recorder else None,
                 statistics_of=recorder.expected if recorder else frozenset(),
                 known_of=self._known_statistics(),
+                tap=packing.tap,
             )
             made = execution.run(work, files, earlier, progress)
         self.tick("publish")
@@ -317,13 +366,13 @@ class _Run:
         paths = files_of(sources) | files_of(encoded)
         if self._operator.is_random:  # content ids sample dropped tensors too
             for model in self._inputs.expert_models:
-                paths |= {entry.file for entry in stored_entries(self._inputs.checkpoints[model])}
+                paths |= files_of(self._inputs.checkpoints[model].tensors.values())
         return open_files(self._store, paths)
 
-    def tick(self, phase: str) -> None:
+    def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
         if self._on_progress is not None:
-            self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes))
+            self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
     def _manifest(self, made: Made, ids: Mapping[int, str]) -> Manifest:
         usage = self._store.ledger.usage()

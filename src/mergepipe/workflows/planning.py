@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.budget import EXPERT_PURPOSES
+from mergepipe.budget import EXPERT_PURPOSES, Usage
 from mergepipe.budget_request import BudgetRequest
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
 from mergepipe.plan import Plan, PlannedModel
 from mergepipe.plan_reading import parse_plan
+from mergepipe.planner.assembly import bindings
 from mergepipe.planner.planning import rank_blocks
 from mergepipe.planner.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
+from mergepipe.prices import Speeds
 from mergepipe.readers.base import Checkpoint, Graded
 from mergepipe.recipe.load import reload_recipe
 from mergepipe.recipe.references import reference_text
@@ -29,6 +31,8 @@ from mergepipe.workflows.opening import Inputs, PairStatistics, open_inputs, ope
 from mergepipe.workflows.planned_reuse import ReusingPlanner
 from mergepipe.workflows.recording import CatalogLink
 from mergepipe.workflows.reusing import Snapshots, candidates
+from mergepipe.workflows.side_reads import find_unread
+from mergepipe.workflows.speeds import BY_BYTES, PriceRequest, processors
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 MAX_PLAN_BYTES = 256 << 20
@@ -44,12 +48,21 @@ class PlanRequest:
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
+    pricing: PriceRequest = BY_BYTES
 
 
-def make_plan(inputs: Inputs, request: PlanRequest, link: CatalogLink, seed: int, replaced: Path | None = None) -> Plan:
-    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data.
+def make_plan(
+    inputs: Inputs,
+    request: PlanRequest,
+    link: CatalogLink,
+    seed: int,
+    replaced: Path | None = None,
+    speeds: Speeds | None = None,
+) -> Plan:
+    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data but indices of packed experts.
 
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
+    With `speeds` steps are priced in seconds.
     """
     models = inputs.recipe.inputs()
     if inputs.intermediates:
@@ -68,6 +81,8 @@ def make_plan(inputs: Inputs, request: PlanRequest, link: CatalogLink, seed: int
         resolution=inputs.resolution,
         models=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in described),
         statistics=known.statistics,
+        speeds=speeds,
+        unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.options)
     earlier = Snapshots(LocalStore(), candidates(link, replaced) if request.reuse else ())
@@ -111,9 +126,11 @@ def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
 
 def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Plan:
     """Plan the recipe at a path."""
-    inputs = open_inputs(recipe, LocalStore(), request.allow_dropped)
+    store = LocalStore()
+    inputs = open_inputs(recipe, store, request.allow_dropped)
+    speeds = request.pricing.speeds(inputs, store, home, processors())
     with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(inputs, request, link, seed)
+        return make_plan(inputs, request, link, seed, speeds=speeds)
 
 
 def run_budgeted(
@@ -131,18 +148,22 @@ def run_budgeted(
     without reuse, unless something was read of the experts already.
     """
     store = LocalStore()
+    inputs = open_inputs(recipe, store, request.allow_dropped)
+    speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
+    planned = Usage({}, {})
 
     def attempt(wanted: PlanRequest) -> MergeReport:
-        inputs = open_inputs(recipe, store, wanted.allow_dropped)
+        nonlocal planned
         with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(inputs, wanted, link, settings.seed, out if settings.force else None)
+            plan = make_plan(inputs, wanted, link, settings.seed, out if settings.force else None, speeds)
+            planned = store.ledger.usage()
             return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
     try:
         return attempt(request)
     except ConflictError as error:
         usage = store.ledger.usage()
-        if error.code != "plan.reuse-gone" or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+        if error.code != "plan.reuse-gone" or any(usage[each] > planned[each] for each in EXPERT_PURPOSES):
             raise
     return attempt(replace(request, reuse=False))
 
@@ -183,7 +204,7 @@ def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
     bound = zip(plan.models, inputs.checkpoints, strict=True)
-    problems = [problem for model, found in bound for problem in _changes(model, found)]
+    problems = [problem for model, found in bound for problem in (*_changes(model, found), *_moved(model, found))]
     if _vocabulary(inputs) != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
         problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
@@ -206,6 +227,17 @@ def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
         for name in sorted(now.keys() | then.keys())
         if now.get(name) != then.get(name)
     ]
+
+
+def _moved(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
+    """The original of a packed expert, if the plan reads it and it is not where and what it was."""
+    if model.original is None:
+        return ()
+    original = None if found.encoded is None else found.encoded.find_original()
+    if original is not None and bindings(original) == model.original.files:
+        return ()
+    message = f"'{model.model}' was packed from it, the plan reads it as well, and it is gone or has changed"
+    return (Problem("plan.input-changed", model.original.path, message, "make the plan again (`mergepipe plan`)"),)
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

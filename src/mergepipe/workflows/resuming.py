@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -16,11 +17,12 @@ from mergepipe.budget import Ledger, Purpose
 from mergepipe.canonical import digest_of
 from mergepipe.cost import block_cost_bytes
 from mergepipe.engine.execute import OutputPlan
+from mergepipe.engine.segments import at_level
 from mergepipe.errors import LimitError, NotFoundError, StorageError
 from mergepipe.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.plan import Plan, PlannedTensor
 from mergepipe.publish import CONTENT_NAME, Staging
-from mergepipe.readers.base import Source, TensorEntry, Unchanged
+from mergepipe.readers.base import ORIGINAL_LEVEL, Readable, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.output import sync_directory
 from mergepipe.workflows.opening import Inputs
@@ -281,15 +283,19 @@ def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
     reused = {block for start, stop, _ in planned.reused for block in range(start, stop)}
     cost = 0
     for source, access in zip(task.experts, planned.access, strict=True):
+        if isinstance(source, Unchanged):
+            continue
         read = (block for start, stop in access.blocks for block in range(start, stop))
-        spans = [grid.span(block) for block in read if block not in reused]
-        cost += _source_cost(source, spans)
+        levels = {block: level for start, stop, level in access.levels for block in range(start, stop)}
+        levels |= {block: ORIGINAL_LEVEL for start, stop in access.originals for block in range(start, stop)}
+        spans = defaultdict[int, list[Span]](list)
+        for block in (block for block in read if block not in reused):
+            spans[levels.get(block, 0)].append(grid.span(block))
+        cost += sum(_source_cost(at_level(source, level), own) for level, own in spans.items())
     return cost
 
 
-def _source_cost(source: Source, spans: Sequence[Span]) -> int:
-    if isinstance(source, Unchanged) or not spans:
-        return 0
+def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
     if isinstance(source, TensorEntry):
         return sum(block_cost_bytes(source, span) for span in spans)
     return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))

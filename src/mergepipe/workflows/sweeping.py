@@ -15,11 +15,13 @@ from mergepipe.budget_request import BudgetRequest
 from mergepipe.errors import NotFoundError
 from mergepipe.plan import Plan
 from mergepipe.planner.problem import Policy
+from mergepipe.prices import Speeds
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.distances import distance, norm
+from mergepipe.workflows.level_shares import blocks_by_level
 from mergepipe.workflows.merging import MergeSettings, run_merge
 from mergepipe.workflows.opening import Inputs, open_inputs
 from mergepipe.workflows.planning import PlanRequest, make_plan, run_plan
@@ -88,9 +90,12 @@ class _Sweep:
         self._directory = directory
         self._on_progress = on_progress
         self._store = LocalStore()
+        self._speeds: Speeds | None = None
 
     def run(self, budgets: Sequence[SweepBudget]) -> SweepReport:
         inputs = open_inputs(self._recipe, self._store, self._request.allow_dropped)
+        threads = self._settings.engine.threads
+        self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
         self._plan(inputs, self._request)  # what cannot be planned is refused before hours are spent
         reference = self._full_merge(inputs)
         everything = self._plan(inputs, self._request).full_cost_bytes
@@ -112,7 +117,7 @@ class _Sweep:
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
-            return make_plan(inputs, request, link, self._settings.seed)
+            return make_plan(inputs, request, link, self._settings.seed, speeds=self._speeds)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
         """Merge everything; the catalog keeps the statistics, and forgets an output that is about to go."""
@@ -146,6 +151,9 @@ class _Sweep:
             error=_share(error, reference.changed_norm),
             flattering_error=_share(error, reference.full_norm),
             bound=None if plan.bound is None else _share(plan.bound.absolute, reference.changed_norm),
+            expected_error=plan.expected_error,
+            error_is_least=plan.error_is_least,
+            levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
         )
 
     @contextlib.contextmanager

@@ -8,26 +8,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 
+from mergepipe.asked import threads_asked
 from mergepipe.blocks import BlockGrid, Span
 from mergepipe.budget import Purpose
-from mergepipe.deltastore.block import RawBytes
-from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.codec.parts import corrupt
+from mergepipe.deltastore.header import HEADERS_NAME, KeptFile, PackedEntry
 from mergepipe.deltastore.index import digest
-from mergepipe.deltastore.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.opening import OpenedStore, open_store, read_store
-from mergepipe.deltastore.packed import PackedTensor, read_range
-from mergepipe.deltastore.parts import corrupt
-from mergepipe.errors import NotFoundError
+from mergepipe.deltastore.packed import read_range
+from mergepipe.errors import ConflictError, NotFoundError
 from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.readers.base import Checkpoint, Readable, TensorEntry
 from mergepipe.readers.hf import open_checkpoint
-from mergepipe.reports import Progress, ProgressCallback
+from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.storage.output import OutputFile
@@ -35,17 +35,6 @@ from mergepipe.workflows.inputs import check_unchanged, open_files
 
 _COPY_BYTES = 8 << 20
 BlockSink = Callable[[RawBytes], None]
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackReport:
-    """What `unpack` did."""
-
-    store: Path
-    base: Path
-    out: Path
-    tensor_bytes: int
-    seconds: float
 
 
 def unpack(
@@ -56,26 +45,31 @@ def unpack(
     threads: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> UnpackReport:
-    """Write the files that the store in `path` was made from into the new directory `out`.
+    """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
 
-    `base` is where its base is now, if not where it was. Every block is held against the digest of the original.
+    Every block is held against the digest of the original.
+
+    Args:
+        base: where the base is now, if not where it was.
+        threads: decoding threads; default, one per processor.
+        on_progress: called from the calling thread with the bytes of tensors that are restored.
 
     Raises:
         NotFoundError: the store, or its base.
         MismatchError: another base.
         CorruptError: the store is damaged.
-        OutputError, StorageError: the files cannot go there.
+        OutputError, StorageError: the files cannot go there; nothing was published.
     """
     started = time.perf_counter()
     store, root, target = LocalStore(), Path(path), Path(out)
     opened = read_store(store, root)
     base_checkpoint = _open_base(store, opened, None if base is None else Path(base))
-    check_target(target, (root, base_checkpoint.path), force=False)
+    check_target(target, (root, base_checkpoint.path), force=None)
     checkpoint = open_store(store, root, base_checkpoint)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(target, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
-    reader = _Reader(opened, checkpoint, threads or os.cpu_count() or 1)
+    reader = _Reader(opened, checkpoint, threads_asked(threads))
     with open_files(store, _inputs(opened, base_checkpoint)) as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
@@ -100,6 +94,22 @@ def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) 
     for kept in opened.header.kept:
         for _ in _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store):
             pass
+
+
+def check_kept(store: LocalStore, root: Path, kept: Sequence[KeptFile]) -> None:
+    """See that the files in `root` are those that are kept in a store, before they are removed.
+
+    Raises:
+        ConflictError: one has another content.
+    """
+    for file in kept:
+        hasher = blake3()
+        for start in range(0, file.size_bytes, _COPY_BYTES):
+            hasher.update(store.read_metadata(root / file.name, start, min(_COPY_BYTES, file.size_bytes - start)))
+        if hasher.hexdigest(16) != file.blake3:
+            raise ConflictError.of(
+                "input.changed", root / file.name, "is not what was packed: nothing was removed", "pack again"
+            )
 
 
 def remove_original(expert: Checkpoint, kept: Sequence[str]) -> None:
@@ -195,7 +205,6 @@ def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> R
     if isinstance(tensor, TensorEntry):
         start = tensor.offset + span.start * tensor.dtype.itemsize
         return read_range(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
-    assert isinstance(tensor, PackedTensor)
     content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
     tensor.opened(files)(span, content, Purpose.EXPERT)
     return content

@@ -1,0 +1,140 @@
+"""Puts the encoded blocks of one store in order, whatever order they come in."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.levels import Piece
+from mergepipe.deltastore.writer import StoreWriter
+from mergepipe.errors import StorageError
+from mergepipe.storage.local import os_error
+
+EARLY_BYTES = 8 << 20
+
+
+class OrderedBlocks:
+    """Takes blocks in any order from many threads, and writes them in that of the index.
+
+    Memory: `early_bytes` of blocks that came before their turn, and their rows; what is more waits in the file
+    `early`, which is made when it is needed and emptied when nothing waits in it. `on_written` is told, while all else
+    waits, how many blocks are written by now. Pieces are copied before `put` returns, or written.
+    """
+
+    def __init__(
+        self, writer: StoreWriter, early: Path, on_written: Callable[[int], None], early_bytes: int = EARLY_BYTES
+    ) -> None:
+        self._writer = writer
+        self._on_written = on_written
+        self._limit = early_bytes
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._held_bytes = 0
+        self._early = _EarlyFile(early)
+
+    @property
+    def n_written(self) -> int:
+        """How many blocks are in the store; the next one has this number."""
+        return self._writer.n_rows
+
+    def put(self, number: int, block: EncodedBlock, row: NDArray[np.void]) -> None:
+        """Take block `number` with its row of the index.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        with self._lock:
+            if number != self._writer.n_rows:
+                self._waiting[number] = self._set_aside(block, row)
+                return
+            self._writer.append(row, block.pieces)
+            while (waiting := self._waiting.pop(self._writer.n_rows, None)) is not None:
+                self._writer.append(waiting.row, self._taken_back(waiting))
+            self._on_written(self._writer.n_rows)
+
+    def _set_aside(self, block: EncodedBlock, row: NDArray[np.void]) -> _Waiting:
+        content = np.concatenate([np.empty(0, np.uint8), *(block.pieces[piece] for piece in sorted(block.pieces))])
+        if self._held_bytes + len(content) > self._limit:
+            return _Waiting(row, None, self._early.append(content))
+        self._held_bytes += len(content)
+        return _Waiting(row, content, 0)
+
+    def _taken_back(self, waiting: _Waiting) -> Mapping[Piece, RawBytes]:
+        lengths = [int(length) for length in waiting.row["lengths"][0]]
+        if waiting.content is None:
+            content = self._early.take_back(waiting.offset, sum(lengths))
+        else:
+            content = waiting.content
+            self._held_bytes -= len(content)
+        ends = np.cumsum(lengths)
+        return {piece: content[ends[piece] - lengths[piece] : ends[piece]] for piece in Piece}
+
+    def close(self) -> None:
+        """Remove the file of what came early."""
+        self._early.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A block before its turn: its pieces one after another, in memory or (None) in the file from `offset` on."""
+
+    row: NDArray[np.void]
+    content: RawBytes | None
+    offset: int
+
+
+class _EarlyFile:
+    """What does not fit into memory; used under the caller's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._end = 0
+        self._left = 0
+
+    def append(self, content: RawBytes) -> int:
+        """Write bytes at the end; return where they begin."""
+        start = self._end
+        rest = content.data
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            while rest:
+                count = os.pwrite(self._descriptor, rest, self._end)
+                self._end += count
+                rest = rest[count:]
+        except OSError as error:
+            raise os_error(error, self._path, f"writing {len(content)} bytes") from error
+        self._left += len(content)
+        return start
+
+    def take_back(self, offset: int, nbytes: int) -> RawBytes:
+        """Read bytes that were written; they are given up."""
+        content = np.empty(nbytes, np.uint8)
+        done = 0
+        try:
+            while done < nbytes:
+                count = os.preadv(self._descriptor, [content.data[done:]], offset + done)
+                if count == 0:
+                    raise StorageError.of("storage.io", self._path, f"ends at byte {offset + done}", "run again")
+                done += count
+            self._left -= nbytes
+            if self._left == 0:
+                os.ftruncate(self._descriptor, 0)
+                self._end = 0
+        except OSError as error:
+            raise os_error(error, self._path, f"reading {nbytes} bytes") from error
+        return content
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._path.unlink(missing_ok=True)

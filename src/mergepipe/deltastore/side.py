@@ -1,0 +1,146 @@
+"""What a store keeps beside its pieces: the index, read when it is first needed, and the way back to the original."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mergepipe.budget import Purpose
+from mergepipe.cost import range_cost_bytes
+from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.parts import corrupt
+from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
+from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
+from mergepipe.deltastore.writer import index_digest
+from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.readers.base import Checkpoint, TensorEntry, files_of
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.storage.base import Store
+
+Charged = Callable[[Store, Path, int], bytes]
+"""Reads so many bytes of a file from its start, and charges them to somebody."""
+
+
+def as_metadata(store: Store, path: Path, nbytes: int) -> bytes:
+    """For who reads all of the store: the index is a header like others."""
+    return store.read_metadata(path, 0, nbytes)
+
+
+def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
+    """For merges: the index is a part of the expert, which a budget counts."""
+    file = store.open(path)
+    try:
+        content = bytearray(nbytes)
+        got = file.read_into(0, memoryview(content), Purpose.EXPERT) if nbytes else 0
+    finally:
+        file.close()
+    if got < nbytes:
+        raise CorruptError.of("storage.shrunk", path, f"ends at byte {got}, {nbytes} bytes are needed", "copy it again")
+    return bytes(content)
+
+
+class StoreSide:
+    """One store's index and original, each looked for at most once. Safe to use from many threads.
+
+    Memory, once it is read: the index (140 bytes a block) and its offsets (48).
+    """
+
+    def __init__(self, store: Store, root: Path, header: StoreHeader, sizes: Mapping[str, int], read: Charged) -> None:
+        self._store = store
+        self._root = root
+        self._header = header
+        self._sizes = sizes
+        self._read = read
+        self._lock = threading.Lock()
+        self._index: StoreIndex | None = None
+        self._original: Checkpoint | None = None
+        self._has_looked = False
+
+    @property
+    def n_rows(self) -> int:
+        return sum(tensor.n_rows for tensor in self._header.tensors)
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes requested to read the index, in whole pages."""
+        return range_cost_bytes(0, self.n_rows * ROW_BYTES)
+
+    @property
+    def stored_bytes(self) -> int:
+        """All pieces of all tensors."""
+        return sum(self._sizes[name] for name in PIECE_NAMES.values())
+
+    @property
+    def least_bytes(self) -> int:
+        """The index, and the files of the pieces that every level needs."""
+        return self.cost_bytes + sum(self._sizes[PIECE_NAMES[piece]] for piece in PIECES_OF[Level.HEAD])
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the index has been read."""
+        return self._index is not None
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that are read: those of pieces, and those of the original once it is found."""
+        pieces = frozenset(self._root / name for name in PIECE_NAMES.values())
+        return pieces if self._original is None else pieces | files_of(self._original.tensors.values())
+
+    @property
+    def index_file(self) -> Path:
+        return self._root / INDEX_NAME
+
+    @property
+    def index(self) -> StoreIndex:
+        """The index, read now if it has not been.
+
+        Raises:
+            CorruptError: it is damaged, or a file has not the size that it says.
+            StorageError, LimitError: from the store.
+        """
+        if self._index is None:
+            with self._lock:
+                if self._index is None:
+                    self._index = self._read_index()
+        return self._index
+
+    def _read_index(self) -> StoreIndex:
+        path = self.index_file
+        content = self._read(self._store, path, self.n_rows * ROW_BYTES)
+        if index_digest(content) != self._header.index_blake3:
+            raise corrupt(path, "the index is damaged: its digest does not fit the header's")
+        index = StoreIndex.parse(content, str(path))
+        for piece in Piece:
+            name, needed = PIECE_NAMES[piece], index.file_bytes(piece)
+            if self._sizes[name] != needed:
+                raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed} bytes are needed")
+        return index
+
+    @property
+    def found_original(self) -> Checkpoint | None:
+        """What `find_original` found, if it was asked."""
+        return self._original
+
+    def find_original(self) -> Checkpoint | None:
+        """What was packed, if it lies where it was and its files are as they were; only headers are read."""
+        with self._lock:
+            if not self._has_looked:
+                self._original = self._look_for_original()
+                self._has_looked = True
+        return self._original
+
+    def _look_for_original(self) -> Checkpoint | None:
+        try:
+            found = open_checkpoint(self._store, Path(self._header.expert))
+        except MergePipeError:
+            return None
+        now = sorted((f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in found.files)
+        then = sorted((f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in self._header.files)
+        return found if now == then else None
+
+    def original_of(self, name: str) -> TensorEntry | None:
+        """One tensor of the original."""
+        found = self.find_original()
+        tensor = None if found is None else found.tensors.get(name)
+        return tensor if isinstance(tensor, TensorEntry) else None

@@ -1,0 +1,94 @@
+"""For the tests of packing: families of tensors of several blocks, cheap to write, and their stores as trees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.testing.safetensors_bytes import file_bytes
+
+N_WIDE = 3 * BLOCK_ELEMENTS + 5001
+SHAPES = {"a.wide": (1, N_WIDE), "b.norm": (777,), "c.square": (512, 513), "d.wide": (BLOCK_ELEMENTS + 16,)}
+Tensors = Mapping[str, NDArray[np.uint16]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackFamily:
+    """A base and experts in directories of one file each, or of a file a tensor."""
+
+    root: Path
+    base: Path
+    experts: tuple[Path, ...]
+
+    def recipe(self, operator: str = "task_arithmetic", experts: Sequence[Path] | None = None) -> Path:
+        """Write a recipe that merges the experts, or some others."""
+        models = [
+            {"model": str(path), "parameters": {"weight": 0.5, **({} if operator == "linear" else {"density": 0.4})}}
+            for path in (self.experts if experts is None else experts)
+        ]
+        if operator == "task_arithmetic":
+            for model in models:
+                model["parameters"] = {"weight": 0.5}
+        document = {"merge_method": operator, "base_model": str(self.base), "models": models, "dtype": "bfloat16"}
+        path = self.root / f"{operator}.yml"
+        path.write_text(json.dumps(document))
+        return path
+
+
+def halves(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """As bf16, to the nearest."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.asarray(rounded, np.uint16)
+
+
+def make_family(root: Path, n_experts: int = 2) -> PackFamily:
+    """Write a family; the last expert's files are one a tensor, so that its order is another one."""
+    rng = np.random.default_rng(7)
+    base = {name: (rng.standard_normal(shape) * 0.02).astype(np.float32) for name, shape in SHAPES.items()}
+    root.mkdir(parents=True, exist_ok=True)
+    places = [write_model(root / "base", {name: halves(values) for name, values in base.items()})]
+    for e in range(n_experts):
+        moved = {
+            name: halves((v + rng.standard_normal(v.shape) * 1e-4 * (e + 1)).astype(np.float32))
+            for name, v in base.items()
+        }
+        in_parts = n_experts > 1 and e == n_experts - 1
+        places.append(write_model(root / f"expert-{e + 1}", moved, in_parts=in_parts))
+    return PackFamily(root, places[0], tuple(places[1:]))
+
+
+def write_model(folder: Path, tensors: Tensors, *, in_parts: bool = False) -> Path:
+    """A directory with weights, a config and notes; in parts: a file a tensor, in reversed order."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    (folder / "notes.txt").write_text(f"about {folder.name}")
+    if not in_parts:
+        (folder / "model.safetensors").write_bytes(content_of(tensors))
+        return folder
+    names = sorted(tensors, reverse=True)
+    weight_map = {name: f"model-{i + 1:05}-of-{len(names):05}.safetensors" for i, name in enumerate(names)}
+    for name, file in weight_map.items():
+        (folder / file).write_bytes(content_of({name: tensors[name]}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def content_of(tensors: Tensors) -> bytes:
+    """A safetensors file of bf16 tensors."""
+    header, at = {}, 0
+    for name, values in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    return file_bytes(header, b"".join(values.tobytes() for values in tensors.values()))
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

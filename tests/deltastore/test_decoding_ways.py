@@ -1,0 +1,155 @@
+"""Decoding: every way that machines have gives the same bits, arrays are reused, and the base is looked at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergepipe.blocks import BF16
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.decoding import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.encoding import encode_bands
+from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.rans import (
+    LANES,
+    MAX_CONTEXTS,
+    SKIPPED,
+    TOTAL,
+    decode_symbols,
+    fill_starts,
+    fill_table,
+    scale_counts,
+)
+from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
+from mergepipe.deltastore.codec.spreading import HAS_SPREADING
+from mergepipe.deltastore.codec.tiles import BY_16, BY_FOUR
+from mergepipe.deltastore.codec.vectors import decode_head_by_16, has_vectors
+from mergepipe.deltastore.sampling import choose_bands
+from mergepipe.errors import CorruptError
+from mergepipe.readers.base_bytes import BaseBytes
+from mergepipe.testing.rounding import decode, encode
+
+WAYS = [0] + [BY_16] * has_vectors() + [BY_FOUR] * HAS_SPREADING + [BY_16 | BY_FOUR] * (has_vectors() and HAS_SPREADING)
+LEVELS = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)
+Pieces = dict[Piece, NDArray[np.uint8]]
+Halves = NDArray[np.uint16]
+
+
+def encoded(seed: int, n: int, step: float) -> tuple[Halves, Halves, Bands, Pieces]:
+    """A base and an expert in bf16, their bands and pieces; a few elements are far away."""
+    rng = np.random.default_rng(seed)
+    base_N = decode(encode((rng.standard_normal(n) * 0.02).astype(np.float32), BF16).tobytes(), BF16)
+    expert_N = (base_N + rng.standard_normal(n) * step).astype(np.float32)
+    expert_N[rng.random(n) < 0.002] *= np.float32(-1000)
+    base, expert = (np.frombuffer(encode(each, BF16).tobytes(), np.uint16).copy() for each in (base_N, expert_N))
+    bands = choose_bands(np.asarray(decode(expert.tobytes(), BF16) - base_N), is_sample=False)
+    block = encode_bands(base, expert, bands)
+    assert block is not None
+    return base, expert, bands, {piece: np.asarray(content) for piece, content in block.pieces.items()}
+
+
+def deltas_of(pieces: Pieces, level: Level, base: Halves, bands: Bands, ways: int) -> bytes:
+    out = np.full(len(base), np.nan, np.float32)
+    wanted = {piece: content for piece, content in pieces.items() if piece in PIECES_OF[level]}
+    decode_band_deltas(wanted, level, base, bands, "test", out, ways)
+    return out.tobytes()
+
+
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(4096, 9000), step=st.floats(-6, 0))
+def test_decode_band_values__every_way_gives_the_same_bits(seed: int, n: int, step: float) -> None:
+    base, expert, bands, pieces = encoded(seed, n, 10.0**step)
+    for ways in WAYS:
+        values = np.zeros(n, np.uint16)
+        decode_band_values(pieces, base, bands, "test", values, ways)
+        assert np.array_equal(values, expert)
+    for level in LEVELS:
+        assert len({deltas_of(pieces, level, base, bands, ways) for ways in WAYS}) == 1
+
+
+def test_decode_band_values__reads_and_writes_arrays_of_any_alignment() -> None:
+    base, expert, bands, pieces = encoded(1, 5000, 1e-4)
+    odd = np.empty(10_001, np.uint8)[1:]
+    odd[:] = base.view(np.uint8)
+    odd.flags.writeable = False
+    out = np.zeros(10_001, np.uint8)[1:]
+    decode_band_values(pieces, odd.view(np.uint16), bands, "test", out.view(np.uint16))
+    assert np.array_equal(out, expert.view(np.uint8))
+
+
+def test_decode_band_values__what_was_decoded_before_in_a_thread_leaves_no_trace() -> None:
+    blocks = [encoded(seed, n, step) for seed, n, step in ((1, 9000, 1e-2), (2, 4096, 1e-5), (3, 6000, 1e-3))]
+
+    def decode_all(_: int) -> None:
+        for base, expert, bands, pieces in blocks * 3:
+            values = np.zeros(len(base), np.uint16)
+            decode_band_values(pieces, base, bands, "test", values)
+            assert np.array_equal(values, expert)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(decode_all, range(8)))) == 8
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("piece", [Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.REST])
+def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Piece, ways: int) -> None:
+    base, _, bands, pieces = encoded(4, 5000, 1e-3)
+    own, values = pieces[piece], np.zeros(5000, np.uint16)
+    for content in (own[:-1], own[:-2], own[:3], np.append(own, np.zeros(2, np.uint8)), np.zeros(40_000, np.uint8)):
+        with pytest.raises(CorruptError) as refused:
+            decode_band_values({**pieces, piece: content}, base, bands, "test", values, ways)
+        assert refused.value.code == "store.content"
+
+
+@pytest.mark.skipif(not has_vectors(), reason="needs AVX-512")
+@given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS))
+def test_decode_head_by_16__decodes_whatever_words_as_the_table_does(seed: int, n_contexts: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts_CS = rng.integers(0, 100, (n_contexts, 5)) * (rng.random((n_contexts, 5)) < 0.6)
+    frequencies_CS = scale_counts(counts_CS)
+    n = int(rng.integers(1, 20)) * LANES
+    rows_N = rng.integers(0, n_contexts, n).astype(np.uint8)
+    rows_N[rng.random(n) < 0.1] = SKIPPED
+    table, starts = np.zeros((SKIPPED + 1) * TOTAL, np.uint32), np.zeros(5 * MAX_CONTEXTS, np.uint32)
+    fill_table(frequencies_CS.reshape(-1), 5, table)
+    for context, row_S in enumerate(frequencies_CS):
+        fill_starts(row_S.astype(np.uint32), context, starts)
+    words = rng.integers(0, 256, 2 * n + 2).astype(np.uint8)
+    states = rng.integers(0, 1 << 31, LANES).astype(np.uint32)
+    found = []
+    for decode_with, entries in ((decode_symbols, table), (decode_head_by_16, starts)):
+        left, symbols_N = states.copy(), np.zeros(n, np.uint8)
+        taken = decode_with(words, 0, left, rows_N, n, entries, symbols_N)
+        found.append((taken, left.tobytes(), symbols_N.tobytes()))
+    assert found[0] == found[1]
+
+
+def test_scratch__is_a_thread_s_own_and_kept_up_to_a_limit() -> None:
+    first = scratch("test", 1000, np.uint32)
+    assert first.ctypes.data == scratch("test", 10, np.uint8).ctypes.data
+    assert first.ctypes.data % 4096 == 0
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.append(scratch("test", 1000, np.uint32).ctypes.data))
+    thread.start()
+    thread.join()
+    assert others != [first.ctypes.data]
+    large = scratch("test", KEPT_BYTES + 1, np.uint8)
+    assert len(large) == KEPT_BYTES + 1
+    assert scratch("test", 1000, np.uint32).ctypes.data == first.ctypes.data
+
+
+def test_base_bytes__digests_are_those_of_the_bytes_and_taken_once() -> None:
+    stored = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
+    base = BaseBytes(stored)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: base.digest(100, 4000), range(16)))
+    assert found == {blake3(stored[100:4000].tobytes()).digest(16)}
+    stored[200] ^= 1  # not looked at again
+    assert base.digest(100, 4000) in found
+    assert base.digest(0, 5000) == blake3(stored.tobytes()).digest(16)

@@ -1,0 +1,79 @@
+"""The content id that a store keeps of its original: the same, and for nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_cases import PackFamily, make_family
+
+import mergepipe
+from mergepipe.deltastore.header import HEADER_NAME, parse_header
+from mergepipe.engine.identity import PassingContentId, content_id, samples
+from mergepipe.readers.base import TensorEntry, files_of
+from mergepipe.readers.hf import open_checkpoint
+from mergepipe.storage.local import LocalStore
+from mergepipe.testing.disk_families import weights_digest
+from mergepipe.workflows.inputs import open_files
+from mergepipe.workflows.opening import open_path
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+
+@pytest.fixture(scope="module", name="family")
+def make_packed_family(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:
+    family = make_family(tmp_path_factory.mktemp("family"))
+    mergepipe.pack(family.base, family.experts, family.root / "stores")
+    return family
+
+
+def stores(family: PackFamily) -> list[Path]:
+    return [family.root / "stores" / expert.name for expert in family.experts]
+
+
+def id_of(path: Path) -> str:
+    store = LocalStore()
+    checkpoint = open_checkpoint(store, path)
+    with open_files(store, files_of(checkpoint.tensors.values())) as files:
+        return content_id(checkpoint, files)
+
+
+def test_pack__keeps_the_content_id_of_the_original(family: PackFamily) -> None:
+    for store, expert in zip(stores(family), family.experts, strict=True):
+        header = parse_header((store / HEADER_NAME).read_bytes(), store)
+        assert header.content_id == id_of(expert)
+        opened = open_path(LocalStore(), store, open_checkpoint(LocalStore(), family.base))
+        assert list(samples(opened)) == []
+
+
+@given(data=st.data())
+def test_passing_content_id__does_not_depend_on_how_bytes_pass_by(family: PackFamily, data: st.DataObject) -> None:
+    expert = open_checkpoint(LocalStore(), family.experts[0])
+    passing = PassingContentId(expert)
+    shown = data.draw(st.permutations(list(expert.tensors.values())))
+    for entry in shown[: data.draw(st.integers(0, len(shown)))]:
+        assert isinstance(entry, TensorEntry)
+        content = np.frombuffer(entry.file.read_bytes(), np.uint8)[entry.offset : entry.offset + entry.nbytes]
+        cuts = sorted({0, entry.nbytes, *data.draw(st.lists(st.integers(0, entry.nbytes), max_size=4))})
+        for start, stop in data.draw(st.permutations(list(pairwise(cuts)))):
+            passing.show(entry.name, start, content[start:stop])
+    store = LocalStore()
+    with open_files(store, passing.missing_files) as files:
+        assert passing.value(files) == id_of(family.experts[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "100%"}, {"budget": "40%"}])
+def test_merge__of_packed_experts_at_random_samples_nothing(
+    family: PackFamily, tmp_path: Path, options: dict[str, str]
+) -> None:
+    raw = mergepipe.merge(family.recipe("dare_ties"), tmp_path / "raw", home=tmp_path / "h1")
+    recipe = family.recipe("dare_ties", stores(family))
+    report = mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "h2", **options)  # type: ignore[arg-type]
+    assert report.analysis_bytes == 0
+    assert raw.analysis_bytes > 0
+    if options.get("budget") != "40%":
+        assert weights_digest(report.out) == weights_digest(raw.out)

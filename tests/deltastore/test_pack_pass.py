@@ -1,0 +1,182 @@
+"""One pass over a base and several experts: the same stores, each byte read once, one failure apart from the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_cases import SHAPES, PackFamily, halves, make_family, tree, write_model
+
+import mergepipe
+from mergepipe.budget import Ledger, Purpose
+from mergepipe.deltastore.codec.block import EncodedBlock
+from mergepipe.deltastore.codec.levels import Codec, Piece
+from mergepipe.deltastore.index import digest, make_row
+from mergepipe.deltastore.ordering import OrderedBlocks
+from mergepipe.deltastore.writer import StoreWriter
+from mergepipe.errors import ConflictError, LimitError, UnsupportedError
+from mergepipe.publish import Staging
+from mergepipe.reports import Progress
+from mergepipe.storage.local import LocalFile
+from mergepipe.workflows import pack_pass, store_building
+
+TENSOR_BYTES = 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+@pytest.fixture(scope="module", name="family")
+def make_shared_family(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:
+    return make_family(tmp_path_factory.mktemp("family"), 3)
+
+
+@pytest.fixture(scope="module", name="wanted")
+def pack_one_by_one(family: PackFamily) -> dict[str, bytes]:
+    for expert in family.experts:
+        mergepipe.pack(family.base, [expert], family.root / "wanted", threads=1)
+    return tree(family.root / "wanted")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_pack__of_many_at_once_gives_the_stores_of_one_by_one(
+    family: PackFamily, wanted: dict[str, bytes], tmp_path: Path, threads: int
+) -> None:
+    report = mergepipe.pack(family.base, family.experts, tmp_path, threads=threads)
+    assert tree(tmp_path) == wanted
+    assert [each.expert for each in report.experts] == list(family.experts)
+    assert all(sum(each.blocks.values()) > 4 for each in report.experts)
+
+
+def test_pack__of_more_than_fit_at_once_gives_the_same(
+    family: PackFamily, wanted: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergepipe.workflows.packing.EXPERTS_AT_ONCE", 2)
+    monkeypatch.setattr(pack_pass, "REQUEST_BYTES", 1)  # a block at a time
+    monkeypatch.setattr(store_building, "EARLY_BYTES", 1)  # what comes early waits on disk
+    monkeypatch.setattr(store_building, "_LEAST_BYTES", 4096)
+    mergepipe.pack(family.base, family.experts, tmp_path, threads=3)
+    assert tree(tmp_path) == wanted
+
+
+def test_pack__reads_the_base_once_for_all(family: PackFamily, tmp_path: Path) -> None:
+    report = mergepipe.pack(family.base, family.experts, tmp_path)
+    assert TENSOR_BYTES <= report.base_bytes <= 1.02 * TENSOR_BYTES + 4096 * 16
+    assert 3 * TENSOR_BYTES <= report.expert_bytes <= 3 * (1.02 * TENSOR_BYTES + 4096 * 16)
+
+
+def test_pack__reads_several_blocks_at_a_time(
+    family: PackFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    read = LocalFile.read_into
+
+    def watched(file: LocalFile, offset: int, buffer: memoryview, purpose: Purpose) -> int:
+        sizes.append(len(buffer))
+        return read(file, offset, buffer, purpose)
+
+    monkeypatch.setattr(LocalFile, "read_into", watched)
+    mergepipe.pack(family.base, family.experts, tmp_path)
+    assert len([size for size in sizes if size > 1 << 20]) == 4  # the wide tensor of each, in one request
+    assert len(sizes) <= 4 * len(SHAPES)
+
+
+def test_pack__of_an_expert_that_changes_meanwhile_publishes_the_others(
+    family: PackFamily, wanted: dict[str, bytes], tmp_path: Path
+) -> None:
+    changing = shutil.copytree(family.experts[0], tmp_path / "changing")
+    experts = [changing, family.experts[1]]
+
+    def touch(_: Progress) -> None:
+        os.utime(changing / "notes.txt", ns=(1, 1))
+
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.pack(family.base, experts, tmp_path / "stores", on_progress=touch)
+    assert caught.value.code == "input.changed"
+    assert "notes.txt" in str(caught.value)
+    assert [path.name for path in (tmp_path / "stores").iterdir()] == ["expert-2"]
+    assert tree(tmp_path / "stores" / "expert-2") == {
+        name.removeprefix("expert-2/"): content for name, content in wanted.items() if name.startswith("expert-2/")
+    }
+
+
+def test_pack__replace_keeps_originals_whose_other_files_changed(family: PackFamily, tmp_path: Path) -> None:
+    expert = shutil.copytree(family.experts[0], tmp_path / "expert")
+    mergepipe.pack(family.base, [expert], tmp_path / "stores")
+    before = (expert / "notes.txt").stat()
+    (expert / "notes.txt").write_text("About expert-1")  # as long as before
+    os.utime(expert / "notes.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.pack(family.base, [expert], tmp_path / "stores", replace=True)
+    assert "nothing was removed" in str(caught.value)
+    assert (expert / "model.safetensors").exists()
+
+
+def test_pack__refuses_differences_and_other_formats_before_it_writes(family: PackFamily, tmp_path: Path) -> None:
+    mergepipe.make_delta(family.base, family.experts[0], tmp_path / "delta")
+    for base, expert in ((family.base, tmp_path / "delta"), (tmp_path / "delta", family.experts[0])):
+        with pytest.raises(UnsupportedError) as caught:
+            mergepipe.pack(base, [expert], tmp_path / "stores")
+        assert caught.value.code == "pack.kind"
+    with pytest.raises(LimitError):
+        mergepipe.pack(family.base, family.experts, tmp_path / "stores", threads=0)
+    assert not (tmp_path / "stores").exists()
+
+
+def test_pack__refuses_a_place_where_another_run_packs(family: PackFamily, tmp_path: Path) -> None:
+    with Staging(tmp_path / "expert-1", force=False), pytest.raises(ConflictError) as caught:
+        mergepipe.pack(family.base, family.experts[:1], tmp_path)
+    assert caught.value.code == "output.busy"
+
+
+def test_pack__says_why_blocks_are_not_in_bands(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    base = {"big": rng.standard_normal((90, 90)).astype(np.float32), "small": np.ones((7,), np.float32)}
+    odd = {**base, "big": base["big"].copy()}
+    odd["big"][3, 4] = np.nan
+    moved = {name: halves((values * 1.01).astype(np.float32)) for name, values in odd.items()}
+    write_model(tmp_path / "base", {name: halves(values) for name, values in base.items()})
+    write_model(tmp_path / "expert", {**moved, "extra": halves(np.ones((5,), np.float32))})
+    report = mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "stores")
+    assert report.experts[0].blocks == {"bytes": 2, "raw": 1}
+    assert report.experts[0].outside_bands == {
+        "fewer than 4096 elements": 1, "no such tensor in the base": 1, "not finite, or no smaller in bands": 1,
+    }  # fmt: skip
+
+
+@given(order=st.permutations(range(12)), early=st.integers(1, 4000), seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_ordered_blocks__are_written_in_order_whatever_order_they_come_in(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], early: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("ordered")
+    content = [
+        {piece: rng.integers(0, 256, rng.integers(0, 300)).astype(np.uint8) for piece in list(Piece)[:5]} for _ in order
+    ]
+    told: list[int] = []
+    with StoreWriter(folder, Ledger(), chunk_bytes=64) as writer:
+        blocks = OrderedBlocks(writer, folder / "early", told.append, early)
+        for number in order:
+            block = EncodedBlock(Codec.BANDS, content[number])
+            blocks.put(number, block, make_row(block, digest(content[number][Piece.HEAD]), content[number][Piece.HEAD]))
+        blocks.close()
+        durable = writer.sync()
+    for piece in list(Piece)[:5]:
+        name = f"mergepipe-store.{piece.name.lower().replace('_', '-')}.bin"
+        assert (folder / name).read_bytes() == b"".join(each[piece].tobytes() for each in content)
+        assert durable.file_bytes[name] == sum(len(each[piece]) for each in content)
+    assert told == sorted(told)
+    assert (told[-1], durable.n_rows) == (len(order), len(order))
+    assert not (folder / "early").exists()
+
+
+def test_progress_of_pack__is_the_bytes_of_the_experts(family: PackFamily, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    report = mergepipe.pack(family.base, family.experts, tmp_path, on_progress=seen.append)
+    assert [progress.phase for progress in seen] == ["pack"] * len(seen)
+    assert seen[-1].done_bytes == seen[-1].total_bytes == 3 * TENSOR_BYTES
+    assert [each.done_bytes for each in seen] == sorted(each.done_bytes for each in seen)
+    assert report.seconds >= sum(each.seconds for each in report.experts) > 0

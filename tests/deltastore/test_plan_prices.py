@@ -1,0 +1,290 @@
+"""Plans by time: what counts as faster, that bytes stay within the budget, and that results stay what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import mergepipe
+from mergepipe.blocks import BF16
+from mergepipe.budget import Purpose
+from mergepipe.cli import main
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
+from mergepipe.deltastore.timing import measure_decoding
+from mergepipe.engine.access import level_of_blocks
+from mergepipe.errors import ConflictError, RecipeError
+from mergepipe.plan import Plan
+from mergepipe.plan_reading import parse_plan
+from mergepipe.planner.levels import Ladder, find_steps
+from mergepipe.prices import DecodingPrices, Speeds, two_digits
+from mergepipe.readers.base import ORIGINAL_LEVEL
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.timing import MOST_BYTES, measure_reading
+from mergepipe.testing.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.testing.rounding import decode, encode
+from mergepipe.workflows import speeds as speeds_module
+from mergepipe.workflows.packing import pack
+
+SIZES = {"layers.0.up": 2 * BLOCK_ELEMENTS + 7001, "layers.1.up": BLOCK_ELEMENTS, "layers.1.norm": 700}
+AVERAGE = MergeCase("task_arithmetic", (0.4, 0.3, 0.3), (1.0, 1.0, 1.0))
+TIES = MergeCase("ties", (0.4, 0.3, 0.3), (0.19, 0.1, 0.15), normalize=True)
+DECODING = DecodingPrices({"bands": (1.6, 2.9, 3.0, 3.5, 3.6), "bytes": (13.0,), "same": (0.1,), "raw": (0.2,)})
+SLOW, FAST = "10MB/s", "100GB/s"
+
+
+@pytest.fixture(autouse=True)
+def known_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding takes the same everywhere, so that plans are the same."""
+    monkeypatch.setattr("mergepipe.deltastore.timing.measure_decoding", lambda: DECODING)
+
+
+@pytest.fixture(name="family")
+def make_family(tmp_path: Path) -> DiskFamily:
+    """A base with two packed experts and a raw one; the originals of the packed ones lie where they lay."""
+    rng = np.random.default_rng(0)
+    base = {name: encode((rng.standard_normal(n) * 0.02).astype(np.float32), BF16) for name, n in SIZES.items()}
+    models = [base]
+    for std in (1.5e-4, 3e-4, 6e-4):
+        steps = {name: (rng.standard_normal(n) * std).astype(np.float32) for name, n in SIZES.items()}
+        models.append({name: encode(decode(base[name].tobytes(), BF16) + steps[name], BF16) for name in SIZES})
+    raw = write_family(tmp_path / "raw", models)
+    stores = pack(raw.places[0], raw.places[1:3], tmp_path / "stores", threads=2)
+    return replace(raw, places=(raw.places[0], *(each.store for each in stores.experts), raw.places[3]))
+
+
+def recipe_of(family: DiskFamily, case: MergeCase = AVERAGE, name: str = "recipe") -> Path:
+    return write_recipe(family.places[0].parent / f"{name}-{case.operator}.yml", case, family)
+
+
+def original_of(family: DiskFamily, expert: int) -> Path:
+    """Where a packed expert was packed from."""
+    return Path(json.loads((family.places[1 + expert] / "mergepipe-store.json").read_text())["expert"])
+
+
+def plan_of(family: DiskFamily, budget: str, speed: str | None, case: MergeCase = AVERAGE) -> Plan:
+    home = family.places[0].parent / "home"
+    price = "bytes" if speed is None else "time"
+    return mergepipe.plan(recipe_of(family, case), budget, price=price, storage_speed=speed, home=home, reuse=False)
+
+
+def levels_EB(plan: Plan) -> NDArray[np.int16]:
+    return np.concatenate([level_of_blocks(t, -(-t.n_elements // plan.block_elements)) for t in plan.tensors], axis=1)
+
+
+def whole_blocks(plan: Plan) -> NDArray[np.int16]:
+    """Levels of the tensor that is one whole block: what fits into a page is read faster from the original anyway."""
+    tensor = next(tensor for tensor in plan.tensors if tensor.name == "layers.1.up")
+    return level_of_blocks(tensor, 1)
+
+
+def originals(plan: Plan) -> int:
+    return int((levels_EB(plan) == ORIGINAL_LEVEL).sum())
+
+
+@pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
+def test_plan__of_everything_reads_originals_where_storage_is_fast_and_packed_forms_where_it_is_slow(
+    family: DiskFamily, case: MergeCase
+) -> None:
+    fast, slow = (plan_of(family, "100%", speed, case) for speed in (FAST, SLOW))
+    assert (whole_blocks(slow) != ORIGINAL_LEVEL).all()
+    assert (whole_blocks(fast)[:2] == ORIGINAL_LEVEL).all()
+    assert originals(plan_of(family, "100%", None, case)) == 0
+    assert slow.planned_bytes < fast.planned_bytes == fast.full_cost_bytes
+    assert fast.price is not None
+    assert slow.price is not None
+    assert fast.price.duration.decoding_seconds < slow.price.duration.decoding_seconds
+
+
+@pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
+@pytest.mark.parametrize("speed", [FAST, SLOW])
+@pytest.mark.parametrize("budget", ["15%", "60%", "100%"])
+def test_run__of_plans_by_time_stays_within_them_and_gives_the_full_merge_for_the_full_budget(
+    family: DiskFamily, tmp_path: Path, case: MergeCase, speed: str, budget: str
+) -> None:
+    plan = plan_of(family, budget, speed, case)
+    assert parse_plan(plan.to_json()) == plan
+    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
+    manifest = json.loads((tmp_path / "out" / "mergepipe.json").read_text())
+    read = sum(each["read_bytes"] for each in manifest["inputs"] if each["role"] == "expert")
+    assert read == report.expert_bytes + report.analysis_bytes
+    if budget == "100%":
+        mergepipe.merge(recipe_of(family, case), tmp_path / "full", catalog=False)
+        assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "full")
+
+
+def test_plan__by_time_buys_originals_only_with_what_errors_leave(family: DiskFamily) -> None:
+    packed_bytes = plan_of(family, "100%", SLOW).full_cost_bytes
+    tight, ample = (plan_of(family, str(packed_bytes + more), FAST) for more in (-8192, 1 << 20))
+    assert originals(tight) == 0
+    assert originals(ample) > 0
+    assert ample.planned_bytes <= ample.budget_bytes
+    assert ample.expected_error == 0.0
+
+
+def test_plan__by_time_reads_no_less_of_any_block_for_a_larger_budget(family: DiskFamily) -> None:
+    shares = ("0", "10%", "30%", "70%", "100%")
+    read = []
+    for share in shares:
+        plan = plan_of(family, share, FAST)
+        levels = levels_EB(plan)
+        blocks = [[access.n_blocks for access in tensor.access] for tensor in plan.tensors]
+        read.append((np.array(blocks), levels == ORIGINAL_LEVEL))
+    for (fewer, swapped), (more, swapped_too) in pairwise(read):
+        assert (fewer <= more).all()
+        assert (swapped <= swapped_too).all()
+
+
+def test_plan__by_time_for_an_error_may_take_originals_of_what_it_reads(family: DiskFamily) -> None:
+    home = family.places[0].parent / "home"
+    mergepipe.analyze(family.places[0], family.places[1:], home=home)
+    found = {}
+    for speed in (FAST, SLOW):
+        plan = mergepipe.plan(
+            recipe_of(family), target_error=0.3, price="time", storage_speed=speed, home=home, reuse=False
+        )
+        assert plan.expected_error is not None
+        assert plan.expected_error <= 0.3
+        found[speed] = plan
+    assert originals(found[FAST]) > originals(found[SLOW])
+    assert {int(level) for level in np.unique(levels_EB(found[SLOW]))} & set(Level)
+
+
+@pytest.mark.parametrize("loss", ["gone", "touched", "changed"])
+def test_run__refuses_a_plan_whose_original_is_gone_or_has_changed(
+    family: DiskFamily, tmp_path: Path, loss: str
+) -> None:
+    plan, original = plan_of(family, "100%", FAST), original_of(family, 0)
+    assert plan.models[1].original is not None
+    file = next(original.glob("*.safetensors"))
+    if loss == "gone":
+        shutil.rmtree(original)
+    elif loss == "touched":
+        os.utime(file, ns=(1, 1))
+    else:
+        file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(ConflictError) as refusal:
+        mergepipe.run(plan, tmp_path / "out", catalog=False)
+    assert refusal.value.code == "plan.input-changed"
+    assert str(original) in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+    assert plan_of(family, "100%", FAST).models[1].original is None
+
+
+def test_plan__by_bytes_knows_nothing_of_the_machine(family: DiskFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds_module, "find_speeds", lambda *_: pytest.fail("a speed was looked for"))
+    plan = plan_of(family, "30%", None)
+    assert plan.price is None
+    assert "price" not in json.loads(plan.to_json())
+
+
+def test_merge__in_full_by_time_reads_each_packed_expert_in_the_faster_form(family: DiskFamily, tmp_path: Path) -> None:
+    digests, reads = set(), {}
+    for speed in (FAST, SLOW):
+        out = tmp_path / speed.removesuffix("/s")
+        report = mergepipe.merge(recipe_of(family), out, price="time", storage_speed=speed, catalog=False)
+        digests.add(weights_digest(out))
+        paths = [each["path"] for each in json.loads((out / "mergepipe.json").read_text())["inputs"]]
+        packed = [str(place) for place in family.places[1:3]]
+        assert paths[1:3] == ([str(original_of(family, e)) for e in range(2)] if speed == FAST else packed)
+        assert sum("is read" in notice for notice in report.notices) == 2
+        reads[speed] = report.expert_bytes
+    assert len(digests) == 1
+    assert reads[SLOW] < reads[FAST]
+
+
+def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
+    family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+
+    def counted(store: LocalStore, path: Path, purpose: Purpose) -> float:
+        measured.append(path)
+        return measure_reading(store, path, purpose)
+
+    monkeypatch.setattr(speeds_module, "measure_reading", counted)
+    plans = [mergepipe.plan(recipe_of(family), "50%", price="time", home=tmp_path, reuse=False) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert len(measured) == 1
+    assert measured[0].is_relative_to(family.places[0])
+    price = plans[0].price
+    assert price is not None
+    assert price.speeds.storage_bytes_per_second == two_digits(price.speeds.storage_bytes_per_second)
+    assert "storage measured on 20" in price.speeds.source
+    (tmp_path / speeds_module.SPEEDS_NAME).write_text("{")
+    mergepipe.plan(recipe_of(family), "50%", price="time", home=tmp_path, reuse=False)
+    assert len(measured) == 2
+    mergepipe.merge(recipe_of(family), tmp_path / "out", budget="50%", price="time", catalog=False)
+    assert len(measured) == 3
+
+
+def test_measure_reading__charges_what_it_reads_and_no_more_than_its_limit(tmp_path: Path) -> None:
+    for size in (0, 1000, 5 << 20):
+        path, store = tmp_path / f"{size}.bin", LocalStore()
+        path.write_bytes(bytes(size))
+        assert measure_reading(store, path, Purpose.BASE) > 0
+        assert size - 4096 < store.ledger.usage()[Purpose.BASE] <= min(size, MOST_BYTES)
+
+
+def test_measure_decoding__knows_every_codec_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = measure_decoding()
+    assert found.nanoseconds.keys() == {"same", "bands", "bytes", "raw"}
+    for each in found.nanoseconds.values():
+        assert len(each) == len(Level) - 1
+        assert all(0 < value == two_digits(value) for value in each)
+    assert found.seconds("bands", Level.HEAD) < found.seconds("bytes", Level.HEAD)
+
+
+def test_find_steps__by_time_leaves_out_a_level_that_takes_longer_than_a_better_one() -> None:
+    cost_KB = np.array([[4096], [8192], [12288]])
+    left_KB, one_B = np.array([[0.5], [0.2], [0.0]]), np.ones(1)
+    by_bytes = Ladder((1, 3, 5), cost_KB, left_KB, one_B, one_B)
+    assert find_steps(by_bytes).level_S.tolist() == [1, 3, 5]
+    slow_middle = np.array([[1e-6], [9e-6], [2e-6]])
+    by_time = replace(by_bytes, decoding_KB=slow_middle, price_of_byte=1e-12)
+    steps = find_steps(by_time)
+    assert steps.level_S.tolist() == [1, 5]
+    assert steps.cost_S.sum() == 12288
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"price": "tme"}, "option.choice"), ({"storage_speed": "1GB/s"}, "option.pair"),
+     ({"price": "time", "storage_speed": "fast"}, "speed.malformed"),
+     ({"price": "time", "storage_speed": "0"}, "speed.malformed"),
+     ({"price": "time", "storage_speed": "1GB/h"}, "speed.malformed")],
+)  # fmt: skip
+def test_plan__refuses_prices_that_mean_nothing(family: DiskFamily, options: dict[str, str], code: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        mergepipe.plan(recipe_of(family), "10%", **options)  # type: ignore[arg-type]
+    assert refusal.value.code == code
+
+
+def test_speeds__refuse_what_no_machine_has() -> None:
+    for speed, threads in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
+        with pytest.raises(ValueError, match=r"speed|threads"):
+            Speeds(speed, DECODING, threads, "")
+    with pytest.raises(ValueError, match="decoding"):
+        DecodingPrices({"bands": (-1.0,)})
+
+
+def test_cli__prints_the_price_and_what_is_expected_to_take_how_long(
+    family: DiskFamily, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, options = str(recipe_of(family)), ["--price", "time", "--storage-speed", FAST, "--home", str(tmp_path)]
+    assert main(["plan", recipe, "--budget", "100%", *options]) == 0
+    printed = capsys.readouterr().out
+    for text in ("price", "100 GB/s", "storage as given", "to read", "to decode", "original"):
+        assert text in printed, text
+    assert main(["merge", recipe, str(tmp_path / "out"), "--quiet", *options]) == 0
+    assert main(["sweep", recipe, "--budgets", "50%,100%", "--quiet", *options]) == 0

@@ -1,0 +1,147 @@
+"""Indices of packed experts in plans: counted as the expert's, read once, left alone where a budget is too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mergepipe
+from mergepipe.blocks import BF16
+from mergepipe.budget import Ledger, Purpose
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.header import INDEX_NAME
+from mergepipe.errors import LimitError
+from mergepipe.plan import Plan
+from mergepipe.testing.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from mergepipe.testing.oracle import MergeCase
+from mergepipe.testing.rounding import decode, encode
+from mergepipe.workflows.packing import pack
+
+CASES = {
+    "average": MergeCase("task_arithmetic", (0.4, 0.6), (1.0, 1.0)),
+    "ties": MergeCase("ties", (0.4, 0.6), (0.19, 0.1), normalize=True),
+    "dare": MergeCase("dare_linear", (0.4, 0.6), (0.5, 0.5)),
+}
+SIZES = {"layers.0.up": BLOCK_ELEMENTS + 5000, "layers.1.norm": 700}
+
+
+@pytest.fixture(name="family", scope="module")
+def make_family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
+    rng = np.random.default_rng(0)
+    base = {name: encode((rng.standard_normal(n) * 0.02).astype(np.float32), BF16) for name, n in SIZES.items()}
+    models = [base]
+    for std in (2e-4, 4e-4):
+        steps = {name: (rng.standard_normal(n) * std).astype(np.float32) for name, n in SIZES.items()}
+        models.append({name: encode(decode(base[name].tobytes(), BF16) + steps[name], BF16) for name in SIZES})
+    folder = tmp_path_factory.mktemp("side")
+    raw = write_family(folder / "raw", models)
+    stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
+    return replace(raw, places=(raw.places[0], *(each.store for each in stores.experts)))
+
+
+@pytest.fixture(name="charges")
+def watch_charges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Purpose, int]]:
+    """Every charge of every ledger, in order."""
+    found: list[tuple[str, Purpose, int]] = []
+    charge = Ledger.charge
+
+    def noted(ledger: Ledger, file: str, purpose: Purpose, nbytes: int) -> None:
+        found.append((file, purpose, nbytes))
+        charge(ledger, file, purpose, nbytes)
+
+    monkeypatch.setattr(Ledger, "charge", noted)
+    return found
+
+
+def index_reads(charges: list[tuple[str, Purpose, int]]) -> list[tuple[str, Purpose, int]]:
+    return [each for each in charges if each[0].endswith(INDEX_NAME)]
+
+
+def recipe_of(family: DiskFamily, name: str, folder: Path) -> Path:
+    return write_recipe(folder / f"{name}.yml", CASES[name], family)
+
+
+def plan_of(family: DiskFamily, budget: str, folder: Path, name: str = "average") -> Plan:
+    return mergepipe.plan(recipe_of(family, name, folder), budget, home=folder / "home")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("budget", ["30%", "100%"])
+def test_merge__under_a_budget_reads_each_index_once_as_the_experts(
+    family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], name: str, budget: str
+) -> None:
+    recipe = recipe_of(family, name, tmp_path)
+    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, home=tmp_path / "home", reuse=False)
+    reads = index_reads(charges)
+    sizes = {str(place / INDEX_NAME): (place / INDEX_NAME).stat().st_size for place in family.places[1:]}
+    assert sorted(reads) == sorted((file, Purpose.EXPERT, size) for file, size in sizes.items())
+    charged = sum(n for _, purpose, n in charges if purpose in (Purpose.EXPERT, Purpose.ANALYSIS))
+    assert report.planned_bytes is not None
+    assert report.budget_bytes is not None
+    assert charged == report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
+
+
+def test_plan__charges_whole_pages_of_each_index(family: DiskFamily, tmp_path: Path) -> None:
+    plan = plan_of(family, "100%", tmp_path)
+    for model, place in zip(plan.models[1:], family.places[1:], strict=True):
+        assert model.side_bytes == -(-(place / INDEX_NAME).stat().st_size // 4096) * 4096
+        stored = sum(file.stat().st_size for file in place.glob("*.bin"))
+        assert stored + model.side_bytes <= model.planned_bytes
+    assert plan.planned_bytes == plan.full_cost_bytes
+
+
+def test_run__of_a_stored_plan_reads_the_index_again_and_within_the_plan(
+    family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]]
+) -> None:
+    plan = plan_of(family, "100%", tmp_path)
+    assert len(index_reads(charges)) == 2
+    charges.clear()
+    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    assert len(index_reads(charges)) == 2
+    assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
+    family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], name: str
+) -> None:
+    plan = plan_of(family, "5000", tmp_path, name)
+    assert [file for file, _, _ in index_reads(charges)] == [str(family.places[1] / INDEX_NAME)]
+    notice = next(each for each in plan.fallbacks if each.decision == "nothing of it is read")
+    assert str(family.places[2]) in notice.where
+    assert "index" in notice.reason
+    charges.clear()
+    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    read = {file for file, purpose, _ in charges if purpose in (Purpose.EXPERT, Purpose.ANALYSIS)}
+    assert not any(file.startswith(str(family.places[2])) for file in read)
+    assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= 5000
+
+
+@pytest.mark.parametrize("budget", ["0", "0%", "4095"])
+def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_index(
+    family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], budget: str
+) -> None:
+    out = tmp_path / "out"
+    report = mergepipe.merge(recipe_of(family, "average", tmp_path), out, budget=budget, home=tmp_path, reuse=False)
+    assert index_reads(charges) == []
+    assert report.expert_bytes + report.analysis_bytes == 0
+    assert (weights_digest(out) == weights_digest(family.places[0])) or report.planned_bytes == 0
+
+
+def test_plan__for_an_error_needs_every_index(family: DiskFamily, tmp_path: Path) -> None:
+    recipe = recipe_of(family, "average", tmp_path)
+    with pytest.raises(Exception, match="nothing is known") as refusal:
+        mergepipe.plan(recipe, "5000", target_error=0.5, home=tmp_path)
+    assert refusal.value.code == "plan.target-unknown"  # type: ignore[attr-defined]
+
+
+def test_plan__refuses_a_budget_below_an_index_that_had_to_be_read(
+    family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergepipe.workflows.planning.find_unread", lambda *_: frozenset())
+    with pytest.raises(LimitError) as refusal:
+        plan_of(family, "100", tmp_path)
+    assert refusal.value.code == "plan.budget-index"

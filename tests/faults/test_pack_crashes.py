@@ -1,0 +1,181 @@
+"""kill -9 at every storage operation of a pack: no partial store is ever visible, and it goes on to the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mergepipe
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.errors import MergePipeError
+from mergepipe.reports import PackReport, Progress
+from mergepipe.testing.crashes import Death, count_operations, run_killed
+from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error, worker_threads
+from mergepipe.testing.safetensors_bytes import file_bytes
+from mergepipe.workflows import pack_progress, store_building
+
+FEW = 9
+SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PackCase:
+    """A base, two experts, and what packing them gives when nothing interferes."""
+
+    root: Path
+    wanted: dict[str, bytes]
+
+    @property
+    def out(self) -> Path:
+        return self.root / "stores"
+
+    def run(self) -> PackReport:
+        """Pack, or go on with what is there."""
+        experts = [self.root / "expert-1", self.root / "expert-2"]
+        return mergepipe.pack(self.root / "base", experts, self.out, threads=2)
+
+    def clear(self) -> None:
+        """Remove what was made."""
+        shutil.rmtree(self.out, ignore_errors=True)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def write_model(folder: Path, values: list[np.ndarray[tuple[int], np.dtype[np.uint16]]]) -> None:
+    header, at = {}, 0
+    for i, each in enumerate(values):
+        header[f"t{i}"] = {"dtype": "BF16", "shape": [len(each)], "data_offsets": [at, at + each.nbytes]}
+        at += each.nbytes
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(file_bytes(header, b"".join(each.tobytes() for each in values)))
+    (folder / "config.json").write_text("{}")
+
+
+@pytest.fixture(name="case")
+def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackCase:
+    """Records after every block, all files small."""
+    monkeypatch.setattr(store_building, "NOTE_BLOCKS", 1)
+    rng = np.random.default_rng(0)
+    base = [(rng.integers(0, 1 << 8, n) + 0x3F00).astype(np.uint16) for n in SIZES]
+    write_model(tmp_path / "base", base)
+    for e in (1, 2):
+        write_model(tmp_path / f"expert-{e}", [each + rng.integers(0, 3, len(each)).astype(np.uint16) for each in base])
+    case = PackCase(tmp_path, {})
+    case.run()
+    wanted = tree(case.out)
+    case.clear()
+    return PackCase(tmp_path, wanted)
+
+
+def crash_everywhere(case: PackCase, *, step: int, death: Death) -> tuple[int, int, int]:
+    """Kill at every `step`-th operation and pack again; how many crashes, how often it went on, and operations."""
+    operations = count_operations(case.run)
+    crashes = resumed = 0
+    for at in range(0, len(operations), step):
+        case.clear()
+        if not run_killed(case.run, at, death):
+            continue  # there are fewer operations when threads meet otherwise
+        crashes += 1
+        published = {store.name for store in case.out.glob("expert-*")}
+        for name in published:
+            assert tree(case.out / name) == expected(case, name)
+        report = case.run()
+        resumed += any(expert.went_on_bytes for expert in report.experts)
+        left = {path.name for path in case.out.glob(".*")}
+        assert left <= {f".{name}.mergepipe-staging" for name in published}  # killed while it was removed
+        assert {name: raw for name, raw in tree(case.out).items() if name[0] != "."} == case.wanted
+    return crashes, resumed, len(operations)
+
+
+def expected(case: PackCase, name: str) -> dict[str, bytes]:
+    return {path.removeprefix(f"{name}/"): raw for path, raw in case.wanted.items() if path.startswith(f"{name}/")}
+
+
+@pytest.mark.parametrize("death", list(Death))
+def test_pack__killed_at_any_operation_goes_on(case: PackCase, death: Death) -> None:
+    crashes, resumed, operations = crash_everywhere(case, step=FEW, death=death)
+    print(f"{operations} operations, {crashes} crashes, {resumed} went on")
+    assert crashes > 0.7 * operations / FEW
+    assert resumed > crashes // 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", list(Death))
+def test_pack__killed_at_every_operation(case: PackCase, death: Death) -> None:
+    crashes, resumed, operations = crash_everywhere(case, step=1, death=death)
+    print(f"{operations} operations, {crashes} crashes, {resumed} went on")
+    assert crashes > 0.8 * operations
+    assert resumed > crashes // 3
+
+
+def interrupt(case: PackCase, after_bytes: int) -> None:
+    """Pack until so many bytes are done, as Ctrl-C would."""
+
+    def stop(progress: Progress) -> None:
+        if progress.done_bytes >= after_bytes:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mergepipe.pack(case.root / "base", [case.root / "expert-1", case.root / "expert-2"], case.out, on_progress=stop)
+
+
+def test_pack__interrupted_goes_on_where_it_was(case: PackCase) -> None:
+    interrupt(case, 2_000_000)
+    report = case.run()
+    assert all(expert.went_on_bytes >= 500_000 for expert in report.experts)
+    assert report.base_bytes < 2 * sum(SIZES) - 500_000
+    assert tree(case.out) == case.wanted
+
+
+@pytest.mark.parametrize("what", ["expert", "base", "version", "progress", "index", "cut"])
+def test_pack__begins_anew_where_what_was_left_is_of_no_use(
+    case: PackCase, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(case, 2_000_000)
+    for staging in case.out.glob(".*"):
+        progress, index = staging / pack_progress.PROGRESS_NAME, staging / "snapshot" / "mergepipe-store.index"
+        if what == "progress":
+            progress.write_bytes(progress.read_bytes().replace(b'"n_rows":', b'"n_rows":1'))
+        elif what == "index":
+            index.write_bytes(bytes([index.read_bytes()[0] ^ 1]) + index.read_bytes()[1:])
+        elif what == "cut":
+            index.write_bytes(index.read_bytes()[:140])
+    if what in ("expert", "base"):
+        for model in case.root.glob(f"{what}*"):
+            (model / "model.safetensors").touch()
+    if what == "version":
+        monkeypatch.setattr(mergepipe, "__version__", "0.0.0")
+    report = case.run()
+    assert all(expert.went_on_bytes == 0 for expert in report.experts)
+    stored = {name: raw for name, raw in tree(case.out).items() if not name.endswith("store.json")}
+    assert stored == {name: raw for name, raw in case.wanted.items() if not name.endswith("store.json")}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["write", "fsync", "open", "preadv", "mkdir", "replace"])
+def test_pack__on_failing_calls_ends_in_an_error_of_ours_and_goes_on(case: PackCase, name: str, number: int) -> None:
+    counting = Fault()
+    with replaced(os, name, counting.wrap):
+        case.run()
+    fired = 0
+    for at in range(0, counting.calls, max(1, counting.calls // 5)):
+        case.clear()
+        descriptors = open_descriptors()
+        fault = Fault(at, system_error(number))
+        with replaced(os, name, fault.wrap), contextlib.suppress(MergePipeError):
+            case.run()
+        fired += fault.fired  # there are fewer calls when threads meet otherwise
+        assert worker_threads() == []
+        assert open_descriptors() == descriptors
+        case.run()
+        assert tree(case.out) == case.wanted
+    assert fired >= min(counting.calls, 4)
