@@ -6,7 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.blocks import DType, DTypeKind
-from mergepipe.deltastore.codec.folding import Words, count_bytes, fold_differences, take_plane
+from mergepipe.deltastore.codec.folding import (
+    Words,
+    count_bytes,
+    fold_differences,
+    put_plane,
+    take_plane,
+    unfold_differences,
+)
 from mergepipe.deltastore.codec.parts import Parts, corrupt, joined
 from mergepipe.deltastore.codec.rans import SKIPPED, padded, scale_counts
 from mergepipe.deltastore.codec.scratch import scratch
@@ -31,46 +38,22 @@ def decode_bytewise(content: NDArray[np.uint8], base: NDArray[np.uint8], dtype: 
     Raises:
         CorruptError: `content` is not what it wrote.
     """
-    n = len(base) // dtype.itemsize
+    n, bits = len(base) // dtype.itemsize, 8 * dtype.itemsize
     parts = Parts(content, where)
-    planes_NB = np.empty((n, dtype.itemsize), np.uint8)
-    for i in range(dtype.itemsize):
-        planes_NB[:, i] = _decode_plane(parts, n, where)
+    folded = scratch("bytewise", n, _UNSIGNED[dtype.itemsize])
+    folded[:] = 0
+    for byte in range(dtype.itemsize):
+        plane = _decode_plane(parts, n, where)
+        if plane is not None:
+            put_plane(plane, byte, folded)
     parts.end()
-    folded = planes_NB.reshape(-1).view(_UNSIGNED[dtype.itemsize])
-    words = _disordered(_unfolded(folded, dtype) + _ordered(_words(base, dtype), dtype), dtype)
+    words = np.empty(n, _UNSIGNED[dtype.itemsize])
+    unfold_differences(_words(base, dtype), folded, bits, int(dtype.kind is DTypeKind.FLOAT), words)
     return words.view(np.uint8)
 
 
 def _words(content: NDArray[np.uint8], dtype: DType) -> Words:
     return content.view(_UNSIGNED[dtype.itemsize])
-
-
-def _constants(dtype: DType) -> tuple[Words, Words, int]:
-    unsigned = _UNSIGNED[dtype.itemsize]
-    bits = dtype.itemsize * 8
-    return np.array(1 << (bits - 1), unsigned), np.array((1 << bits) - 1, unsigned), bits - 1
-
-
-def _ordered(words: Words, dtype: DType) -> Words:
-    """Floats so that neighbours in value are neighbours in number; other dtypes as they are."""
-    if dtype.kind is not DTypeKind.FLOAT:
-        return words
-    sign, every, shift = _constants(dtype)
-    return np.asarray(words ^ np.where(words >> words.dtype.type(shift), every, sign))
-
-
-def _disordered(words: Words, dtype: DType) -> Words:
-    if dtype.kind is not DTypeKind.FLOAT:
-        return words
-    sign, every, shift = _constants(dtype)
-    return np.asarray(words ^ np.where(words >> words.dtype.type(shift), sign, every))
-
-
-def _unfolded(folded: Words, dtype: DType) -> Words:
-    _, every, _ = _constants(dtype)
-    one = folded.dtype.type(1)
-    return np.asarray((folded >> one) ^ np.where(folded & one, every, 0).astype(folded.dtype))
 
 
 def _encode_plane(folded: Words, byte: int) -> NDArray[np.uint8]:
@@ -91,10 +74,11 @@ def _encode_plane(folded: Words, byte: int) -> NDArray[np.uint8]:
     return coded if len(coded) <= n else joined(np.array([_PLAIN], np.uint8), plane)
 
 
-def _decode_plane(parts: Parts, n: int, where: str) -> NDArray[np.uint8]:
+def _decode_plane(parts: Parts, n: int, where: str) -> NDArray[np.uint8] | None:
+    """One byte of all elements; None where all are 0."""
     form = int(parts.take(np.uint8, 1)[0])
     if form == _ZERO:
-        return np.zeros(n, np.uint8)
+        return None
     if form == _PLAIN:
         return parts.take(np.uint8, n)
     if form != _CODED:
@@ -107,6 +91,6 @@ def _decode_plane(parts: Parts, n: int, where: str) -> NDArray[np.uint8]:
 
 
 def _rows(n: int) -> NDArray[np.uint8]:
-    rows = np.full(padded(n), SKIPPED, np.uint8)
-    rows[:n] = 0
+    rows = scratch("bytewise-rows", padded(n), np.uint8)
+    rows[:n], rows[n:] = 0, SKIPPED
     return rows

@@ -1,4 +1,4 @@
-"""The loop that turns elements of any dtype beside the same dtype into bytes of small differences."""
+"""The loops that turn elements of any dtype beside the same dtype into bytes of small differences, and back."""
 
 from __future__ import annotations
 
@@ -24,6 +24,29 @@ def fold_differences(base: Words, expert: Words, bits: int, is_float: int, folde
         other ^= high if other >> shift else low
         difference = (other - own) & every
         folded[i] = (difference << one) ^ (every if difference >> shift else np.uint64(0))
+
+
+@kernel
+def unfold_differences(base: Words, folded: Words, bits: int, is_float: int, expert: Words) -> None:
+    """What `fold_differences` was given as expert."""
+    every, sign = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits), np.uint64(1) << np.uint64(bits - 1)
+    shift, one = np.uint64(bits - 1), np.uint64(1)
+    low = sign if is_float else np.uint64(0)
+    high = every if is_float else np.uint64(0)
+    for i in range(len(expert)):
+        own, found = np.uint64(base[i]), np.uint64(folded[i])
+        own ^= high if own >> shift else low
+        difference = (found >> one) ^ (every if found & one else np.uint64(0))
+        other = (own + difference) & every
+        expert[i] = other ^ (low if other >> shift else high)
+
+
+@kernel
+def put_plane(plane: Bytes, byte: int, folded: Words) -> None:
+    """Add one byte to every word."""
+    shift = np.uint64(8 * byte)
+    for i in range(len(folded)):
+        folded[i] = np.uint64(folded[i]) | (np.uint64(plane[i]) << shift)
 
 
 @kernel
