@@ -57,6 +57,11 @@ def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> No
             raise OutputError.of(
                 "output.overlaps-input", out, f"overlaps the input {path}", "choose a folder apart from every input"
             )
+    for folder in out.absolute().parents:
+        if folder.is_file():
+            raise OutputError.of(
+                "output.not-a-directory", folder, f"is a file; {out} cannot be in it", "choose another place"
+            )
     if not (out.exists() or out.is_symlink()):
         return
     if not force:

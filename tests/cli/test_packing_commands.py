@@ -49,6 +49,25 @@ def test_pack__replace_says_how_to_get_the_original_back(work: Workplace, run: R
     assert str(work.family.base) in ran.out
 
 
+def test_pack__replace_says_how_to_get_a_bare_file_back(work: Workplace, run: Runner) -> None:
+    bare = work.root / "bare.safetensors"
+    bare.write_bytes(next(work.family.experts[0].glob("*.safetensors")).read_bytes())
+    before = bare.read_bytes()
+    ran = run("pack", work.family.base, bare, "-o", work.root / "stores", "--replace")
+    assert (ran.exit_code, bare.exists()) == (0, False)
+    told = re.search(r"`mergepipe (unpack \S+ -o \S+)`", ran.out)
+    assert told is not None
+    assert run(*told[1].split(), "--quiet").exit_code == 0
+    assert (work.root / "bare" / "bare.safetensors").read_bytes() == before
+
+
+def test_pack__refuses_a_file_as_the_place_of_stores(work: Workplace, run: Runner) -> None:
+    ran = run("pack", work.family.base, work.family.experts[0], "-o", work.recipe)
+    assert ran.exit_code == 7
+    assert f"{work.recipe}: is a file; {work.recipe / 'expert-1'} cannot be in it" in ran.err
+    assert work.names() == {"family", "recipe.yml"}
+
+
 def test_pack__refuses_to_write_into_the_base(work: Workplace, run: Runner) -> None:
     ran = run("pack", work.family.base, work.family.experts[0], "-o", work.family.base)
     assert ran.exit_code == 7
@@ -59,7 +78,7 @@ def test_pack__refuses_to_write_into_the_base(work: Workplace, run: Runner) -> N
 def test_unpack__refuses_what_is_no_store(work: Workplace, run: Runner) -> None:
     ran = run("unpack", work.family.base, "-o", work.root / "back")
     assert ran.exit_code == 3
-    assert "mergepipe-store.json" in ran.err
+    assert "is no delta store: there is no mergepipe-store.json in it; name one that `pack` made" in ran.err
 
 
 def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runner) -> None:

@@ -18,9 +18,10 @@ from mergepipe.budget import Purpose
 from mergepipe.canonical import digest_of
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
-from mergepipe.deltastore.index import ROW_BYTES
+from mergepipe.deltastore.index import ROW, ROW_BYTES
 from mergepipe.deltastore.opening import open_store
 from mergepipe.deltastore.packed import PackedTensor
+from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import (
     CorruptError,
     MergePipeError,
@@ -155,6 +156,7 @@ def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(o
 
 def test_pack__replace_removes_the_original_and_unpack_brings_it_back(odd: Packed, tmp_path: Path) -> None:
     original = tree(odd.expert)
+    (odd.expert / "notes" / "nothing").mkdir()
     report = pack(odd.base, [odd.expert], tmp_path / "stores", replace=True)
     assert report.experts[0].is_original_removed
     assert not odd.expert.exists()
@@ -186,10 +188,47 @@ def test_pack__refuses_two_experts_of_one_name_and_files_it_needs_the_names_of(o
     with pytest.raises(RecipeError) as twice:
         pack(odd.base, [odd.expert, odd.expert], tmp_path / "other")
     assert twice.value.code == "pack.name"
-    (odd.expert / HEADER_NAME).write_text("{}")
+    (odd.expert / INDEX_NAME).write_text("{}")
     with pytest.raises(UnsupportedError) as named:
         pack(odd.base, [odd.expert], tmp_path / "other")
     assert named.value.code == "pack.file"
+
+
+def test_pack__refuses_stores_as_base_and_as_expert(odd: Packed, tmp_path: Path) -> None:
+    for base, expert in ((odd.base, odd.store), (odd.store, odd.expert)):
+        with pytest.raises(UnsupportedError) as caught:
+            pack(base, [expert], tmp_path / "other")
+        assert caught.value.code == "model.store"
+    assert not (tmp_path / "other").exists()
+
+
+def test_pack__refuses_links_to_directories_which_it_would_lose(odd: Packed, tmp_path: Path) -> None:
+    (odd.expert / "linked").symlink_to(odd.expert / "notes")
+    with pytest.raises(UnsupportedError, match="linked: is a link to a directory") as caught:
+        pack(odd.base, [odd.expert], tmp_path / "other")
+    assert caught.value.code == "pack.file"
+
+
+@pytest.mark.parametrize("of_base", ["", "model.safetensors"])
+def test_pack__replace_never_removes_the_base(odd: Packed, tmp_path: Path, of_base: str) -> None:
+    before = tree(odd.base)
+    (tmp_path / "by-another-name").symlink_to(odd.base)
+    for base in (odd.base / of_base, tmp_path / "by-another-name" / of_base):
+        with pytest.raises(RecipeError, match="is a file of the base") as caught:
+            pack(base, [odd.base], tmp_path / "other", replace=True)
+        assert caught.value.code == "pack.replace"
+    assert tree(odd.base) == before
+    assert not (tmp_path / "other").exists()
+
+
+def test_pack__replace_never_removes_a_base_inside_of_the_expert(odd: Packed, tmp_path: Path) -> None:
+    inside = odd.expert / "notes" / "base"
+    inside.mkdir()
+    (odd.base / "model.safetensors").rename(inside / "model.safetensors")
+    before = tree(odd.expert)
+    with pytest.raises(RecipeError, match="is a file of the base"):
+        pack(inside, [odd.expert], tmp_path / "other", replace=True)
+    assert tree(odd.expert) == before
 
 
 def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
@@ -335,6 +374,31 @@ def test_open_store__refuses_headers_that_lie(odd: Packed, changes: dict[str, ob
     with_header(odd, **changes)
     with pytest.raises(CorruptError):
         _ = opened(odd).tensors[EXTRA].stored  # what the index says is read when it is needed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuts"),
+    [("BF16", [3.45e38, 2.0, 1.0]), ("BF16", [3.0, 2.0, 1e-46]), ("BF16", [1.0, 2.0, 0.5]), ("F32", [3.0, 2.0, 1.0])],
+)
+def test_open_store__refuses_cuts_that_no_tensor_has(odd: Packed, dtype: str, cuts: list[float]) -> None:
+    tensors = json.loads((odd.store / HEADER_NAME).read_text())["tensors"]
+    next(each for each in tensors if each["dtype"] == dtype)["cuts"] = cuts
+    with_header(odd, tensors=tensors)
+    with pytest.raises(CorruptError, match="cuts is"):
+        opened(odd)
+
+
+def test_open_store__refuses_blocks_of_more_bytes_than_they_have_elements_for(odd: Packed) -> None:
+    """What is read of a block goes into memory: it is refused before."""
+    path = odd.store / INDEX_NAME
+    rows = np.frombuffer(path.read_bytes(), ROW).copy()
+    rows["lengths"][0, Piece.HEAD] = 1 << 31
+    path.write_bytes(rows.tobytes())
+    os.truncate(odd.store / PIECE_NAMES[Piece.HEAD], int(rows["lengths"][:, Piece.HEAD].sum(dtype=np.int64)))
+    with_header(odd, index_blake3=index_digest(rows.tobytes()))
+    checkpoint = opened(odd)
+    with pytest.raises(CorruptError, match="bytes are stored for a block of"):
+        _ = checkpoint.tensors[EXTRA].stored
 
 
 @given(seed=st.integers(0, 2**32 - 1))

@@ -343,3 +343,22 @@ def test_decode_block__damaged_pieces_are_refused_or_give_other_values_never_mor
         else:
             continue
         assert refused.code == "store.content"
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, DTYPES["U8"]])
+@pytest.mark.parametrize("level", [Level.HEAD, Level.BODY_EXACT, Level.LOSSLESS])
+def test_decode_deltas__refuses_bands_of_other_dtypes_before_anything_is_written(dtype: DType, level: Level) -> None:
+    base, expert = bf16_pair(0, 8192, 1e-4)
+    bands = bands_of(base, expert)
+    block = encode_block(base, expert, BF16, bands)
+    assert block.codec is Codec.BANDS
+    context = BlockContext(base, dtype, bands, "test")
+    room_N = np.full(16384, 7, np.float32)
+    n = len(base) // dtype.itemsize
+    with pytest.raises(CorruptError, match=f"which {dtype.name} has not"):
+        decode_deltas(block.codec, level, block.pieces, context, room_N[:n])
+    values = np.full(len(base), 7, np.uint8)
+    with pytest.raises(CorruptError, match=f"which {dtype.name} has not"):
+        decode_block(block.codec, block.pieces, context, values)
+    assert (room_N == 7).all()
+    assert (values == 7).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.ordering import OrderedBlocks
 from mergepipe.deltastore.writer import StoreWriter
-from mergepipe.errors import ConflictError, LimitError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, StorageError, UnsupportedError
 from mergepipe.publish import Staging
 from mergepipe.reports import Progress
 from mergepipe.storage.local import LocalFile
+from mergepipe.testing.faults import open_descriptors
 from mergepipe.workflows import pack_pass, store_building
 
 TENSOR_BYTES = 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -171,6 +173,39 @@ def test_ordered_blocks__are_written_in_order_whatever_order_they_come_in(
     assert told == sorted(told)
     assert (told[-1], durable.n_rows) == (len(order), len(order))
     assert not (folder / "early").exists()
+
+
+def test_ordered_blocks__take_nothing_more_once_something_failed(tmp_path: Path) -> None:
+    """What a second fsync says after one that failed is not to be believed."""
+    told: list[int] = []
+
+    def fail_once(n_rows: int) -> None:
+        told.append(n_rows)
+        if len(told) == 1:
+            raise StorageError.of("storage.io", tmp_path, "failed", "run again")
+
+    content = np.zeros(10, np.uint8)
+    block = EncodedBlock(Codec.RAW, {Piece.WHOLE: content})
+    with StoreWriter(tmp_path, Ledger()) as writer:
+        blocks = OrderedBlocks(writer, tmp_path / "early", fail_once)
+        for number in (0, 1, 5):
+            with pytest.raises(StorageError):
+                blocks.put(number, block, make_row(block, None, content))
+        assert writer.n_rows == 1
+        blocks.close()
+    assert told == [1]
+
+
+def test_pack__raises_the_limit_of_open_files_for_as_many_experts_as_are_packed_at_once(tmp_path: Path) -> None:
+    tensors = {"a": halves(np.ones(100, np.float32))}
+    places = [write_model(tmp_path / f"model-{i}", tensors) for i in range(1 + pack_pass.EXPERTS_AT_ONCE)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_descriptors()) + 60, hard))
+    try:
+        report = mergepipe.pack(places[0], places[1:], tmp_path / "stores", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(expert.is_new for expert in report.experts)
 
 
 def test_progress_of_pack__is_the_bytes_of_the_experts(family: PackFamily, tmp_path: Path) -> None:

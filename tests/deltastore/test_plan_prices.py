@@ -227,6 +227,20 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
     assert len(measured) == 3
 
 
+def test_speeds__of_a_small_file_are_measured_again_with_a_larger_one(
+    family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter((1e6, 2e9))
+    monkeypatch.setattr(speeds_module, "measure_reading", lambda *_: next(found))
+    tiny = write_family(tmp_path / "tiny", [{"a": encode(np.full(9000, e, np.float32), BF16)} for e in range(4)])
+    speeds = []
+    for each in (tiny, family, tiny, family):
+        plan = mergepipe.plan(recipe_of(each), "50%", price="time", home=tmp_path / "home", reuse=False)
+        assert plan.price is not None
+        speeds.append(plan.price.speeds.storage_bytes_per_second)
+    assert speeds == [1e6, 2e9, 2e9, 2e9]
+
+
 def test_measure_reading__charges_what_it_reads_and_no_more_than_its_limit(tmp_path: Path) -> None:
     for size in (0, 1000, 5 << 20):
         path, store = tmp_path / f"{size}.bin", LocalStore()

@@ -14,12 +14,13 @@ import pytest
 
 import mergepipe
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
 from mergepipe.testing.crashes import Death, count_operations, run_killed
 from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from mergepipe.testing.safetensors_bytes import file_bytes
 from mergepipe.workflows import pack_progress, store_building
+from mergepipe.workflows.store_building import StoreBuilder
 
 FEW = 9
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
@@ -133,6 +134,22 @@ def test_pack__interrupted_goes_on_where_it_was(case: PackCase) -> None:
     report = case.run()
     assert all(expert.went_on_bytes >= 500_000 for expert in report.experts)
     assert report.base_bytes < 2 * sum(SIZES) - 500_000
+    assert tree(case.out) == case.wanted
+
+
+def test_pack__on_a_disk_that_is_full_at_the_end_goes_on_where_it_was(
+    case: PackCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(builder: StoreBuilder) -> None:
+        raise StorageError.of("storage.no-space", builder.job.out, "is full", "free some space and run again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreBuilder, "finish", finish)
+        with pytest.raises(StorageError, match="is full"):
+            case.run()
+    assert len(list(case.out.glob(".*"))) == 2
+    report = case.run()
+    assert all(expert.went_on_bytes == 2 * sum(SIZES) for expert in report.experts)
     assert tree(case.out) == case.wanted
 
 

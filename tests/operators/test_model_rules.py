@@ -270,6 +270,17 @@ def test_della__refuses_a_block_that_cuts_a_row() -> None:
         next(survival_of(Rule("della").given((10, 10))).parts(tensor.block(tensor.spans([5])[1])))
 
 
+def test_della__of_density_one_drops_nothing_and_is_cut_anywhere() -> None:
+    everyone = ({"weight": 1.0, "density": 1.0, "epsilon": 0.15}, {"weight": 0.5, "density": 1.0, "epsilon": 0.15})
+    tensor = StoredTensor(exact_family(0, 1000, 2), F32)
+    for name in ("della", "della_linear"):
+        operator = operator_named(name)
+        given_ = replace(Rule(name).given((10, 100)), experts=everyone, stream_keys=(1, 2))
+        assert operator.granularity(given_) == 1
+        whole = apply_operator(operator, given_, tensor, [])
+        np.testing.assert_array_equal(apply_operator(operator, given_, tensor, [37, 450]), whole)
+
+
 def test_multislerp__refuses_directions_that_cancel() -> None:
     delta_N = np.ones(30, np.float32)
     third_N = np.zeros(30, np.float32)

@@ -96,6 +96,16 @@ def test_tail_sizes__rise_and_have_a_mean_square_of_one(share: float) -> None:
     assert sizes_Q[0] >= 0
 
 
+@pytest.mark.parametrize("share", [0.0, 1e-16, 1e-30])
+def test_lost_and_all__takes_experts_of_whom_next_to_nothing_is_kept(share: float) -> None:
+    sizes_Q = tail_sizes(share)
+    assert np.isfinite(sizes_Q).all()
+    assert np.mean(np.square(sizes_Q)) == pytest.approx(1.0)
+    share_E = np.array([0.2, 0.2, 0.3, share])
+    lost, whole = lost_and_all(replace(VOTERS, share_E=share_E, tail_E=share_E))
+    assert 0 < lost < whole
+
+
 def test_share_with_ties__is_between_the_densities_around_a_cut() -> None:
     statistics = TensorStatistics(
         BlockGrid(10, 10), np.zeros(1, BLOCK_RECORD), np.array([0.1, 0.2, 0.3, 0.5]),

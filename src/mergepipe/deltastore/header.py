@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mergepipe.blocks import DTYPES, BlockGrid, DType, element_count
+from mergepipe.blocks import BF16, DTYPES, BlockGrid, DType, element_count
 from mergepipe.canonical import digest_of
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.errors import UnsupportedError
+from mergepipe.readers.choosing import STORE_HEADER_NAME
 from mergepipe.readers.contained import is_plain_name
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 
-HEADER_NAME = "mergepipe-store.json"
+HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"
 HEADERS_NAME = "mergepipe-store.headers"
 PIECE_NAMES: dict[Piece, str] = {
@@ -26,6 +27,8 @@ OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.value
 FORMAT_NAME = "mergepipe-delta-store"
 FORMAT_VERSION = 2
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
+_LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
+_SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
 
 
@@ -218,16 +221,16 @@ def _entry(fields: _Fields) -> PackedEntry:
         fields.refuse("shape", fields.get("shape", list))
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        fields.get("has_base", bool), _cuts(fields),
+        fields.get("has_base", bool), _cuts(fields, dtype),
     )  # fmt: skip
 
 
-def _cuts(fields: _Fields) -> tuple[float, float, float] | None:
+def _cuts(fields: _Fields, dtype: DType) -> tuple[float, float, float] | None:
     cuts = fields.raw("cuts")
     if cuts is None:
         return None
-    if isinstance(cuts, list) and len(cuts) == 3 and all(isinstance(cut, float) for cut in cuts):
+    if dtype is BF16 and isinstance(cuts, list) and len(cuts) == 3 and all(isinstance(cut, float) for cut in cuts):
         first, second, third = (float(cut) for cut in cuts if isinstance(cut, float))
-        if 3.5e38 > first >= second >= third >= 1e-45:
+        if _LARGEST_CUT >= first >= second >= third >= _SMALLEST_CUT:
             return first, second, third
     return fields.refuse("cuts", cuts)

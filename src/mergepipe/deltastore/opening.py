@@ -16,13 +16,14 @@ from mergepipe.deltastore.header import (
     PIECE_NAMES,
     PackedEntry,
     StoreHeader,
+    is_store,
     parse_header,
 )
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.kept import KeptTensor
 from mergepipe.deltastore.packed import PackedTensor
 from mergepipe.deltastore.side import Charged, StoreSide, as_expert, as_metadata
-from mergepipe.errors import MismatchError
+from mergepipe.errors import MismatchError, NotFoundError
 from mergepipe.readers.base import Checkpoint, FileFingerprint, Readable, TensorEntry
 from mergepipe.readers.contained import stat_regular
 from mergepipe.readers.hf import SIDECAR_NAMES
@@ -54,6 +55,10 @@ def read_store(store: Store, path: Path) -> OpenedStore:
         UnsupportedError: a newer version.
         NotFoundError, StorageError: from the store.
     """
+    if not is_store(path):
+        raise NotFoundError.of(
+            "store.not-found", path, f"is no delta store: there is no {HEADER_NAME} in it", "name one that `pack` made"
+        )
     opened = _read_header(store, path, as_metadata)
     _ = opened.index
     return opened

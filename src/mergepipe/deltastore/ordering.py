@@ -25,7 +25,8 @@ class OrderedBlocks:
 
     Memory: `early_bytes` of blocks that came before their turn, and their rows; what is more waits in the file
     `early`, which is made when it is needed and emptied when nothing waits in it. `on_written` is told, while all else
-    waits, how many blocks are written by now. Pieces are copied before `put` returns, or written.
+    waits, how many blocks are written by now. Pieces are copied before `put` returns, or written. Once something failed
+    nothing more is taken: what is on disk is not known then, and must not be called durable.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class OrderedBlocks:
         self._waiting: dict[int, _Waiting] = {}
         self._held_bytes = 0
         self._early = _EarlyFile(early)
+        self._failure: BaseException | None = None
 
     @property
     def n_written(self) -> int:
@@ -48,16 +50,25 @@ class OrderedBlocks:
         """Take block `number` with its row of the index.
 
         Raises:
-            StorageError: it could not be written.
+            StorageError: it could not be written, or another one before.
         """
         with self._lock:
-            if number != self._writer.n_rows:
-                self._waiting[number] = self._set_aside(block, row)
-                return
-            self._writer.append(row, block.pieces)
-            while (waiting := self._waiting.pop(self._writer.n_rows, None)) is not None:
-                self._writer.append(waiting.row, self._taken_back(waiting))
-            self._on_written(self._writer.n_rows)
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._take(number, block, row)
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def _take(self, number: int, block: EncodedBlock, row: NDArray[np.void]) -> None:
+        if number != self._writer.n_rows:
+            self._waiting[number] = self._set_aside(block, row)
+            return
+        self._writer.append(row, block.pieces)
+        while (waiting := self._waiting.pop(self._writer.n_rows, None)) is not None:
+            self._writer.append(waiting.row, self._taken_back(waiting))
+        self._on_written(self._writer.n_rows)
 
     def _set_aside(self, block: EncodedBlock, row: NDArray[np.void]) -> _Waiting:
         content = np.concatenate([np.empty(0, np.uint8), *(block.pieces[piece] for piece in sorted(block.pieces))])

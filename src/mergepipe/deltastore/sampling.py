@@ -37,14 +37,6 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
     return tuple(Span(i * step, i * step + _STRETCH_ELEMENTS) for i in range(_STRETCHES))
 
 
-def sample_bands(base: TensorEntry, base_file: RangeFile, expert: TensorEntry, expert_file: RangeFile) -> Bands:
-    """Read a sample of a bf16 tensor and of its base, and choose where the bands begin.
-
-    Memory: some MiB. Reads at most 256 KiB of each file.
-    """
-    return bands_of(read_sample(base, base_file, Purpose.BASE), read_sample(expert, expert_file, Purpose.ANALYSIS))
-
-
 def bands_of(base: Sample, expert: Sample) -> Bands:
     """Choose where the bands of a bf16 tensor begin, from samples of it and of its base."""
     deltas = [_deltas(own, other) for own, other in zip(base.stretches, expert.stretches, strict=True)]

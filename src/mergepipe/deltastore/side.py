@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from mergepipe.budget import Purpose
 from mergepipe.cost import range_cost_bytes
-from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
@@ -16,6 +18,7 @@ from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.readers.base import Checkpoint, TensorEntry, files_of
 from mergepipe.readers.hf import open_checkpoint
+from mergepipe.readers.strict_json import shown
 from mergepipe.storage.base import Store
 
 Charged = Callable[[Store, Path, int], bytes]
@@ -111,11 +114,24 @@ class StoreSide:
         if index_digest(content) != self._header.index_blake3:
             raise corrupt(path, "the index is damaged: its digest does not fit the header's")
         index = StoreIndex.parse(content, str(path))
+        self._check_lengths(index, path)
         for piece in Piece:
             name, needed = PIECE_NAMES[piece], index.file_bytes(piece)
             if self._sizes[name] != needed:
                 raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed} bytes are needed")
         return index
+
+    def _check_lengths(self, index: StoreIndex, path: Path) -> None:
+        """Refuse blocks that are stored in more bytes than they have: what is read of them goes into memory."""
+        stored_R = index.rows["lengths"].sum(axis=1, dtype=np.int64)
+        for tensor in self._header.tensors:
+            room_B = np.full(tensor.n_rows, BLOCK_ELEMENTS * tensor.dtype.itemsize)
+            room_B[tensor.n_rows - 1 :] = tensor.nbytes - room_B[: tensor.n_rows - 1].sum()
+            over_B = np.flatnonzero(stored_R[tensor.first_row : tensor.first_row + tensor.n_rows] > room_B)
+            if len(over_B):
+                stored = int(stored_R[tensor.first_row + over_B[0]])
+                message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
+                raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
 
     @property
     def found_original(self) -> Checkpoint | None:

@@ -56,12 +56,12 @@ class Survival:
             drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
 
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
-        """The block in pieces of whole rows, about `SCRATCH_ELEMENTS` long.
+        """The block in pieces, of whole rows where anything is dropped, about `SCRATCH_ELEMENTS` long.
 
         Raises:
-            ValueError: the block cuts a row.
+            ValueError: the block cuts a row in which something is dropped.
         """
-        if block.first_element % self.row_elements:
+        if block.first_element % self.row_elements and bool((self.lowest_E < 1.0).any()):
             raise ValueError(f"a block starts at element {block.first_element}, inside a row of {self.row_elements}")
         step = self.row_elements * max(1, SCRATCH_ELEMENTS // self.row_elements)
         for skip in range(0, block.n_elements, step):

@@ -25,6 +25,8 @@ from mergepipe.readers.base import Graded
 
 DRAWS = 4096
 _QUANTILES = 512
+_SHARES_KEPT = 4096  # one for each expert's tensor, where ties at cuts differ: 16 MiB
+_LEAST_SHARE = 1e-30  # of none there are no sizes
 _DIGITS = 4  # so that the last bits of a sum do not show
 _SEED = 20_240_607
 
@@ -55,12 +57,13 @@ def draws_of(n_experts: int) -> Draws:
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_SHARES_KEPT)
 def tail_sizes(share: float) -> NDArray[np.float64]:
     """Quantiles of |x| among the largest `share` of a normal sample, their mean square being 1."""
     normal = NormalDist()
     middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    sizes_Q = np.array([normal.inv_cdf(1 - share * (1 - float(q)) / 2) for q in middle])
+    above_Q = max(share, _LEAST_SHARE) * (1 - middle) / 2
+    sizes_Q = np.array([-normal.inv_cdf(float(above)) for above in above_Q])
     return np.asarray(sizes_Q / np.sqrt(np.mean(np.square(sizes_Q))), np.float64)
 
 
@@ -86,7 +89,7 @@ def lost_and_all(voters: Voters) -> tuple[float, float]:
     draws = draws_of(len(voters.weight_E))
     kept_EN = draws.rank_EN < voters.share_E[:, None]
     place_EN = draws.rank_EN / np.where(voters.share_E > 0, voters.share_E, 1.0)[:, None]
-    quantile_EN = np.clip((place_EN * _QUANTILES).astype(np.int64), 0, _QUANTILES - 1)
+    quantile_EN = np.clip(place_EN * _QUANTILES, 0, _QUANTILES - 1).astype(np.int64)
     root_E = np.sqrt(np.divide(voters.energy_E, voters.share_E, out=np.zeros_like(voters.energy_E),
                                where=voters.share_E > 0))  # fmt: skip
     sizes_EN = np.stack([tail_sizes(float(tail))[at_N] for tail, at_N in zip(voters.tail_E, quantile_EN, strict=True)])

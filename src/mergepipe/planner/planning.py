@@ -230,18 +230,23 @@ class Ranking:
             name = self.problem.experts[int(np.flatnonzero(unknown_E)[0])].text
             message = "has tensors of which nothing is known, so that no error can be expected"
             raise UnsupportedError.of("plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it")
-        found = self._error(self.budget_bytes)
+        known: dict[int, float] = {}
+        found = self._error(self.budget_bytes, known)
         if found > target:
             message = f"the error that is expected within {self.budget_bytes} bytes is {found:.4g}, not {target:g}"
             raise LimitError.of("plan.target-error", "--target-error", message, "raise --budget or --target-error")
         low, high = 0, self.budget_bytes
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._error(middle) <= target else (middle + 1, high)
+            low, high = (low, middle) if self._error(middle, known) <= target else (middle + 1, high)
         return self.select(high).planned_bytes
 
-    def _error(self, budget_bytes: int) -> float:
-        return expected_error(self._energies(self.select(budget_bytes)))
+    def _error(self, budget_bytes: int, known: dict[int, float]) -> float:
+        """The error that is expected within a budget; `known` by planned bytes, since many budgets read the same."""
+        selection = self.select(budget_bytes)
+        if selection.planned_bytes not in known:
+            known[selection.planned_bytes] = expected_error(self._energies(selection))
+        return known[selection.planned_bytes]
 
     def _energies(self, selection: Selection) -> NDArray[np.float64]:
         return expected_energies(self.survey.candidates, selection, self.score_EB, self.survey.rules)

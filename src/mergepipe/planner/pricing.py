@@ -28,10 +28,6 @@ class Pricing:
         """By time where speeds are given, else by bytes."""
         return cls() if speeds is None else cls(speeds.seconds_per_byte, speeds.decoding, speeds.threads, is_time=True)
 
-    def of_bytes(self, cost: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The price of so many bytes."""
-        return np.asarray(cost * self.price_of_byte, np.float64)
-
     def of_decoding(self, source: Graded, level: int, stretches: int) -> NDArray[np.float64]:
         """Seconds to decode every `stretches` stretches of a source at a level, with all threads."""
         n_C = source.decoding_seconds(level, self.decoding) / self.threads

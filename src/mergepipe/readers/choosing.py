@@ -16,6 +16,7 @@ from mergepipe.readers.torch_weights import SUFFIXES as TORCH_SUFFIXES
 SAFETENSORS_SUFFIXES = (".safetensors",)
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+STORE_HEADER_NAME = "mergepipe-store.json"
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
 _INDEX_ENDING = ".index.json"
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
@@ -75,6 +76,11 @@ def choose_weights(root: Path, names: Collection[str]) -> Weights:
         raise UnsupportedError.of(
             "model.overlay", root, "is an overlay: it holds only what differs from its base",
             "make the whole model with `mergepipe materialise`, and use that",
+        )  # fmt: skip
+    if STORE_HEADER_NAME in names:
+        raise UnsupportedError.of(
+            "model.store", root, f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
+            "restore the model with `mergepipe unpack`, and use that",
         )  # fmt: skip
     for fmt in (SAFETENSORS, TORCH):
         if fmt.index in visible:

@@ -14,8 +14,9 @@ def pack_table(report: PackReport) -> str:
     lines = [_packed_line(expert) for expert in report.experts]
     for expert in report.experts:
         if expert.is_original_removed:
+            place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
             lines.append(
-                f"{expert.expert} was removed; `mergepipe unpack {expert.store} -o {expert.expert}` "
+                f"{expert.expert} was removed; `mergepipe unpack {expert.store} -o {place}` "
                 f"brings it back and needs the base {report.base}"
             )
     return "\n".join(lines)

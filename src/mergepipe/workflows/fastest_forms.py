@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from mergepipe.engine.levels import sufficient_levels
-from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
+from mergepipe.planner.rules import operator_input
 from mergepipe.prices import Speeds
 from mergepipe.readers.base import Graded
 from mergepipe.recipe.load import reload_recipe
-from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.base import Store
 from mergepipe.workflows.opening import Inputs, open_recipes
 
@@ -55,7 +54,7 @@ def _packed_seconds(inputs: Inputs, model: int, speeds: Speeds) -> float:
     for task in inputs.resolution.tasks:
         if model not in task.expert_models or not task.base.n_elements:
             continue
-        levels = dict(sufficient_levels(operator, _given(task), task))
+        levels = dict(sufficient_levels(operator, operator_input(task), task))
         for slot in (slot for slot, own in enumerate(task.expert_models) if own == model):
             source = task.experts[slot]
             if isinstance(source, Graded):
@@ -76,8 +75,3 @@ def _original_seconds(inputs: Inputs, model: int, speeds: Speeds) -> float:
                 found = source.find_original() if isinstance(source, Graded) else None
                 nbytes += source.nbytes if found is None else found.nbytes
     return nbytes * speeds.seconds_per_byte
-
-
-def _given(task: MergeTask) -> OperatorInput:
-    own = task.parameters
-    return OperatorInput(own.globals, own.anchor, own.experts, task.base.n_elements, (), shape=task.shape)

@@ -15,10 +15,10 @@ from mergepipe.blocks import Span
 from mergepipe.budget import Purpose
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.errors import CorruptError
+from mergepipe.deltastore.packed import read_bytes, read_into
 from mergepipe.readers.base import TensorEntry
 from mergepipe.storage.base import RangeFile
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
+from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.workflows.block_sights import BandChooser, Member, Sight, block_bytes
 from mergepipe.workflows.store_building import Place, StoreBuilder
 
@@ -178,11 +178,4 @@ class _Reader:
         file = self._files[entry.file]
         start = entry.offset + span.start * entry.dtype.itemsize
         stop = start + span.n_elements * entry.dtype.itemsize
-        first = start // file.alignment * file.alignment
-        nbytes = round_up(stop - first, file.alignment)
-        got = file.read_into(first, buffer.data[at : at + nbytes], purpose)
-        if got < stop - first:
-            raise CorruptError.of(
-                "storage.shrunk", file.path, f"ends at byte {first + got}, {stop} bytes are needed", "copy it again"
-            )
-        return buffer[at + start - first : at + stop - first], round_up(at + nbytes, PAGE_BYTES)
+        return read_into(file, start, stop, purpose, buffer[at:]), at + read_bytes(file, start, stop)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mergepipe.budget import Ledger
 from mergepipe.canonical import canonical_json, digest_of
-from mergepipe.deltastore.header import HEADERS_NAME, INDEX_NAME, PIECE_NAMES
+from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.deltastore.index import ROW_BYTES
-from mergepipe.deltastore.writer import DurableStore, index_digest, read_rows
+from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows
 from mergepipe.errors import MergePipeError
 from mergepipe.publish import CONTENT_NAME
 from mergepipe.storage.local import os_error
@@ -22,7 +22,6 @@ from mergepipe.storage.output import sync_directory, write_durably
 PROGRESS_NAME = "pack.progress"
 _NEW_NAME = "pack.progress.new"
 _FORMAT = "mergepipe-pack-progress/1"
-_NAMES = frozenset({*PIECE_NAMES.values(), HEADERS_NAME, INDEX_NAME})
 
 Cuts = tuple[float, float, float]
 
@@ -98,7 +97,7 @@ def _progress(document: Mapping[str, object]) -> PackProgress | None:
 
 
 def _is_there(content: Path, durable: DurableStore) -> bool:
-    if durable.file_bytes.keys() != _NAMES or durable.file_bytes[INDEX_NAME] != durable.n_rows * ROW_BYTES:
+    if durable.file_bytes.keys() != set(GROWING_FILES) or durable.file_bytes[INDEX_NAME] != durable.n_rows * ROW_BYTES:
         return False
     try:
         if any((content / name).stat().st_size < size for name, size in durable.file_bytes.items()):

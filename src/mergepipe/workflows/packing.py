@@ -20,10 +20,10 @@ from mergepipe.readers.base import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.readers.hf import open_checkpoint, stat_present
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.storage.local import LocalStore, os_error
-from mergepipe.workflows.inputs import open_files
+from mergepipe.workflows.inputs import allow_open_files, open_files
 from mergepipe.workflows.pack_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.workflows.packed_facts import packed_facts
-from mergepipe.workflows.store_building import PackJob, StoreBuilder, building
+from mergepipe.workflows.store_building import FILES_OF_BUILDER, PackJob, StoreBuilder, building
 from mergepipe.workflows.unpacking import check_kept, remove_original, verify_store
 
 _SUFFIX = ".safetensors"
@@ -165,17 +165,18 @@ def _pack_together(
     """
     started = time.perf_counter()
     total = sum(job.expert.tensor_bytes for job in jobs)
+    inputs = set[Path]().union(*(job.weight_files for job in jobs))
+    allow_open_files(len(inputs) + len(jobs) * FILES_OF_BUILDER)
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        inputs = {each.root / file.name for job in jobs for each in (job.base, job.expert) for file in each.files}
         with open_files(store, inputs) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
+        if errors:
+            raise errors[0]  # inside, so that what is durable of it is kept where that helps
     seconds = time.perf_counter() - started
-    if errors:
-        raise errors[0]
     facts = [packed_facts(store, builder.job, is_new=True) for builder in published]
     return {
         each.store: changed(each, seconds=seconds * each.tensor_bytes / max(total, 1), went_on_bytes=builder.done_bytes)
@@ -215,7 +216,7 @@ def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
     Raises:
         CorruptError: one of them is no regular file, or a link out of the directory.
         NotFoundError: one is a link to nothing.
-        UnsupportedError: one has a name that the store uses itself.
+        UnsupportedError: one has a name that the store uses itself, or is a link to a directory.
     """
     if expert.path != expert.root:
         return ()
@@ -235,23 +236,34 @@ def _walk(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise os_error(error, Path(error.filename), "listing it") from error
 
-    for folder, _, names in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise UnsupportedError.of(
+                    "pack.file", Path(folder) / name, "is a link to a directory, and stores keep files only",
+                    "remove the link, or copy the directory into its place",
+                )  # fmt: skip
         for name in names:
             yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 def _check_removable(job: PackJob) -> None:
-    """Refuse to replace what is only linked from here.
+    """Refuse to replace what is only linked from here, and what belongs to the base.
 
     Raises:
-        RecipeError: naming the link.
+        RecipeError: naming the file.
     """
     expert = job.expert
+    base_files = {(job.base.root / file.name).resolve() for file in job.base.files}
     names = [file.name for file in (*expert.files, *job.kept)]
     for place in (expert.path, *(expert.root / name for name in names)):
         if place.is_symlink():
             raise RecipeError.of(
                 "pack.replace", place, "is a link: --replace removes only files that stand here", "pack without it"
+            )
+        if place.resolve() in base_files:
+            raise RecipeError.of(
+                "pack.replace", place, "is a file of the base, which the store needs", "pack without --replace"
             )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.writer import GROWING_FILES
 from mergepipe.engine.jobs import Tap
 from mergepipe.engine.layouts import Piece
 from mergepipe.errors import OutputError
@@ -29,7 +28,7 @@ from mergepipe.workflows.inputs import allow_open_files, open_files
 from mergepipe.workflows.pack_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.workflows.packed_facts import packed_facts
 from mergepipe.workflows.packing import is_packed, job_of, reason_against
-from mergepipe.workflows.store_building import PackJob, StoreBuilder, building
+from mergepipe.workflows.store_building import FILES_OF_BUILDER, PackJob, StoreBuilder, building
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,8 @@ def _packing_along(plan: PackingPlan, threads: int, on_tick: Callable[[], None])
     """
     store = LocalStore()  # a ledger of its own: what packing reads and writes is no part of the merge's account
     check_free_space(plan.jobs[0].out, max(job.expert.tensor_bytes for job in plan.jobs))
-    inputs = {each.root / file.name for job in plan.jobs for each in (job.base, job.expert) for file in each.files}
-    allow_open_files(2 * len(inputs) + len(plan.jobs) * (len(GROWING_FILES) + 2))
+    inputs = set[Path]().union(*(job.weight_files for job in plan.jobs))
+    allow_open_files(2 * len(inputs) + len(plan.jobs) * FILES_OF_BUILDER)  # the engine opens them as well
     with contextlib.ExitStack() as stack:
         builders = tuple(
             stack.enter_context(building(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mergepipe.asked import default_threads
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.budget import EXPERT_PURPOSES, Usage
 from mergepipe.budget_request import BudgetRequest
@@ -32,7 +33,7 @@ from mergepipe.workflows.planned_reuse import ReusingPlanner
 from mergepipe.workflows.recording import CatalogLink
 from mergepipe.workflows.reusing import Snapshots, candidates
 from mergepipe.workflows.side_reads import find_unread
-from mergepipe.workflows.speeds import BY_BYTES, PriceRequest, processors
+from mergepipe.workflows.speeds import BY_BYTES, PriceRequest
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 MAX_PLAN_BYTES = 256 << 20
@@ -128,7 +129,7 @@ def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Pl
     """Plan the recipe at a path."""
     store = LocalStore()
     inputs = open_inputs(recipe, store, request.allow_dropped)
-    speeds = request.pricing.speeds(inputs, store, home, processors())
+    speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
         return make_plan(inputs, request, link, seed, speeds=speeds)
 

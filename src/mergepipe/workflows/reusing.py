@@ -91,9 +91,6 @@ class Reuse:
                     raise CorruptError.of("reuse.damaged", entry.file, message, hint)
 
 
-NO_REUSE = Reuse({})
-
-
 def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, snapshots: Snapshots) -> Reuse:
     """Look for the blocks of `tasks`, whose keys these are, in earlier snapshots.
 

@@ -16,19 +16,20 @@ import mergepipe
 from mergepipe.budget import Purpose
 from mergepipe.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
 from mergepipe.readers.base import files_of
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.timing import READERS, measure_reading
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.timing import MOST_BYTES, READERS, measure_reading
 from mergepipe.workflows.opening import Inputs
 
 SPEEDS_NAME = "speeds.json"
 SPEEDS_FORMAT = "mergepipe-speeds/1"
-_MOST_BYTES = 1 << 20
+_MOST_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
     bytes_per_second: float
     date: str
+    measured_bytes: int  # of a few it says how long a request takes, not how fast a model is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def find_speeds(
     """The speeds that plans by time are made from; with a `storage_speed` (bytes a second) storage is not measured.
 
     What is not known of this machine and of the place where the base lies is measured: at most 64 MiB of the base are
-    read, charged as the base's. It is rounded to two digits and kept in `home`, where there is one.
+    read, charged as the base's. It is rounded to two digits and kept in `home`, where there is one, until a larger file
+    can be measured.
 
     Raises:
         StorageError, NotFoundError: the base cannot be read.
@@ -78,13 +80,14 @@ def find_speeds(
 
 
 def _reading(kept: _Kept, inputs: Inputs, store: LocalStore) -> _Reading:
-    files = sorted(files_of(inputs.base.tensors.values()), key=lambda path: (-path.stat().st_size, path))
-    if not files:
-        return _Reading(two_digits(1e9), _today())  # nothing is stored, nothing will be read
-    place = str(mount_of(files[0]))
+    sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
+    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, Path()))
+    if size_bytes < DIRECT_ALIGNMENT_BYTES:
+        return _Reading(two_digits(1e9), _today(), 0)  # next to nothing is stored, next to nothing will be read
+    place, measured_bytes = str(mount_of(path)), min(size_bytes, MOST_BYTES)
     found = kept.reading(place)
-    if found is None:
-        found = _Reading(two_digits(measure_reading(store, files[0], Purpose.BASE)), _today())
+    if found is None or found.measured_bytes < measured_bytes:
+        found = _Reading(two_digits(measure_reading(store, path, Purpose.BASE)), _today(), measured_bytes)
         kept.keep_reading(place, found)
     return found
 
@@ -120,7 +123,8 @@ class _Kept:
         """What is known of a place."""
         found = _inside(self._of_machine(), "storage", place)
         try:
-            reading = _Reading(float(str(found["bytes_per_second"])), str(found["measured"]))
+            speed, size = float(str(found["bytes_per_second"])), int(str(found["measured_bytes"]))
+            reading = _Reading(speed, str(found["measured"]), size)
             Speeds(reading.bytes_per_second, NO_DECODING, 1, "")
         except (KeyError, ValueError):
             return None
@@ -143,7 +147,11 @@ class _Kept:
 
     def keep_reading(self, place: str, reading: _Reading) -> None:
         """Remember it, if there is a place for that."""
-        said = {"bytes_per_second": reading.bytes_per_second, "measured": reading.date}
+        said = {
+            "bytes_per_second": reading.bytes_per_second,
+            "measured": reading.date,
+            "measured_bytes": reading.measured_bytes,
+        }
         self._keep("storage", place, said)
 
     def keep_decoding(self, decoding: _Decoding) -> None:
@@ -170,7 +178,7 @@ class _Kept:
             return {}
         try:
             with self._path.open("rb") as stream:
-                document = json.loads(stream.read(_MOST_BYTES))
+                document = json.loads(stream.read(_MOST_FILE_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         is_known = isinstance(document, dict) and document.get("format") == SPEEDS_FORMAT
@@ -195,8 +203,3 @@ def _replace(path: Path, content: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,7 +21,7 @@ from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import FORMAT, KeptFile, PackedEntry, PackedFile, StoreHeader
 from mergepipe.deltastore.ordering import EARLY_BYTES, OrderedBlocks
-from mergepipe.deltastore.writer import CHUNK_BYTES, StoreWriter
+from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.engine.identity import PassingContentId
 from mergepipe.errors import StorageError
 from mergepipe.publish import Staging
@@ -33,6 +33,8 @@ from mergepipe.workflows.resuming import KEPT
 
 NOTE_BLOCKS = 2048
 """Blocks between two records of what is durable, 1 GiB of bf16: what a crash costs at most."""
+FILES_OF_BUILDER = len(GROWING_FILES) + 2
+"""Open files of one builder: those that grow, that of blocks that came early, the lock."""
 _COPY_BYTES = 8 << 20
 _EARLY_NAME = "early"
 _LEAST_BYTES = 64 << 10
@@ -87,6 +89,11 @@ class PackJob:
     def n_rows(self) -> int:
         """Blocks in all."""
         return sum(place.n_rows for place in self.places)
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The weight files of the expert and of the base."""
+        return {each.root / file.name for each in (self.base, self.expert) for file in each.files}
 
     @property
     def base_files(self) -> str:

@@ -113,7 +113,7 @@ def check_kept(store: LocalStore, root: Path, kept: Sequence[KeptFile]) -> None:
 
 
 def remove_original(expert: Checkpoint, kept: Sequence[str]) -> None:
-    """Remove the files of a packed expert, and the directories that become empty."""
+    """Remove the files of a packed expert, and its directories that are empty then."""
     names = [*(file.name for file in expert.files), *kept]
     for name in names:
         path = expert.root / name
@@ -122,10 +122,9 @@ def remove_original(expert: Checkpoint, kept: Sequence[str]) -> None:
         except OSError as error:
             raise os_error(error, path, "removing the original") from error
     if expert.path == expert.root:
-        folders = {expert.root / parent for name in names for parent in Path(name).parents}
-        for folder in sorted(folders, key=lambda each: -len(each.parts)):
+        for folder, _, _ in os.walk(expert.root, topdown=False):
             with contextlib.suppress(OSError):  # somebody put something there meanwhile
-                folder.rmdir()
+                Path(folder).rmdir()
 
 
 def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Checkpoint:

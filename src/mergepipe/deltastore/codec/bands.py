@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mergepipe.deltastore.codec.loops import FIRST_REST_CODE, N_CODES, Integers
-
-_BAND_CODES = range(1, FIRST_REST_CODE)
+from mergepipe.deltastore.codec.loops import Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +28,3 @@ class Bands:
     def limit(self) -> np.float32:
         """The largest magnitude outside the bands: one place below where the third begins."""
         return np.float32(np.nextafter(np.float32(self.cuts[2]), np.float32(0)))
-
-    @property
-    def signed(self) -> NDArray[np.float32]:
-        """Where a band begins, by code; 0 for cells."""
-        table = np.zeros(N_CODES, np.float32)
-        for code in _BAND_CODES:
-            # Codes 1, 2 are the first band (largest deltas), 3, 4 the second, 5, 6 the third; up, then down.
-            cut = self.cuts[(code - 1) // 2]
-            table[code] = cut if code % 2 else -cut
-        return table

@@ -128,8 +128,9 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
     if codec is Codec.SAME:
         out[:] = context.base
     elif codec is Codec.BANDS:
+        bands = _bands(context)
         base, values = context.base.view(np.uint16), out.view(np.uint16)
-        decode_band_values(pieces, base, _bands(context), context.where, values)
+        decode_band_values(pieces, base, bands, context.where, values)
     elif codec is Codec.BYTES:
         out[:] = decode_bytewise(pieces[Piece.WHOLE], context.base, context.dtype, context.where)
     else:
@@ -150,8 +151,9 @@ def decode_deltas(
     if codec is Codec.SAME or level is Level.NOTHING:
         out[:] = 0
     elif codec is Codec.BANDS:
+        bands = _bands(context)
         base = context.base.view(np.uint16)
-        decode_band_deltas(pieces, level, base, _bands(context), context.where, out)
+        decode_band_deltas(pieces, level, base, bands, context.where, out)
     else:
         expert = np.empty(len(context.base), np.uint8)
         decode_block(codec, pieces, context, expert)
@@ -159,6 +161,8 @@ def decode_deltas(
 
 
 def _bands(context: BlockContext) -> Bands:
+    if context.dtype is not BF16:
+        raise corrupt(context.where, f"the block is in bands, which {context.dtype.name} has not")
     if context.bands is None:
         raise corrupt(context.where, "the block is in bands, and its tensor has none")
     return context.bands

@@ -61,6 +61,8 @@ def _decode(
     pieces: Pieces, level: Level, base: Halves, bands: Bands, where: str, values: Halves, deltas: Floats, ways: int
 ) -> None:
     n = len(base)
+    if len(values) + len(deltas) != n:  # compiled code does not look
+        raise ValueError(f"{n} elements of the base, room for {len(values)} values and {len(deltas)} deltas")
     if not n:
         return
     own = base

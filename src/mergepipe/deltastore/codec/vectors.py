@@ -6,66 +6,59 @@ from collections.abc import Callable
 from typing import Any
 
 import numba.core
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.extending import intrinsic
 
 from mergepipe.deltastore.codec.loops import HEAD_SYMBOLS
 from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL
+from mergepipe.deltastore.codec.registers import (
+    I1,
+    I8,
+    I16,
+    I32,
+    I64,
+    call,
+    has_features,
+    load,
+    pointers_of,
+    splat,
+    spread,
+    store,
+)
 from mergepipe.kernels.compiled import Bits32, Bytes, kernel
 
 _core: Any = numba.core  # untyped
 _WIDTH = 16
 _VECTORS = LANES // _WIDTH
 _NEEDED = ("avx512bw", "avx512vl", "avx512vbmi2")
+_PERMUTE = "llvm.x86.avx512.permvar.si.512"
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_V8, _V16, _V32, _V64 = (ir.VectorType(scalar, _WIDTH) for scalar in (_I8, _I16, _I32, _I64))
-_MASK = ir.VectorType(ir.IntType(1), _WIDTH)
+_V8, _V16, _V32, _V64 = (ir.VectorType(scalar, _WIDTH) for scalar in (I8, I16, I32, I64))
+_MASK = ir.VectorType(I1, _WIDTH)
 
 
 def has_vectors() -> bool:
     """Whether this machine has the instructions that make `decode_symbols_by_16` fast; it is right without them."""
-    if (
-        _core.config.CPU_NAME is not None or _core.config.CPU_FEATURES is not None
-    ):  # numba was told to compile for another
-        return False
-    features = binding.get_host_cpu_features()
-    return all(features.get(name, False) for name in _NEEDED)
+    return has_features(*_NEEDED)
 
 
 def _all(value: int, vector: Any = _V32) -> Any:
-    return ir.Constant(vector, [value] * _WIDTH)
-
-
-def _at(builder: Any, array: Any, index: Any, vector: Any) -> Any:
-    return builder.bitcast(builder.gep(array, [index]), vector.as_pointer())
-
-
-def _load(builder: Any, array: Any, index: Any, vector: Any) -> Any:
-    loaded = builder.load(_at(builder, array, index, vector))
-    loaded.align = vector.element.width // 8
-    return loaded
-
-
-def _store(builder: Any, value: Any, array: Any, index: Any) -> None:
-    builder.store(value, _at(builder, array, index, value.type)).align = value.type.element.width // 8
+    return splat(value, vector)
 
 
 def _gathered(builder: Any, table: Any, index: Any) -> Any:
     """Entries (32 bits) of `table` at 16 indices."""
-    pointers = ir.VectorType(_I32.as_pointer(), _WIDTH)
-    signature = ir.FunctionType(_V32, [pointers, _I32, _MASK, _V32])
+    pointers = ir.VectorType(I32.as_pointer(), _WIDTH)
+    signature = ir.FunctionType(_V32, [pointers, I32, _MASK, _V32])
     gather = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.gather.v16i32.v16p0")
-    undefined = ir.Constant(_V64, ir.Undefined)
-    first = builder.insert_element(undefined, builder.ptrtoint(table, _I64), _I32(0))
-    firsts = builder.shuffle_vector(first, undefined, _all(0))
+    firsts = spread(builder, builder.ptrtoint(table, I64), _V64)
     addresses = builder.add(firsts, builder.shl(builder.zext(index, _V64), _all(2, _V64)))
-    return builder.call(gather, [builder.inttoptr(addresses, pointers), _I32(4), _all(1, _MASK), _all(0)])
+    return builder.call(gather, [builder.inttoptr(addresses, pointers), I32(4), _all(1, _MASK), _all(0)])
 
 
 def _expanded(builder: Any, words: Any, position: Any, wanted: Any) -> Any:
     """The words from `position` on, one for each lane that is `wanted`, in order; 0 for the others."""
-    signature = ir.FunctionType(_V16, [_I16.as_pointer(), _MASK, _V16])
+    signature = ir.FunctionType(_V16, [I16.as_pointer(), _MASK, _V16])
     expand = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.masked.expandload.v16i16")
     return builder.call(expand, [builder.gep(words, [position]), wanted, _all(0, _V16)])
 
@@ -76,7 +69,7 @@ def _refilled(builder: Any, words: Any, state: Any, position_place: Any) -> Any:
     position = builder.load(position_place)
     taken = builder.zext(_expanded(builder, words, position, wanted), _V32)
     refilled = builder.or_(builder.shl(state, _all(16)), taken)
-    count = builder.zext(builder.ctpop(builder.bitcast(wanted, _I16)), _I64)
+    count = builder.zext(builder.ctpop(builder.bitcast(wanted, I16)), I64)
     builder.store(builder.add(position, count), position_place)
     return builder.select(wanted, refilled, state)
 
@@ -89,12 +82,10 @@ def _find_in_table(builder: Any, table: Any, context: Any, slot: Any) -> tuple[A
 
 def _find_by_starts(builder: Any, starts: Any, context: Any, slot: Any) -> tuple[Any, Any]:
     """The same, from where each symbol starts: the last that is not past the slot."""
-    signature = ir.FunctionType(_V32, [_V32, _V32])
-    permute = _core.cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.si.512")
     place = builder.or_(builder.shl(slot, _all(20)), _all(0xFFFFF))
-    found = builder.call(permute, [starts[0], context])
+    found = call(builder, _PERMUTE, _V32, starts[0], context)
     for entries in starts[1:]:
-        entry = builder.call(permute, [entries, context])
+        entry = call(builder, _PERMUTE, _V32, entries, context)
         found = builder.select(builder.icmp_unsigned(">=", place, entry), entry, found)
     found = builder.select(builder.icmp_unsigned("<", context, _all(SKIPPED)), found, _all(TOTAL << 8))
     offset = builder.sub(slot, builder.lshr(found, _all(20)))
@@ -112,31 +103,28 @@ def _rounds_with(prepare: Callable[[Any, Any], Any], find: Any) -> Callable[...,
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             if find is _find_by_starts and not has_vectors():
-                return _I64(0)
-            own_stored, first, own_states, own_contexts, n, own_table, own_symbols = (
-                context.make_array(kind)(context, builder, argument).data
-                if isinstance(kind, _core.types.Array)
-                else argument
-                for kind, argument in zip(signature.args, arguments, strict=True)
+                return I64(0)
+            own_stored, first, own_states, own_contexts, n, own_table, own_symbols = pointers_of(
+                context, builder, signature, arguments
             )
-            words = builder.bitcast(builder.gep(own_stored, [first]), _I16.as_pointer())
+            words = builder.bitcast(builder.gep(own_stored, [first]), I16.as_pointer())
             prepared = prepare(builder, own_table)
-            lanes = [_I64(vector * _WIDTH) for vector in range(_VECTORS)]
+            lanes = [I64(vector * _WIDTH) for vector in range(_VECTORS)]
             alloca = _core.cgutils.alloca_once_value
-            places = [alloca(builder, _load(builder, own_states, lane, _V32)) for lane in lanes]
-            position_place = alloca(builder, _I64(0))
-            with _core.cgutils.for_range_slice(builder, _I64(0), n, _I64(LANES), _I64) as (start, _):
+            places = [alloca(builder, load(builder, own_states, lane, _V32)) for lane in lanes]
+            position_place = alloca(builder, I64(0))
+            with _core.cgutils.for_range_slice(builder, I64(0), n, I64(LANES), I64) as (start, _):
                 for lane, place in zip(lanes, places, strict=True):
                     element, state = builder.add(start, lane), builder.load(place)
-                    own_context = builder.zext(_load(builder, own_contexts, element, _V8), _V32)
+                    own_context = builder.zext(load(builder, own_contexts, element, _V8), _V32)
                     slot = builder.and_(state, _all(TOTAL - 1))
                     entry, offset = find(builder, prepared, own_context, slot)
-                    _store(builder, builder.trunc(entry, _V8), own_symbols, element)
+                    store(builder, builder.trunc(entry, _V8), own_symbols, element)
                     quotient = builder.lshr(state, _all(PRECISION_BITS))
                     popped = builder.add(builder.mul(builder.lshr(entry, _all(20)), quotient), offset)
                     builder.store(_refilled(builder, words, popped, position_place), place)
             for lane, place in zip(lanes, places, strict=True):
-                _store(builder, builder.load(place), own_states, lane)
+                store(builder, builder.load(place), own_states, lane)
             return builder.load(position_place)
 
         return signature, generate
@@ -145,7 +133,7 @@ def _rounds_with(prepare: Callable[[Any, Any], Any], find: Any) -> Callable[...,
 
 
 def _loaded_starts(builder: Any, table: Any) -> list[Any]:
-    return [_load(builder, table, _I64(symbol * _WIDTH), _V32) for symbol in range(HEAD_SYMBOLS)]
+    return [load(builder, table, I64(symbol * _WIDTH), _V32) for symbol in range(HEAD_SYMBOLS)]
 
 
 _decode_rounds: Any = intrinsic(_rounds_with(lambda _, table: table, _find_in_table))
