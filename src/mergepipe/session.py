@@ -145,7 +145,8 @@ def merge(
         _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--within-ulp": within_ulp, "--resume": resume})
     is_planned = budget is not None or target_error is not None
     if pack is not None and (is_planned or resume):
-        other, why = ("--budget", "which reads parts") if is_planned else ("--resume", "which reads what is left")
+        planned_by = "--target-error" if budget is None else "--budget"
+        other, why = (planned_by, "which reads parts") if is_planned else ("--resume", "which reads what is left")
         message = f"packs what is read in full: it does not go with {other}, {why}"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     if (keep_accumulators or within_ulp) and is_planned:

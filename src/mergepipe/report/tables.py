@@ -44,7 +44,7 @@ def merge_table(report: MergeReport) -> str:
 
 
 def _reused_text(report: MergeReport) -> str:
-    return f"{format_bytes(report.reused_bytes)} of earlier snapshots, where no expert was read"
+    return f"{format_bytes(report.reused_bytes)} of earlier snapshots or kept sums, for which no expert was read"
 
 
 def _budget_facts(report: MergeReport) -> list[Fact]:
