@@ -1,8 +1,12 @@
-"""Hypothesis profiles: `dev`; `ci`, the same examples every time, where CI is set; others by HYPOTHESIS_PROFILE."""
+"""For all tests: signals as in a terminal, an own home, and Hypothesis profiles.
+
+Profiles: `dev`; `ci`, the same examples every time, where CI is set; others by HYPOTHESIS_PROFILE.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,13 @@ settings.register_profile(
 )
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=_RELAXED, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure() -> None:
+    """Take signals as in a terminal: jobs in the background, or under nohup, inherit that they are ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
