@@ -8,7 +8,7 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, BlockElements, Debug, Home, Memory, Quiet, Threads
-from mergepipe.cli.running import optional_size, progress_shown
+from mergepipe.cli.running import optional_size, print_report, progress_shown
 
 BasePath = Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")]
 ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
@@ -69,14 +69,9 @@ def analyze(
             pack=pack,
             on_progress=on_progress,
         )
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.tables import analyze_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.tables import analyze_table
-
-        print(analyze_table(report))
+    print_report(report, analyze_table, as_json=as_json, quiet=quiet)
 
 
 def parse_share(text: str, option: str) -> float:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.running import print_report
 
 Roots = Annotated[
     list[str] | None, typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth.")
@@ -35,14 +36,9 @@ def rebuild(
     from mergepipe import session as api
 
     report = api.rebuild_catalog(roots or (), home=home)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.catalog_tables import rebuild_table
 
-        print(to_json(report))
-    else:
-        from mergepipe.report.catalog_tables import rebuild_table
-
-        print(rebuild_table(report))
+    print_report(report, rebuild_table, as_json=as_json)
 
 
 def stats(
@@ -55,11 +51,6 @@ def stats(
     from mergepipe import session as api
 
     found = api.catalog_stats(home=home)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.catalog_tables import catalog_table
 
-        print(to_json(found))
-    else:
-        from mergepipe.report.catalog_tables import catalog_table
-
-        print(catalog_table(found))
+    print_report(found, catalog_table, as_json=as_json)

@@ -9,7 +9,7 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Quiet
-from mergepipe.cli.running import progress_shown, truthful_about
+from mergepipe.cli.running import print_report, progress_shown, truthful_about
 
 if TYPE_CHECKING:
     from mergepipe.workflows.deltas import DeltaReport
@@ -74,11 +74,6 @@ def apply(
 
 
 def _tell(report: DeltaReport, how: str, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.delta_tables import delta_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.delta_tables import delta_table
-
-        print(delta_table(report, how))
+    print_report(report, lambda each: delta_table(each, how), as_json=as_json, quiet=quiet)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.running import print_report
 
 Subject = Annotated[
     str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
@@ -37,11 +38,6 @@ def explain(
     from mergepipe import session as api
 
     found = api.explain(subject, tensor=tensor, home=home)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.plan_tables import explain_table
 
-        print(to_json(found))
-    else:
-        from mergepipe.report.plan_tables import explain_table
-
-        print(explain_table(found))
+    print_report(found, explain_table, as_json=as_json)

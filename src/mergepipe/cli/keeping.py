@@ -9,7 +9,7 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Home, Memory, NoCatalog, OutPath, Quiet, Threads
-from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.cli.running import optional_size, print_merge_report, print_report, progress_shown, truthful_about
 from mergepipe.cli.snapshots import SnapshotName
 
 DAMAGED_EXIT_CODE = 4
@@ -106,14 +106,9 @@ def repair(
 
     with progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.repair(snapshot, threads=threads, memory_bytes=memory_bytes, home=home, on_progress=on_progress)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.keeping_tables import repair_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.keeping_tables import repair_table
-
-        print(repair_table(report))
+    print_report(report, repair_table, as_json=as_json, quiet=quiet)
 
 
 def replay(
@@ -186,14 +181,9 @@ def materialise(
             catalog=not no_catalog,
             on_progress=on_progress,
         )
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.keeping_tables import materialise_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.keeping_tables import materialise_table
-
-        print(materialise_table(report))
+    print_report(report, materialise_table, as_json=as_json, quiet=quiet)
 
 
 def diff(
@@ -216,14 +206,9 @@ def diff(
 
     with progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.keeping_tables import diff_table
 
-        print(to_json(report))
-    else:
-        from mergepipe.report.keeping_tables import diff_table
-
-        print(diff_table(report))
+    print_report(report, diff_table, as_json=as_json)
 
 
 def gc(
@@ -241,11 +226,6 @@ def gc(
     from mergepipe import keeping as api
 
     report = api.gc(roots or (), dry_run=dry_run, home=home)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.keeping_tables import gc_table
 
-        print(to_json(report))
-    else:
-        from mergepipe.report.keeping_tables import gc_table
-
-        print(gc_table(report))
+    print_report(report, gc_table, as_json=as_json)

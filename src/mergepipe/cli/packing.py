@@ -10,7 +10,7 @@ import typer
 from mergepipe.cli.analyze import BasePath
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Quiet, Threads
-from mergepipe.cli.running import progress_shown, truthful_about
+from mergepipe.cli.running import print_report, progress_shown, truthful_about
 
 ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
 StorePath = Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")]
@@ -54,14 +54,9 @@ def pack(
 
     with progress_shown(session, silent=quiet or as_json) as on_progress:
         report = packing.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.packing_tables import pack_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.packing_tables import pack_table
-
-        print(pack_table(report))
+    print_report(report, pack_table, as_json=as_json, quiet=quiet)
 
 
 def unpack(
@@ -81,11 +76,6 @@ def unpack(
 
     with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = unpacking.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.packing_tables import unpack_line
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.packing_tables import unpack_line
-
-        print(unpack_line(report))
+    print_report(report, unpack_line, as_json=as_json, quiet=quiet)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.sizes import parse_size
 
 if TYPE_CHECKING:
     from mergepipe.reports import MergeReport, Progress
+
+Report = TypeVar("Report")
 
 
 @contextlib.contextmanager
@@ -58,6 +60,16 @@ def optional_size(text: str | None, option: str) -> int | None:
         RecipeError: it is not a size.
     """
     return None if text is None else parse_size(text, option)
+
+
+def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
+    """Tell what was found or done: as JSON, as `table` shows it, or not at all."""
+    if as_json:
+        from mergepipe.report.as_json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        print(table(report))
 
 
 def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.running import print_report
 
 SnapshotName = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
@@ -53,14 +54,9 @@ def show(
     from mergepipe import session as api
 
     found = api.show(snapshot, home=home)
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.catalog_tables import snapshot_table
 
-        print(to_json(found))
-    else:
-        from mergepipe.report.catalog_tables import snapshot_table
-
-        print(snapshot_table(found))
+    print_report(found, snapshot_table, as_json=as_json)
 
 
 def lineage(

@@ -23,7 +23,7 @@ from mergepipe.cli.options import (
     StorageSpeed,
     Threads,
 )
-from mergepipe.cli.running import optional_size, progress_shown
+from mergepipe.cli.running import optional_size, print_report, progress_shown
 
 Budgets = Annotated[
     str | None,
@@ -92,14 +92,9 @@ def sweep(
         from mergepipe.report.sweep_page import sweep_page
 
         Path(html).write_text(sweep_page(report), encoding="utf-8")
-    if as_json:
-        from mergepipe.report.as_json import to_json
+    from mergepipe.report.sweep_tables import sweep_table
 
-        print(to_json(report))
-    elif not quiet:
-        from mergepipe.report.sweep_tables import sweep_table
-
-        print(sweep_table(report))
+    print_report(report, sweep_table, as_json=as_json, quiet=quiet)
 
 
 def _check_page(path: Path) -> None:
