@@ -10,6 +10,7 @@ from mergepipe.deltastore.codec.rans import MAX_CONTEXTS
 from mergepipe.kernels.compiled import Bits32, Bytes, kernel
 
 _QUANTILE_PER_MILLE = 996
+_UNSEEN = 255
 FIRST_STEP_COUNT = N_WIDTHS * WIDTH_COUNTS
 N_SAMPLE_COUNTS = FIRST_STEP_COUNT + MAX_CONTEXTS * QUANTILE_BUCKETS
 """Counts of a sample: of the bits that fine numbers of bands need (16 where none will do), by width; then, by context,
@@ -50,23 +51,27 @@ def _low_bits(counts: Bits32) -> np.uint8:
 
 
 @kernel
+def _fill_unseen(widths: Bytes) -> None:
+    """A class that the sample has not gets the width of the next finer one that it has, else of the coarser one."""
+    for column in range(EDGE_WIDTHS):
+        nearest = np.uint8(0)
+        for edge in range(EDGE_CLASSES):
+            width = widths[edge * EDGE_WIDTHS + column]
+            nearest = nearest if width == _UNSEEN else width
+        for edge in range(EDGE_CLASSES - 1, -1, -1):
+            index = edge * EDGE_WIDTHS + column
+            nearest = nearest if widths[index] == _UNSEEN else widths[index]
+            widths[index] = nearest
+
+
+@kernel
 def choose_widths(counts: Bits32, n_contexts: int, low_bits: Bytes, widths: Bytes) -> None:
     """From the counts of a sample: `low_bits` of cells by context, `widths` of bands; tables of 256 bytes."""
     widths[:] = 0
-    for column in range(EDGE_WIDTHS):
-        # A class that the sample has not gets the width of the next finer one that it has, else of the coarser one.
-        nearest = np.uint8(0)
-        for edge in range(EDGE_CLASSES):
-            index = edge * EDGE_WIDTHS + column
-            own = counts[index * WIDTH_COUNTS : (index + 1) * WIDTH_COUNTS]
-            if own.any():
-                nearest = _cheapest_width(own)
-        for edge in range(EDGE_CLASSES - 1, -1, -1):
-            index = edge * EDGE_WIDTHS + column
-            own = counts[index * WIDTH_COUNTS : (index + 1) * WIDTH_COUNTS]
-            if own.any():
-                nearest = _cheapest_width(own)
-            widths[index] = nearest
+    for index in range(N_WIDTHS):
+        own = counts[index * WIDTH_COUNTS : (index + 1) * WIDTH_COUNTS]
+        widths[index] = _cheapest_width(own) if own.any() else np.uint8(_UNSEEN)
+    _fill_unseen(widths)
     low_bits[:] = 0
     for context in range(n_contexts):
         first = FIRST_STEP_COUNT + context * QUANTILE_BUCKETS
