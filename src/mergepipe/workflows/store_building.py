@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.blocks import BF16, BlockGrid
-from mergepipe.budget import Purpose
 from mergepipe.canonical import digest_of
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
@@ -26,8 +24,9 @@ from mergepipe.engine.identity import PassingContentId
 from mergepipe.errors import StorageError
 from mergepipe.publish import Staging
 from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.kept_files import file_parts, write_kept
 from mergepipe.workflows.pack_progress import PackProgress, find_progress, note_progress
 from mergepipe.workflows.resuming import KEPT
 
@@ -35,7 +34,6 @@ NOTE_BLOCKS = 2048
 """Blocks between two records of what is durable, 1 GiB of bf16: what a crash costs at most."""
 FILES_OF_BUILDER = len(GROWING_FILES) + 2
 """Open files of one builder: those that grow, that of blocks that came early, the lock."""
-_COPY_BYTES = 8 << 20
 _EARLY_NAME = "early"
 _LEAST_BYTES = 64 << 10
 _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
@@ -313,16 +311,11 @@ class StoreBuilder:
         source, target = self.job.expert.root / name, self._staging.path / name
         size = self._store.size_bytes(source)
         hasher = blake3()
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as stream:
-                for start in range(0, size, _COPY_BYTES):
-                    part = self._store.read_metadata(source, start, min(_COPY_BYTES, size - start))
-                    hasher.update(part)
-                    stream.write(part)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise os_error(error, target, f"copying {source}") from error
-        self._store.ledger.charge(str(target), Purpose.OUTPUT, size)
+
+        def hashed() -> Iterator[bytes]:
+            for part in file_parts(self._store, source, size):
+                hasher.update(part)
+                yield part
+
+        write_kept(self._store, target, hashed(), size, f"copying {source}")
         return KeptFile(name, size, hasher.hexdigest(16))

@@ -32,8 +32,8 @@ from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.storage.output import OutputFile
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.kept_files import file_parts, write_kept
 
-_COPY_BYTES = 8 << 20
 BlockSink = Callable[[RawBytes], None]
 
 
@@ -104,8 +104,8 @@ def check_kept(store: LocalStore, root: Path, kept: Sequence[KeptFile]) -> None:
     """
     for file in kept:
         hasher = blake3()
-        for start in range(0, file.size_bytes, _COPY_BYTES):
-            hasher.update(store.read_metadata(root / file.name, start, min(_COPY_BYTES, file.size_bytes - start)))
+        for part in file_parts(store, root / file.name, file.size_bytes):
+            hasher.update(part)
         if hasher.hexdigest(16) != file.blake3:
             raise ConflictError.of(
                 "input.changed", root / file.name, "is not what was packed: nothing was removed", "pack again"
@@ -231,24 +231,14 @@ def _write_weights(
 
 def _write_kept(opened: OpenedStore, directory: Path, store: LocalStore) -> None:
     for kept in opened.header.kept:
-        target = directory / kept.name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as stream:
-                for part in _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store):
-                    stream.write(part)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise os_error(error, target, "writing it") from error
-        store.ledger.charge(str(target), Purpose.OUTPUT, kept.size_bytes)
+        parts = _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store)
+        write_kept(store, directory / kept.name, parts, kept.size_bytes, "writing it")
 
 
 def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: LocalStore) -> Iterator[bytes]:
     """The content of a kept file, checked once all of it was given."""
     hasher = blake3()
-    for start in range(0, size_bytes, _COPY_BYTES):
-        part = store.read_metadata(opened.root / name, start, min(_COPY_BYTES, size_bytes - start))
+    for part in file_parts(store, opened.root / name, size_bytes):
         hasher.update(part)
         yield part
     if hasher.hexdigest(16) != blake3_hex:
