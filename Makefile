@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PEER_VENV := .venv-peer
 TRAIN_VENV := .venv-train
+WHEEL_VENV := .venv-wheel
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -13,12 +14,13 @@ DEEPSPEED := deepspeed==0.19.8
 PYTEST := $(BIN)/python -m pytest
 FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $(PYTEST) -n 2 -m slow
 
-# One proof of each kind: composites resumed by the Trainer and by ZeRO-2 on two ranks, partial saves put together.
+# One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together.
 RESUMES := tests/tailor/test_resuming.py::test_composite__
 SAVES := tests/train/test_partial_frameworks.py::test_partial_saving__
 FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[hf]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \
+	"$(RESUMES)resumes_with_the_values_of_its_sources[zero3]" \
 	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
 	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]"
 
@@ -30,13 +32,14 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint bench clean
+.PHONY: help demo test test-slow test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
 	@echo "make test        install what tests need (torch and transformers too), run them"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
+	@echo "make test-wheel  every command of the built wheel once, in an environment with nothing else"
 	@echo "make test-faults crashes at every operation, power loss, many processes at once"
 	@echo "make test-fuzz   a million damaged inputs of every format"
 	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
@@ -99,6 +102,15 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -n 2 -m slow
 
+# The wheel alone: built here, installed with what it requires and nothing more.
+test-wheel: $(VENV)/.package
+	$(call MAKE_VENV,$(WHEEL_VENV))
+	@rm -rf build/wheel
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps build/wheel/*.whl
+	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/*.whl
+	cd tests/wheel && $(abspath $(WHEEL_VENV))/bin/python every_command.py
+
 test-peers: $(VENV)/.test $(PEER_VENV)/.peer
 	MERGEPIPE_REQUIRE_PEERS=1 $(PYTEST) -m peer tests/peer
 
@@ -125,5 +137,5 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,132 @@
+"""Runs every command of an installed mergepipe once: a script for an environment with nothing but the wheel.
+
+`python tests/wheel/every_command.py` with the environment's own interpreter; fails where a command is left out, where
+one fails, or where a package that the wheel does not require can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mergepipe.cli.app import build_command
+from mergepipe.testing.families import TINY, write_family
+from mergepipe.testing.training_trees import (
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_trainer_files,
+    write_zero12,
+)
+
+NOT_REQUIRED = ("torch", "transformers", "safetensors", "ml_dtypes", "pytest", "hypothesis", "jsonschema", "peft")
+RECIPE = """merge_method: ties
+base_model: family/base
+models:
+  - {model: family/expert-1, parameters: {weight: 0.6, density: 0.2}}
+  - {model: family/expert-2, parameters: {weight: 0.4, density: 0.2}}
+dtype: bfloat16
+"""
+COMPOSITION = """default: run/checkpoint-7
+take:
+  - {from: run/checkpoint-3, units: ["layers 0", embed]}
+"""
+COMMANDS = """
+check recipe.yml
+analyze family/base family/expert-1 family/expert-2
+merge recipe.yml merged
+plan recipe.yml --budget 40% -o plan.json
+run plan.json planned
+explain planned
+sweep recipe.yml --budgets 25%,100% --html sweep.html
+merge recipe.yml overlay --overlay
+materialise overlay whole
+pack family/base family/expert-1 -o packed
+unpack packed/expert-1 -o unpacked
+delta family/base family/expert-1 -o difference
+apply family/base difference -o applied
+ls
+show merged
+lineage merged
+verify merged --deep
+repair merged
+replay merged again
+diff merged planned --json
+gc --dry-run
+catalog stats
+catalog rebuild
+tailor recipe --run run --strategy parity
+tailor inspect run/checkpoint-3 run/checkpoint-7
+tailor check composition.yml
+tailor compose composition.yml composite
+tailor diff run/checkpoint-3 run/checkpoint-7
+verify composite
+""".strip()
+
+
+def all_commands() -> set[str]:
+    """Every command of the command line, as it is typed."""
+    names: set[str] = set()
+
+    def add(group: object, prefix: str) -> None:
+        for name, command in getattr(group, "commands", {}).items():
+            if hasattr(command, "commands"):
+                add(command, f"{prefix}{name} ")
+            else:
+                names.add(f"{prefix}{name}")
+
+    add(build_command(), "")
+    return names
+
+
+def write_inputs(root: Path) -> None:
+    """Write a small model family, a recipe, and two ZeRO-2 checkpoints with tied embeddings."""
+    write_family(root / "family", TINY, 2)
+    (root / "recipe.yml").write_text(RECIPE)
+    (root / "composition.yml").write_text(COMPOSITION)
+    shapes = decoder_shapes(tied=True)
+    for number, step in enumerate((3, 7)):
+        folder = root / "run" / f"checkpoint-{step}"
+        known = known_states(shapes, seed=number, step=step)
+        write_trainer_files(folder, known, tied=True)
+        write_zero12(folder / f"global_step{step}", known, decay_groups(shapes), 2)
+        (folder / "latest").write_text(f"global_step{step}")
+
+
+def run_all(root: Path) -> Iterator[str]:
+    """Run every line; yield what went wrong."""
+    for line in COMMANDS.splitlines():
+        command = [sys.executable, "-m", "mergepipe", *line.split()]
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, check=False, env={"MERGEPIPE_HOME": str(root / "home")}
+        )
+        print(f"{done.returncode:3d}  mergepipe {line}", flush=True)
+        if done.returncode:
+            yield f"mergepipe {line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def main() -> int:
+    """Run everything; 1 if anything is wrong."""
+    problems = [
+        f"{name} is installed, and the wheel does not require it"
+        for name in NOT_REQUIRED
+        if importlib.util.find_spec(name)
+    ]
+    run_here = {name for name in all_commands() if any(line.startswith(name) for line in COMMANDS.splitlines())}
+    problems += [f"mergepipe {name} is not run here" for name in sorted(all_commands() - run_here)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder))
+        problems += run_all(Path(folder))
+    print(
+        "\n".join(problems) or f"{len(COMMANDS.splitlines())} commands passed",
+        file=sys.stderr if problems else sys.stdout,
+    )
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
