@@ -96,8 +96,10 @@ demo: $(VENV)/.package
 test: $(VENV)/.test
 	$(PYTEST) -n 2 -m "not peer and not slow"
 
+# Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test
 	$(PYTEST) -n 2 -m slow
+	HYPOTHESIS_PROFILE=full $(PYTEST) -n 2 -m "hypothesis and not peer and not slow"
 
 test-peers: $(VENV)/.test $(PEER_VENV)/.peer
 	MERGEPIPE_REQUIRE_PEERS=1 $(PYTEST) -m peer tests/peer
