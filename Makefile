@@ -99,8 +99,10 @@ demo: $(VENV)/.package
 test: $(VENV)/.test
 	$(PYTEST) -n 2 -m "not peer and not slow"
 
+# Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test
 	$(PYTEST) -n 2 -m slow
+	HYPOTHESIS_PROFILE=full $(PYTEST) -n 2 -m "hypothesis and not peer and not slow"
 
 # The wheel alone: built here, installed with what it requires and nothing more.
 test-wheel: $(VENV)/.package

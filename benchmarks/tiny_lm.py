@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+if TYPE_CHECKING:  # functions import them: that takes seconds, and most who import this module call none
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-LmModel: TypeAlias = Qwen3ForCausalLM
-LmTokenizer: TypeAlias = PreTrainedTokenizerFast
+LmModel: TypeAlias = "Qwen3ForCausalLM"
+LmTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 Windows: TypeAlias = Sequence[Sequence[int]]
 _END = "<|endoftext|>"
 _BETAS = (0.9, 0.95)
@@ -68,11 +68,16 @@ class Schedule:
 
 def use_threads(n_threads: int) -> None:
     """Set torch's compute threads. The last bits of what is trained depend on their number."""
+    import torch
+
     torch.set_num_threads(n_threads)
 
 
 def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
     """Train a byte-level BPE tokenizer of `vocab` entries, which can spell any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,6 +92,8 @@ def make_tokenizer(texts: Iterable[str], vocab: int) -> LmTokenizer:
 
 def load_tokenizer(directory: Path) -> LmTokenizer:
     """Load the tokenizer that `save_model` wrote beside a model."""
+    from transformers import PreTrainedTokenizerFast
+
     with _quiet():
         tokenizer: LmTokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     return tokenizer
@@ -106,6 +113,9 @@ def text_of(tokenizer: LmTokenizer, ids: Sequence[int]) -> str:
 
 def new_model(shape: LmShape, seed: int) -> LmModel:
     """Make a model with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=shape.vocab,
@@ -127,6 +137,9 @@ def new_model(shape: LmShape, seed: int) -> LmModel:
 
 def load_model(directory: Path) -> LmModel:
     """Load any causal language model of this family in float32."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
     with _quiet():
         model: LmModel = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model
@@ -134,6 +147,8 @@ def load_model(directory: Path) -> LmModel:
 
 def round_to_bf16(model: LmModel) -> None:
     """Round the parameters in place, which stay float32; buffers, which no checkpoint holds, keep their precision."""
+    import torch
+
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -170,6 +185,8 @@ def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Ca
     Raises:
         ValueError: there are fewer tokens than one window.
     """
+    import torch
+
     stream = torch.tensor(tokens, dtype=torch.long)
     last_start = len(stream) - schedule.window_tokens
     if last_start < 0:
@@ -188,6 +205,8 @@ def train(model: LmModel, tokens: Sequence[int], schedule: Schedule, on_step: Ca
 
 def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
     """Decay the matrices, not the norms' scales; Muon never takes the embedding."""
+    import torch
+
     named = list(model.named_parameters())
     scales = [parameter for _, parameter in named if parameter.ndim < 2]
     inner = [parameter for name, parameter in named if parameter.ndim == 2 and ".layers." in name]
@@ -204,6 +223,8 @@ def _optimizers(model: LmModel, schedule: Schedule) -> list[torch.optim.Optimize
 def _train_step(
     model: LmModel, batch: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], *, bf16: bool
 ) -> float:
+    import torch
+
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
@@ -221,6 +242,8 @@ def losses(model: LmModel, windows_by_domain: Mapping[str, Windows]) -> dict[str
 
 
 def _loss(model: LmModel, windows: Windows) -> float:
+    import torch
+
     ids = torch.tensor(windows, dtype=torch.long)
     total = 0.0
     with torch.inference_mode():

@@ -1,12 +1,16 @@
-"""For all tests: signals as in a terminal, an own home, and Hypothesis profiles.
+"""For all tests: signals as in a terminal, an own home, cached bytecode, little garbage collection, and profiles.
 
-Profiles: `dev`; `ci`, the same examples every time, where CI is set; others by HYPOTHESIS_PROFILE.
+Profiles of Hypothesis: `fast`, few examples and the same ones every time; `full`, for
+`make test-slow`; others by HYPOTHESIS_PROFILE.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,17 @@ from hypothesis import HealthCheck, settings
 
 _RELAXED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
-settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_RELAXED, database=None)
 settings.register_profile(
-    "ci", max_examples=60, deadline=None, suppress_health_check=_RELAXED, database=None, derandomize=True
+    "fast", max_examples=20, deadline=None, suppress_health_check=_RELAXED, database=None, derandomize=True
 )
+settings.register_profile("full", max_examples=60, deadline=None, suppress_health_check=_RELAXED, database=None)
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=_RELAXED, database=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+# Workers and the many children of tests would each compile all of the package again. What numba compiles is kept in the
+# same folders, whatever this says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_configure() -> None:
@@ -27,6 +36,21 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that import transformers come first: then one worker gets them all, and the others never import it."""
+    items.sort(key=lambda item: item.get_closest_marker("transformers") is None)
+    if not all(find_spec(name) for name in ("torch", "transformers")):
+        for item in items:
+            if item.get_closest_marker("transformers"):
+                item.add_marker(pytest.mark.skip(reason="needs the torch extra"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later garbage collection: it stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

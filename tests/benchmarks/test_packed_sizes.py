@@ -6,10 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from benchmarks.local_text import GENERAL, Domain
 from benchmarks.packed_sizes import BUDGETS, Cell, Grid, measure_store, table
 from benchmarks.tiny_lm import LmShape, Schedule

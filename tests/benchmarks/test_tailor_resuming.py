@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from benchmarks.tailor_resuming import Resumed, Setting, print_table
+
+pytestmark = pytest.mark.transformers
 
 
 def resumed(name: str, seed: int, *excess: float) -> Resumed:

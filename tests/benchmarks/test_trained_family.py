@@ -10,10 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from benchmarks.deltas import read_tensors
 from benchmarks.heldout import heldout_losses, read_heldout
 from benchmarks.local_text import GENERAL, Domain

@@ -53,6 +53,13 @@ BEFORE_PUBLISHING = [
     ("open", ".out.mergepipe-"),
     ("open", "/model.safetensors"),
 ]
+# The fast form sends one of the signals at each time, in turn; the slow one sends the other.
+_TIMES, _NUMBERS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9), (signal.SIGINT, signal.SIGTERM)
+MOMENTS = [
+    pytest.param(number, seconds, marks=() if i % 2 == j else pytest.mark.slow)
+    for i, seconds in enumerate(_TIMES)
+    for j, number in enumerate(_NUMBERS)
+]
 
 
 @pytest.fixture
@@ -119,8 +126,7 @@ def test_merge__directories_made_for_it_go_away_again(work: Workplace) -> None:
     assert not (work.root / "a").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize(("number", "seconds"), MOMENTS)
 def test_merge__stopped_at_any_time_it_is_there_whole_or_not_at_all(
     work: Workplace, number: signal.Signals, seconds: float
 ) -> None:

@@ -15,7 +15,7 @@ from mergepipe.testing.crashes import Death, count_operations, run_killed
 from mergepipe.testing.disk_families import weights_digest
 from mergepipe.workflows import resuming
 
-FEW = 7  # the fast form looks at every seventh operation, the slow one at every
+FEW = 11  # the fast form looks at every eleventh operation, the slow one at every
 
 
 @pytest.fixture(autouse=True)

@@ -185,11 +185,12 @@ def noted(job: CrashJob, total: mmap.mmap) -> None:
 
 
 @pytest.mark.parametrize("budget", ["40%", "100%", "320000"])
-def test_merge__killed_under_a_budget_never_reads_more_in_all(tmp_path: Path, budget: str) -> None:
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_merge__killed_under_a_budget_never_reads_more_in_all(tmp_path: Path, budget: str, step: int) -> None:
     job = make_job(tmp_path, budget=budget)
     n_operations = len(count_operations(job.run))
     gone_on = 0
-    for at in range(n_operations // 3, n_operations, 5):
+    for at in range(n_operations // 3, n_operations, step):
         shutil.rmtree(job.out.parent, ignore_errors=True)
         shutil.rmtree(job.home, ignore_errors=True)
         total = mmap.mmap(-1, 4096)
@@ -248,13 +249,14 @@ CALLS: list[tuple[str, int]] = [
 
 
 @pytest.mark.parametrize(("name", "number"), CALLS, ids=[name for name, _ in CALLS])
-def test_merge__going_on_survives_a_failure_of_any_call(job: CrashJob, name: str, number: int) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_merge__going_on_survives_a_failure_of_any_call(job: CrashJob, name: str, number: int, step: int) -> None:
     """However often it fails, it can be gone on with or made anew, and is never wrong."""
     interrupt_late(job, KeyboardInterrupt())
     staging = staging_directory(job.out)
     kept = job.root / "kept"
     shutil.copytree(staging, kept)
-    for at in range(200):
+    for at in range(0, 200, step):
         descriptors = open_descriptors()
         fault = Fault(at, system_error(number))
         error: MergePipeError | None = None

@@ -22,7 +22,7 @@ from mergepipe.testing.safetensors_bytes import file_bytes
 from mergepipe.workflows import pack_progress, store_building
 from mergepipe.workflows.store_building import StoreBuilder
 
-FEW = 9
+FEW = 17  # the fast form looks at every 17th operation, the slow one at every
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
 
 
@@ -177,17 +177,27 @@ def test_pack__begins_anew_where_what_was_left_is_of_no_use(
     assert stored == {name: raw for name, raw in case.wanted.items() if not name.endswith("store.json")}
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+# The fast form fails in one way and the other in turn, the slow ones fail in one way at every place.
+WAYS = [
+    (errno.ENOSPC, errno.EIO),
+    pytest.param((errno.ENOSPC,), marks=pytest.mark.slow),
+    pytest.param((errno.EIO,), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("numbers", WAYS, ids=lambda numbers: "-".join(errno.errorcode[each] for each in numbers))
 @pytest.mark.parametrize("name", ["write", "fsync", "open", "preadv", "mkdir", "replace"])
-def test_pack__on_failing_calls_ends_in_an_error_of_ours_and_goes_on(case: PackCase, name: str, number: int) -> None:
+def test_pack__on_failing_calls_ends_in_an_error_of_ours_and_goes_on(
+    case: PackCase, name: str, numbers: tuple[int, ...]
+) -> None:
     counting = Fault()
     with replaced(os, name, counting.wrap):
         case.run()
     fired = 0
-    for at in range(0, counting.calls, max(1, counting.calls // 5)):
+    for place, at in enumerate(range(0, counting.calls, max(1, counting.calls // 5))):
         case.clear()
         descriptors = open_descriptors()
-        fault = Fault(at, system_error(number))
+        fault = Fault(at, system_error(numbers[place % len(numbers)]))
         with replaced(os, name, fault.wrap), contextlib.suppress(MergePipeError):
             case.run()
         fired += fault.fired  # there are fewer calls when threads meet otherwise

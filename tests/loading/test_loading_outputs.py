@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,22 @@ HEADERS = {
 }
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch: Any = pytest.importorskip("torch")
-transformers: Any = pytest.importorskip("transformers")
+
+
+class Late:
+    """A module that is imported when something of it is asked for: collecting these tests must not take seconds."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks for such of everything that it collects
+            raise AttributeError(name)
+        return getattr(import_module(self._name), name)
+
+
+torch: Any = Late("torch")
+transformers: Any = Late("transformers")
 
 State = dict[str, Any]
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_problems import DEFAULT_SIZES, Given, make, random_arrays
 
@@ -62,7 +62,6 @@ def check(given: Given, plan: Plan) -> tuple[float, float]:
 WEIGHTS = st.tuples(*[st.sampled_from([0.0, 0.2, 0.5, 1.0, -0.3, 2.0])] * 3)
 
 
-@settings(max_examples=60)
 @given(
     operator=st.sampled_from(["linear", "task_arithmetic"]),
     policy=st.sampled_from(Policy),
@@ -77,7 +76,6 @@ def test_bound__is_never_below_the_error(
     check(given, plan_merge(given.problem, ByteBudget(budget), policy, PlanOptions()))
 
 
-@settings(max_examples=60)
 @given(policy=st.sampled_from(Policy), weights=WEIGHTS, seed=st.integers(0, 4), budget=st.integers(0, 300_000))
 def test_bound__of_renormalised_weights_is_never_below_the_error(
     policy: Policy, weights: tuple[float, ...], seed: int, budget: int

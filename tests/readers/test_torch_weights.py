@@ -107,6 +107,7 @@ def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
         open_checkpoint(MetadataStore(), tmp_path)
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("nested", [False, True])
 def test_open_checkpoint__reads_what_torch_saves(tmp_path: Path, *, nested: bool) -> None:
     torch: Any = pytest.importorskip("torch")
