@@ -133,7 +133,7 @@ def test_manifest__any_other_change_is_refused(content: Content) -> None:
     assert caught.value.code == "manifest.digest"
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_manifest__of_every_earlier_version_is_read(version: int) -> None:
     raw = (GOLDEN / f"manifest-{version}" / MANIFEST_NAME).read_bytes()
     manifest = manifest_of_json(raw)

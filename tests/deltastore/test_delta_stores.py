@@ -41,7 +41,7 @@ from mergepipe.workflows.inputs import open_files
 from mergepipe.workflows.packing import pack
 from mergepipe.workflows.unpacking import unpack
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-2"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-3"
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -363,7 +363,7 @@ def test_open_store__refuses_another_version(odd: Packed, version: int, hint: st
         {"tensors": []},
         {"tensors": [{"name": "x", "dtype": "BF16", "shape": [1 << 40], "file": 0, "first_row": 0, "has_base": True,
                       "cuts": None}]},
-        {"files": [{"name": "../up", "size_bytes": 8, "mtime_ns": 0, "header_bytes": 8, "header_blake3": ""}]},
+        {"files": [{"name": "../up", "size_bytes": 8, "version": "", "header_bytes": 8, "header_blake3": ""}]},
         {"kept": [{"name": "/etc/passwd", "size_bytes": 8, "blake3": ""}]},
         {"kept": [{"name": INDEX_NAME, "size_bytes": 8, "blake3": ""}]},
         {"index_blake3": "00"},
@@ -431,7 +431,7 @@ def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
         for key in ("base", "expert", "base_files", "digest"):
             del header[key]
         for file in header["files"]:
-            del file["mtime_ns"]
+            del file["version"]
     assert headers[0] == headers[1]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from mergepipe.errors import ConflictError
 from mergepipe.readers.base import Checkpoint
 from mergepipe.storage.base import RangeFile, Store
+from mergepipe.storage.file_version import version_of
 
 _SPARE_FILES = 64
 
@@ -40,7 +41,7 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
                 status = path.stat()
             except OSError:
                 status = None
-            if status is None or (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+            if status is None or (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
                 raise ConflictError.of("input.changed", path, "changed while it was being read", "run again")
 
 

@@ -408,7 +408,7 @@ class _Run:
                 model=model.text,
                 path=reference_text(model),
                 files=tuple(
-                    FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
+                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
                     for file in checkpoint.files
                 ),
                 content_id=known.get(id(checkpoint)) or None,

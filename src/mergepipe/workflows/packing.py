@@ -19,6 +19,7 @@ from mergepipe.publish import check_free_space, check_target, remove_dead, stagi
 from mergepipe.readers.base import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.readers.hf import open_checkpoint, stat_present
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.workflows.inputs import allow_open_files, open_files
 from mergepipe.workflows.pack_pass import EXPERTS_AT_ONCE, pack_all
@@ -145,8 +146,8 @@ def is_packed(store: LocalStore, job: PackJob) -> bool:
     if not is_store(job.out):
         return False
     header = read_store(store, job.out).header
-    then = [(f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in header.files]
-    now = [(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in job.expert.files]
+    then = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
+    now = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
     kept_then = [(f.name, f.size_bytes) for f in header.kept]
     kept_now = [(f.name, f.size_bytes) for f in job.kept]
     if (then, kept_then) == (now, kept_now) and header.base_files == job.base_files:
@@ -228,7 +229,7 @@ def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         found = stat_present(expert.root, name)
-        kept.append(FileFingerprint(name, found.st_size, found.st_mtime_ns, ""))
+        kept.append(FileFingerprint(name, found.st_size, version_of(expert.root / name, found), ""))
     return tuple(kept)
 
 

@@ -149,7 +149,7 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
     pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
     checkpoints = [
-        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in r.files))
+        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files))
         for r, (_, _, found) in pairs
     ]
     with open_files(store, _paths(inputs, tasks)) as files:
