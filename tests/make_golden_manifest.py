@@ -29,7 +29,7 @@ def main() -> None:
         root = Path(place)
         write_family(root, TINY, 2)
         (root / "recipe.yml").write_text(RECIPE)
-        mergepipe.merge(root / "recipe.yml", root / "out", budget="40%", reuse=False, catalog=False, shard_size=4500)
+        mergepipe.merge(root / "recipe.yml", root / "out", budget="40%", reuse=False, catalog=False, shard_bytes=50_000)
         shutil.rmtree(golden, ignore_errors=True)
         shutil.copytree(root / "out", golden)
         text = (golden / MANIFEST_NAME).read_text().replace(place, "/nowhere")

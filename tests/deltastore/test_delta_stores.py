@@ -148,7 +148,8 @@ def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(o
     report = pack(odd.base, [odd.expert], tmp_path / "stores")
     assert [expert.is_new for expert in report.experts] == [False]
     assert tree(odd.store) == before
-    os.utime(odd.expert / "model.safetensors", ns=(1, 1))
+    content = (odd.expert / "model.safetensors").read_bytes()
+    (odd.expert / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(OutputError) as caught:
         pack(odd.base, [odd.expert], tmp_path / "stores")
     assert caught.value.code == "output.exists"
