@@ -16,7 +16,7 @@ import mergepipe
 from mergepipe import keeping
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.storage.file_version import version_of
-from mergepipe.storage.local import LocalFile
+from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.testing.faults import replaced
 from mergepipe.workflows import resuming
 from mergepipe.workflows.snapshots import read_manifest_value
@@ -151,6 +151,30 @@ def test_merge__refuses_an_edit_while_it_reads(bench: Bench, change: str, model:
     assert caught.value.code == "input.changed"
     assert model in str(caught.value)
     assert not (bench.folder / "out").exists()
+
+
+def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(bench: Bench) -> None:
+    own, other, aside = (bench.folder / name for name in ("expert1", "other", "aside"))
+    shutil.copytree(own, other)
+    overwrite(bench.only_file("other"))
+
+    def swapped(open_file: Callable[..., LocalFile]) -> Callable[..., LocalFile]:
+        def opened(store: LocalStore, path: Path, **options: bool) -> LocalFile:
+            if path.parent != own:
+                return open_file(store, path, **options)
+            own.rename(aside)
+            other.rename(own)
+            try:
+                return open_file(store, path, **options)
+            finally:
+                own.rename(other)
+                aside.rename(own)
+
+        return opened
+
+    with replaced(LocalStore, "open", swapped), pytest.raises(ConflictError) as caught:
+        bench.scratch(SUM, "out")
+    assert caught.value.code == "input.changed"
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -58,7 +58,8 @@ def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, thre
             return path
     # Equal headers: both have the same tensors, in the same order.
     entries = [place.entry for place in job.places]
-    return _differing_file(store, opened.index.rows["expert"], entries, [p.first_row for p in job.places], threads)
+    rows = [place.first_row for place in job.places]
+    return _differing_file(store, job.expert, opened.index.rows["expert"], entries, rows, threads)
 
 
 def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
@@ -67,17 +68,23 @@ def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads
         return job.base.path
     beside = [(place.base, place.first_row) for place in job.places if place.base is not None]
     entries, rows = [base for base, _ in beside], [row for _, row in beside]
-    return _differing_file(store, opened.index.rows["base"], entries, rows, threads)
+    return _differing_file(store, job.base, opened.index.rows["base"], entries, rows, threads)
 
 
 def _differing_file(
-    store: LocalStore, digests: NDArray[np.void], entries: Sequence[TensorEntry], rows: Sequence[int], threads: int
+    store: LocalStore,
+    checkpoint: Checkpoint,
+    digests: NDArray[np.void],
+    entries: Sequence[TensorEntry],
+    rows: Sequence[int],
+    threads: int,
 ) -> Path | None:
     """The file of the first tensor with a block of another digest; the first block's is in `rows`.
 
     Memory: `threads` blocks.
     """
-    with open_files(store, {entry.file for entry in entries}) as files, ThreadPoolExecutor(threads) as pool:
+    paths = {entry.file for entry in entries}
+    with open_files(store, paths, (checkpoint,)) as files, ThreadPoolExecutor(threads) as pool:
         for entry, first_row in zip(entries, rows, strict=True):
 
             def is_same(block: int, entry: TensorEntry = entry, first_row: int = first_row) -> bool:

@@ -192,7 +192,8 @@ def _pack_together(
         builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        with open_files(store, inputs) as files:
+        checkpoints = [each for job in jobs for each in (job.base, job.expert)]
+        with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
         if errors:

@@ -155,7 +155,8 @@ def _packing_along(plan: PackingPlan, threads: int, on_tick: Callable[[], None])
         builders = tuple(
             stack.enter_context(building(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
         )
-        files = stack.enter_context(open_files(store, inputs))
+        checkpoints = [each for job in plan.jobs for each in (job.base, job.expert)]
+        files = stack.enter_context(open_files(store, inputs, checkpoints))
         streamed = {id(plan.jobs[j].places[number]) for route in plan.routes.values() for _, j, number in route}
         for first in range(0, len(builders), EXPERTS_AT_ONCE):
             some = builders[first : first + EXPERTS_AT_ONCE]

@@ -131,10 +131,11 @@ def rebuild_tensors(
         missing = sorted(wanted - {task.name for task in output.tasks})
         if missing:
             raise _not_made(missing)
-        with open_files(store, _paths(inputs, output.tasks)) as files:
+        checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
+        with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
             work = _work(manifest, inputs, output.tasks, files)
             digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
-        check_unchanged(checkpoint for _, _, checkpoint in inputs.leaves())
+        check_unchanged(checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
     for digest, spec in zip(digests, shard.tensors, strict=True):

@@ -262,7 +262,7 @@ class StoreBuilder:
         if self._blocks.n_written != self.job.n_rows:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         kept = tuple(self._keep(file.name) for file in self.job.kept)
-        with open_files(self._store, self._content_id.missing_files) as files:
+        with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept, content_id))
         self.job.check_unchanged()

@@ -68,7 +68,8 @@ def unpack(
     check_free_space(target, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
     reader = _Reader(opened, checkpoint, threads_asked(threads))
-    with open_files(store, _inputs(opened, base_checkpoint)) as files, Staging(target, force=False) as staging:
+    inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
+    with inputs as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
         check_unchanged((base_checkpoint, checkpoint))
@@ -84,7 +85,7 @@ def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) 
     """
     opened = read_store(store, path)
     reader = _Reader(opened, open_store(store, path, base), threads)
-    with open_files(store, _inputs(opened, base)) as files:
+    with open_files(store, _inputs(opened, base), (base,)) as files:
         for number in range(len(opened.header.files)):
             reader.file_header(files, number)
         for entry in opened.header.tensors:
