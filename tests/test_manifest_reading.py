@@ -155,7 +155,7 @@ def test_manifest__of_every_earlier_version_is_read(version: int) -> None:
         (b"{}", CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-plan/1"}', CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-manifest/0"}', CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-manifest/3"}', UnsupportedError, "manifest.newer"),
+        (b'{"format": "mergepipe-manifest/4"}', UnsupportedError, "manifest.newer"),
     ],
 )
 def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], code: str) -> None:

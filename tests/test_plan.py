@@ -254,12 +254,13 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
 
 
 def test_parse_plan__refuses_newer_and_foreign_formats() -> None:
-    newer = refused(changed(format="mergepipe-plan/2"))
+    newer = refused(changed(format="mergepipe-plan/3"))
     assert isinstance(newer, UnsupportedError)
     assert newer.code == "plan.version"
+    assert refused(changed(format="mergepipe-plan/1")).code == "plan.version"
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
         assert refused(changed(format=foreign)).code == "plan.format"
-    assert PLAN_FORMAT == "mergepipe-plan/1"
+    assert PLAN_FORMAT == "mergepipe-plan/2"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:

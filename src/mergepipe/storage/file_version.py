@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from datetime import UTC, datetime
 from pathlib import Path
 
 _SECOND_NS = 1_000_000_000
@@ -20,6 +21,14 @@ def version_of(path: Path, status: os.stat_result) -> str:
     version = f"{status.st_mtime_ns}.{status.st_ctime_ns}.{status.st_ino}"
     repeats = status.st_ctime_ns == status.st_mtime_ns and status.st_ctime_ns % _SECOND_NS == 0
     return f"{version}.{_PROCESS}" if repeats and _is_read_only(path) else version
+
+
+def modified_at(path: Path) -> datetime:
+    """When a file was modified; the epoch where that cannot be told or is beyond all calendars."""
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except (OSError, OverflowError, ValueError):
+        return datetime.fromtimestamp(0, UTC)
 
 
 def _is_read_only(path: Path) -> bool:
