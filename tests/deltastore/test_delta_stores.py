@@ -346,7 +346,7 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (3, "update mergepipe")])
+@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (4, "update mergepipe")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
