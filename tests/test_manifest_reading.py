@@ -133,7 +133,7 @@ def test_manifest__any_other_change_is_refused(content: Content) -> None:
     assert caught.value.code == "manifest.digest"
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_manifest__of_every_earlier_version_is_read(version: int) -> None:
     raw = (GOLDEN / f"manifest-{version}" / MANIFEST_NAME).read_bytes()
     manifest = manifest_of_json(raw)
@@ -155,7 +155,7 @@ def test_manifest__of_every_earlier_version_is_read(version: int) -> None:
         (b"{}", CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-plan/1"}', CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-manifest/0"}', CorruptError, "manifest.field"),
-        (b'{"format": "mergepipe-manifest/3"}', UnsupportedError, "manifest.newer"),
+        (b'{"format": "mergepipe-manifest/4"}', UnsupportedError, "manifest.newer"),
     ],
 )
 def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], code: str) -> None:

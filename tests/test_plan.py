@@ -136,7 +136,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def example() -> Plan:
-    file = FileBinding("model.safetensors", 10, 20, "ab")
+    file = FileBinding("model.safetensors", 10, "20", "ab")
     model = PlannedModel("base", "./m", "/here/m", "id", None, (file,), 800, 300)
     experts = tuple(replace(model, role="expert", model=f"./{name}") for name in "ab")
     access = (
@@ -185,7 +185,7 @@ def test_schema__is_a_schema_and_refuses_unknown_keys_everywhere() -> None:
 
 def test_plan__digest_leaves_out_paths_and_times() -> None:
     plan = example()
-    files = (replace(plan.models[0].files[0], mtime_ns=99),)
+    files = (replace(plan.models[0].files[0], version="99"),)
     moved = replace(plan.models[0], path="/there/m", files=files, original=OriginalBinding("/there/o", files))
     assert replace(plan, models=(moved, *plan.models[1:])).digest == plan.digest
 
@@ -254,12 +254,13 @@ def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
 
 
 def test_parse_plan__refuses_newer_and_foreign_formats() -> None:
-    newer = refused(changed(format="mergepipe-plan/2"))
+    newer = refused(changed(format="mergepipe-plan/3"))
     assert isinstance(newer, UnsupportedError)
     assert newer.code == "plan.version"
+    assert refused(changed(format="mergepipe-plan/1")).code == "plan.version"
     for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
         assert refused(changed(format=foreign)).code == "plan.format"
-    assert PLAN_FORMAT == "mergepipe-plan/1"
+    assert PLAN_FORMAT == "mergepipe-plan/2"
 
 
 def edited(change: Callable[[Json], None]) -> bytes:

@@ -11,7 +11,7 @@ from blake3 import blake3
 from mergepipe.canonical import digest_of
 
 MANIFEST_NAME = "mergepipe.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
 
 
@@ -21,7 +21,7 @@ class FileRecord:
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     header_blake3: str
 
 

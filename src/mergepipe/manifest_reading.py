@@ -206,10 +206,14 @@ def _input(found: _Object) -> InputRecord:
 
 
 def _file(found: _Object) -> FileRecord:
-    found.only(_names(FileRecord))
-    return FileRecord(
-        found.text("name"), found.size("size_bytes"), found.integer("mtime_ns"), found.text("header_blake3")
-    )
+    """An input's file; before format 3 its time stood for its version, and is the version of no file any more."""
+    if "mtime_ns" in found.mapping():
+        found.only(("name", "size_bytes", "mtime_ns", "header_blake3"))
+        version = str(found.integer("mtime_ns"))
+    else:
+        found.only(_names(FileRecord))
+        version = found.text("version")
+    return FileRecord(found.text("name"), found.size("size_bytes"), version, found.text("header_blake3"))
 
 
 def _output_file(found: _Object) -> OutputFileRecord:

@@ -14,7 +14,7 @@ from mergepipe.errors import CorruptError, UnsupportedError
 OVERLAY_NAME = "mergepipe.overlay"
 OVERLAY_TABLE_NAME = "mergepipe.overlay-table"
 SIDECAR_FOLDER = "mergepipe.sidecars"
-OVERLAY_VERSION = 1
+OVERLAY_VERSION = 2
 STORED = 0  # the source of blocks that the overlay stores itself; base files count from 1
 _MAGIC = b"MPOVRLAY"
 _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, base files, blocks, bytes of the base files' list, stored bytes
@@ -28,7 +28,7 @@ class BaseFile:
 
     path: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     header_blake3: str
 
 
@@ -67,7 +67,7 @@ def overlay_table_of(raw: bytes, where: object, block_bytes: Sequence[int]) -> O
     """Read what `OverlayTable.to_bytes` wrote for blocks of which the manifest tells.
 
     Raises:
-        UnsupportedError: `overlay.newer`.
+        UnsupportedError: `overlay.newer`, `overlay.older`.
         CorruptError: `overlay.format`, it is none, or one of other blocks, or a block is outside of its file.
     """
 
@@ -80,6 +80,10 @@ def overlay_table_of(raw: bytes, where: object, block_bytes: Sequence[int]) -> O
     if version > OVERLAY_VERSION:
         message = f"its version is {version}, {OVERLAY_VERSION} is known"
         raise UnsupportedError.of("overlay.newer", where, message, "use a newer version of MergePipe")
+    if 0 < version < OVERLAY_VERSION:
+        message = f"its version is {version}, {OVERLAY_VERSION} is known"
+        message = f"its version is {version}, {OVERLAY_VERSION} is known"
+        raise UnsupportedError.of("overlay.older", where, message, _HINT)
     rows_start = _HEAD.size + files_bytes
     if version < 1 or n_blocks != len(block_bytes) or len(raw) != rows_start + n_blocks * _ROW.size:
         refuse(f"version {version}, {n_blocks} blocks in {len(raw)} bytes; the manifest has {len(block_bytes)} blocks")
@@ -107,7 +111,7 @@ def _files(raw: bytes) -> tuple[BaseFile, ...] | None:
         return None
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 4 for row in rows):
         return None
-    kinds = (str, int, int, str)
+    kinds = (str, int, str, str)
     if not all(type(value) is kind for row in rows for value, kind in zip(row, kinds, strict=True)):
         return None
     return tuple(BaseFile(*row) for row in rows)

@@ -13,7 +13,7 @@ from mergepipe.canonical import canonical_json, digest_of
 from mergepipe.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 PLAN_FORMAT = f"{PLAN_NAME}/{PLAN_VERSION}"
 
 Scalar = float | bool
@@ -30,7 +30,7 @@ class FileBinding:
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     header_digest: str
 
 
@@ -426,7 +426,7 @@ def _price_content(price: TimePrice) -> dict[str, object]:
 
 def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
     return [
-        {"name": f.name, "size_bytes": f.size_bytes, "mtime_ns": f.mtime_ns, "header_digest": f.header_digest}
+        {"name": f.name, "size_bytes": f.size_bytes, "version": f.version, "header_digest": f.header_digest}
         for f in files
     ]
 

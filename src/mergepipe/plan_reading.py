@@ -95,6 +95,9 @@ def _check_format(text: str, where: object) -> None:
     if int(version) > PLAN_VERSION:
         message = f"its format '{text}' is newer than '{PLAN_FORMAT}'"
         raise UnsupportedError.of("plan.version", where, message, "use a newer version of MergePipe")
+    if int(version) < PLAN_VERSION:
+        message = f"its format '{text}' is older than '{PLAN_FORMAT}': it knows its inputs by their times alone"
+        raise UnsupportedError.of("plan.version", where, message, "plan again")
 
 
 class _Object:
@@ -314,9 +317,7 @@ def _reused_of(reused: _Object) -> ReusedSnapshot:
 
 
 def _file_of(file: _Object) -> FileBinding:
-    found = FileBinding(
-        file.text("name"), file.integer("size_bytes"), file.signed("mtime_ns"), file.text("header_digest")
-    )
+    found = FileBinding(file.text("name"), file.integer("size_bytes"), file.text("version"), file.text("header_digest"))
     file.done()
     return found
 

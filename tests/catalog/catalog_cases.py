@@ -21,6 +21,7 @@ from mergepipe.manifest import (
 )
 from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+from mergepipe.storage.file_version import version_of
 
 WEIGHTS_NAME = "model.safetensors"
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -51,7 +52,7 @@ def same_bits(a: TensorStatistics, b: TensorStatistics) -> bool:
 
 def fingerprint_of(path: Path) -> FileFingerprint:
     status = path.stat()
-    return FileFingerprint(path.name, status.st_size, status.st_mtime_ns, f"{len(path.read_bytes()):032x}")
+    return FileFingerprint(path.name, status.st_size, version_of(path, status), f"{len(path.read_bytes()):032x}")
 
 
 def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool = False) -> Checkpoint:
@@ -94,7 +95,7 @@ def make_manifest(
             model=f"./{path.name}",
             path=str(path),
             files=tuple(
-                FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
+                FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
                 for file in (fingerprint_of(path / WEIGHTS_NAME),)
             ),
             content_id=None,

@@ -21,7 +21,9 @@ def golden_checkpoint(name: str) -> Checkpoint:
     """A checkpoint that is nowhere."""
     path = Path(PurePosixPath("/nowhere", name, WEIGHTS_NAME))
     entry = TensorEntry("t.weight", BF16, (500, 2), path, 100, 2000)
-    file = FileFingerprint(WEIGHTS_NAME, 2100, 1_700_000_000_123_456_789, "ab" * 16)
+    file = FileFingerprint(
+        WEIGHTS_NAME, 2100, "1700000000123456789.1700000000123456790.12345678901234567890", "ab" * 16
+    )
     return Checkpoint(path, path.parent, {entry.name: entry}, (file,), ())
 
 

@@ -87,15 +87,15 @@ def test_model_for__finds_only_the_current_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        FileFingerprint("other", 7, 5, "0" * 32),
-        FileFingerprint("model.safetensors", 8, 5, "0" * 32),
-        FileFingerprint("model.safetensors", 7, 6, "0" * 32),
-        FileFingerprint("model.safetensors", 7, 5, "1" * 32),
+        FileFingerprint("other", 7, "5", "0" * 32),
+        FileFingerprint("model.safetensors", 8, "5", "0" * 32),
+        FileFingerprint("model.safetensors", 7, "6", "0" * 32),
+        FileFingerprint("model.safetensors", 7, "5", "1" * 32),
     ],
 )
 def test_model_for__every_part_of_the_fingerprint_counts(tmp_path: Path, other: FileFingerprint) -> None:
     checkpoint = replace(
-        make_checkpoint(tmp_path / "expert"), files=(FileFingerprint("model.safetensors", 7, 5, "0" * 32),)
+        make_checkpoint(tmp_path / "expert"), files=(FileFingerprint("model.safetensors", 7, "5", "0" * 32),)
     )
     with Catalog.open(tmp_path / "home") as catalog:
         row = catalog.register_model(checkpoint)

@@ -41,7 +41,7 @@ from mergepipe.workflows.inputs import open_files
 from mergepipe.workflows.packing import pack
 from mergepipe.workflows.unpacking import unpack
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-2"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-3"
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -148,7 +148,8 @@ def test_pack__goes_on_where_stores_are_there_and_refuses_those_of_other_files(o
     report = pack(odd.base, [odd.expert], tmp_path / "stores")
     assert [expert.is_new for expert in report.experts] == [False]
     assert tree(odd.store) == before
-    os.utime(odd.expert / "model.safetensors", ns=(1, 1))
+    content = (odd.expert / "model.safetensors").read_bytes()
+    (odd.expert / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(OutputError) as caught:
         pack(odd.base, [odd.expert], tmp_path / "stores")
     assert caught.value.code == "output.exists"
@@ -345,7 +346,7 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (3, "update mergepipe")])
+@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (4, "update mergepipe")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
@@ -363,7 +364,7 @@ def test_open_store__refuses_another_version(odd: Packed, version: int, hint: st
         {"tensors": []},
         {"tensors": [{"name": "x", "dtype": "BF16", "shape": [1 << 40], "file": 0, "first_row": 0, "has_base": True,
                       "cuts": None}]},
-        {"files": [{"name": "../up", "size_bytes": 8, "mtime_ns": 0, "header_bytes": 8, "header_blake3": ""}]},
+        {"files": [{"name": "../up", "size_bytes": 8, "version": "", "header_bytes": 8, "header_blake3": ""}]},
         {"kept": [{"name": "/etc/passwd", "size_bytes": 8, "blake3": ""}]},
         {"kept": [{"name": INDEX_NAME, "size_bytes": 8, "blake3": ""}]},
         {"index_blake3": "00"},
@@ -431,7 +432,7 @@ def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
         for key in ("base", "expert", "base_files", "digest"):
             del header[key]
         for file in header["files"]:
-            del file["mtime_ns"]
+            del file["version"]
     assert headers[0] == headers[1]
 
 

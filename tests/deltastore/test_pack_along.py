@@ -25,7 +25,7 @@ from mergepipe.workflows.packing import reason_against
 PAGE_BYTES = 4096
 SAMPLE_BYTES = 256 << 10
 TIGHT = 48 << 20
-TORCH_FILE = FileFingerprint("model.bin", 1, 1, "")
+TORCH_FILE = FileFingerprint("model.bin", 1, "1", "")
 
 
 @pytest.fixture(scope="module", name="family")

@@ -73,7 +73,7 @@ def checkpoint(name: str, arrays: Arrays, first_offset: int = 1000) -> Checkpoin
         entry = TensorEntry(tensor, F32, (len(values),), Path("/models") / name, offset, values.nbytes)
         entries[tensor] = entry
         offset += entry.nbytes
-    fingerprint = FileFingerprint(name, offset, 17, blake3(name.encode()).hexdigest(16))
+    fingerprint = FileFingerprint(name, offset, "17", blake3(name.encode()).hexdigest(16))
     return Checkpoint(Path("/models") / name, Path("/models"), entries, (fingerprint,), ())
 
 

@@ -21,6 +21,7 @@ class CountingFile:
     path = Path("/zeros")
     size_bytes = 2**62
     alignment = DIRECT_ALIGNMENT_BYTES
+    version = ""
 
     def __init__(self) -> None:
         self.requested_bytes = 0

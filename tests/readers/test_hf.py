@@ -13,6 +13,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Unsupp
 from mergepipe.readers.choosing import Weights, choose_weights
 from mergepipe.readers.hf import SIDECAR_NAMES, disagreements, open_checkpoint
 from mergepipe.readers.safetensors import read_header
+from mergepipe.storage.file_version import version_of
 from mergepipe.testing.safetensors_bytes import file_bytes, honest_file, record
 from mergepipe.testing.stores import MetadataStore
 
@@ -57,7 +58,9 @@ def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
     os.utime(tmp_path / SHARD_1, ns=(5, 123_456_789))
     first, second = open_checkpoint(MetadataStore(), tmp_path).files
     header = read_header(MetadataStore(), tmp_path / SHARD_1)
-    assert (first.name, first.mtime_ns, first.header_digest) == (SHARD_1, 123_456_789, header.header_digest)
+    version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
+    assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.header_digest)
+    assert version.startswith("123456789.")
     assert first.size_bytes == (tmp_path / SHARD_1).stat().st_size
     assert second.name == SHARD_2
 

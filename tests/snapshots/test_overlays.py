@@ -341,7 +341,7 @@ def is_found(overlay: Path, out: Path, name: str) -> bool:
 
 SIZES = (10, 20, 5)
 TABLE = OverlayTable(
-    (BaseFile("/base/a", 100, 5, "00"), BaseFile("/base/ä", 50, -1, "11")),
+    (BaseFile("/base/a", 100, "5.6.7", "00"), BaseFile("/base/ä", 50, "-1.2.3", "11")),
     15,
     (BlockPlace(0, 0), BlockPlace(2, 30), BlockPlace(0, 10)),
 )
@@ -352,7 +352,7 @@ TABLE = OverlayTable(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
 )
 def test_overlay_table__is_read_as_it_was_written(blocks: list[tuple[int, int, int]], name: str) -> None:
-    files = tuple(BaseFile(f"/{name}/{i}", 2 * 10**12, i, "ab") for i in range(3))
+    files = tuple(BaseFile(f"/{name}/{i}", 2 * 10**12, f"{i}", "ab") for i in range(3))
     places, stored = [], 0
     for nbytes, source, offset in blocks:
         places.append(BlockPlace(source, offset if source else stored))

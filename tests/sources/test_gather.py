@@ -40,6 +40,7 @@ class PageFile:
     path: Path
     content: bytes
     alignment: int = PAGE_BYTES
+    version: str = ""
     requested: list[tuple[int, int, Purpose]] = field(default_factory=list)
 
     @property

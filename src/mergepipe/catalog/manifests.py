@@ -15,6 +15,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Proble
 from mergepipe.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.manifest_reading import manifest_version
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
+from mergepipe.storage.file_version import version_of
 
 MAX_MANIFEST_BYTES = 256 << 20
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -27,7 +28,7 @@ class RecordedFile:
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,14 @@ def _recorded_input(fields: _Fields) -> RecordedInput:
         content_id=fields.optional_text("content_id"),
         read_bytes=fields.size("read_bytes"),
         files=tuple(
-            RecordedFile(file.text("name"), file.size("size_bytes"), file.integer("mtime_ns"))
-            for file in fields.items("files")
+            RecordedFile(file.text("name"), file.size("size_bytes"), _version(file)) for file in fields.items("files")
         ),
     )
+
+
+def _version(file: _Fields) -> str:
+    """The version of an input's file; of a manifest before format 3 its time, which is the version of no file."""
+    return str(file.integer("mtime_ns")) if "mtime_ns" in file.values else file.text("version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +181,9 @@ def sid_of_input(source: RecordedInput) -> str | None:
     try:
         root = source.path if source.path.is_dir() else source.path.parent
         for file in source.files:
-            status = (root / file.name).stat()
-            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+            path = root / file.name
+            status = path.stat()
+            if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
                 return None
         return read_manifest(root).sid
     except (OSError, MergePipeError):  # not a snapshot (any more), as far as one can see

@@ -85,7 +85,10 @@ _SCHEMA_1 = (
     """,
 )
 
-MIGRATIONS = (Migration(1, _SCHEMA_1),)
+# Models were known by their files' times alone, and so are their statistics.
+_SCHEMA_2 = ("DELETE FROM models", "DELETE FROM tensor_names")
+
+MIGRATIONS = (Migration(1, _SCHEMA_1), Migration(2, _SCHEMA_2))
 TABLES = ("models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "tensor_statistics")
 
 

@@ -15,6 +15,7 @@ from mergepipe.catalog.rows import ModelKind, ModelRow, StaleModel, Staleness
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, UnsupportedError
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.readers.base import Checkpoint, FileFingerprint
+from mergepipe.storage.file_version import version_of
 
 _COLUMNS = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"
 
@@ -56,7 +57,7 @@ def model_row(checkpoint: Checkpoint, content_id: str | None) -> ModelRow:
 
 
 def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
-    return digest_of([path, [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in files]])
+    return digest_of([path, [[f.name, f.size_bytes, f.version, f.header_digest] for f in files]])
 
 
 def _kind_of(path: Path) -> ModelKind:
@@ -138,13 +139,14 @@ def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
 
 
 def staleness(model: ModelRow) -> StaleModel | None:
-    """Compare the row with the files' sizes and times now; None where they agree."""
+    """Compare the row with the files' sizes and versions now; None where they agree."""
     for file in model.files:
         try:
-            status = (model.root / file.name).stat()
+            path = model.root / file.name
+            status = path.stat()
         except OSError:
             return StaleModel(model, Staleness.MISSING)
-        if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
             return StaleModel(model, Staleness.CHANGED)
     return None
 
@@ -161,7 +163,7 @@ def check_rows(connection: sqlite3.Connection) -> None:
 
 
 def _values(model: ModelRow) -> tuple[str | int | None, ...]:
-    files = [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in model.files]
+    files = [[f.name, f.size_bytes, f.version, f.header_digest] for f in model.files]
     return (
         model.id,
         str(model.path),
@@ -195,8 +197,8 @@ def from_columns(row: tuple[object, ...]) -> ModelRow:
             tensor_bytes=int(str(tensor_bytes)),
             dtypes=tuple((str(name), int(n)) for name, n in json.loads(str(dtypes))),
             files=tuple(
-                FileFingerprint(str(name), int(size), int(mtime), str(digest))
-                for name, size, mtime, digest in json.loads(str(files))
+                FileFingerprint(str(name), int(size), str(version), str(digest))
+                for name, size, version, digest in json.loads(str(files))
             ),
         )
     except (ValueError, TypeError) as error:

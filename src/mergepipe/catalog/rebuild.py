@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
@@ -18,6 +18,7 @@ from mergepipe.catalog.rows import RebuildReport, SnapshotRow
 from mergepipe.catalog.salvage import salvage
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.storage.file_version import modified_at
 
 _FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")
 _SIDE_FILES = ("", "-wal", "-shm")
@@ -138,7 +139,4 @@ def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: 
 
 def _time_of(manifest: Path) -> datetime:
     """When the manifest was written: as good as can be had for a snapshot that was never recorded."""
-    try:
-        return datetime.fromtimestamp(manifest.stat().st_mtime, UTC)
-    except OSError:  # reading it will say why
-        return datetime.fromtimestamp(0, UTC)
+    return modified_at(manifest)  # if it cannot be looked at, reading it will say why

@@ -25,7 +25,7 @@ PIECE_NAMES: dict[Piece, str] = {
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 FORMAT_NAME = "mergepipe-delta-store"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149
@@ -43,7 +43,7 @@ class PackedFile:
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     header_bytes: int
     header_blake3: str
 
@@ -203,7 +203,7 @@ class _Fields:
 
 def _packed_file(fields: _Fields) -> PackedFile:
     return PackedFile(
-        fields.output_name(), fields.get("size_bytes", int), fields.get("mtime_ns", int),
+        fields.output_name(), fields.get("size_bytes", int), fields.get("version", str),
         fields.get("header_bytes", int), fields.get("header_blake3", str),
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from mergepipe.readers.contained import stat_regular
 from mergepipe.readers.hf import SIDECAR_NAMES
 from mergepipe.readers.strict_json import shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.file_version import version_of
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
@@ -130,4 +131,4 @@ def _fingerprint(root: Path, name: str, size_bytes: int | None, header: StoreHea
         what = "is missing" if found is None else f"has {found.st_size} bytes"
         needed = "it is needed" if size_bytes is None else f"{size_bytes} bytes are needed"
         raise corrupt(root / name, f"{what}, {needed}")
-    return FileFingerprint(name, found.st_size, found.st_mtime_ns, header.index_blake3)
+    return FileFingerprint(name, found.st_size, version_of(root / name, found), header.index_blake3)

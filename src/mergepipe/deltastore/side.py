@@ -151,8 +151,8 @@ class StoreSide:
             found = open_checkpoint(self._store, Path(self._header.expert))
         except MergePipeError:
             return None
-        now = sorted((f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in found.files)
-        then = sorted((f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in self._header.files)
+        now = sorted((f.name, f.size_bytes, f.version, f.header_digest) for f in found.files)
+        then = sorted((f.name, f.size_bytes, f.version, f.header_blake3) for f in self._header.files)
         return found if now == then else None
 
     def original_of(self, name: str) -> TensorEntry | None:

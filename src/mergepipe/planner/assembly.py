@@ -154,7 +154,7 @@ def _original_binding(model: PlanningModel) -> OriginalBinding | None:
 
 def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
     """The files of a checkpoint as they were when it was opened."""
-    return tuple(FileBinding(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in checkpoint.files)
+    return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest) for f in checkpoint.files)
 
 
 def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:

@@ -293,11 +293,15 @@ def files_of(sources: Iterable[Source]) -> set[Path]:
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint."""
+    """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint.
+
+    Two that are equal, of the same path, are of the same bytes: `version` (see `storage.file_version`) changes whenever
+    those do. Two that differ in their versions alone may be of the same bytes or not.
+    """
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     header_digest: str  # BLAKE3-128 (32 hex digits) of the safetensors length prefix + header
 
 

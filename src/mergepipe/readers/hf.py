@@ -20,6 +20,7 @@ from mergepipe.readers.safetensors import read_header
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.readers.torch_weights import read_torch_weights
 from mergepipe.storage.base import Store
+from mergepipe.storage.file_version import version_of
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_PROBLEMS = 20
@@ -138,14 +139,15 @@ def stat_present(root: Path, name: str) -> os.stat_result:
 def read_weight_file(store: Store, root: Path, name: str, found: os.stat_result) -> WeightFile:
     """Read what the file `name` of the directory `root` says it holds, whatever its format.
 
-    `found` was taken before: a change in between shows as a newer time stamp later.
+    `found` was taken before: a change in between shows as another version later.
     """
     path = root / name
+    version = version_of(path, found)
     if path.suffix in TORCH.suffixes:
         weights = read_torch_weights(store, path)
-        return WeightFile(FileFingerprint(name, weights.size_bytes, found.st_mtime_ns, weights.digest), weights.entries)
+        return WeightFile(FileFingerprint(name, weights.size_bytes, version, weights.digest), weights.entries)
     header = read_header(store, path)
-    fingerprint = FileFingerprint(name, header.size_bytes, found.st_mtime_ns, header.header_digest)
+    fingerprint = FileFingerprint(name, header.size_bytes, version, header.header_digest)
     return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
 
 

@@ -22,6 +22,7 @@ from mergepipe.sources.adapted import Adapted
 from mergepipe.sources.low_rank import LowRankDelta
 from mergepipe.sources.naming import base_names
 from mergepipe.storage.base import Store
+from mergepipe.storage.file_version import version_of
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?(embedding)|\.weight)")
@@ -90,7 +91,8 @@ def _read_config(store: Store, path: Path) -> tuple[AdapterConfig, FileFingerpri
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_metadata(path / ADAPTER_CONFIG_NAME, 0, found.st_size)
     digest = blake3(raw).hexdigest(length=16)
-    return config, FileFingerprint(ADAPTER_CONFIG_NAME, found.st_size, found.st_mtime_ns, digest)
+    version = version_of(path / ADAPTER_CONFIG_NAME, found)
+    return config, FileFingerprint(ADAPTER_CONFIG_NAME, found.st_size, version, digest)
 
 
 class _Opener:

@@ -24,6 +24,11 @@ class RangeFile(Protocol):
     @property
     def alignment(self) -> int: ...
 
+    @property
+    def version(self) -> str:
+        """The version of what was opened, whatever its path leads to by now (see `storage.file_version`)."""
+        ...
+
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; return the bytes read, fewer only where the file ends inside the buffer.
 

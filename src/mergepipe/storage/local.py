@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.residency import resident_fraction
 
 DIRECT_ALIGNMENT_BYTES = 4096
@@ -54,6 +55,14 @@ class LocalFile:
     @property
     def alignment(self) -> int:
         return DIRECT_ALIGNMENT_BYTES if self._direct else 1
+
+    @property
+    def version(self) -> str:
+        """The version of the opened file."""
+        try:
+            return version_of(self._path, os.fstat(self._descriptor))
+        except OSError as error:
+            raise os_error(error, self._path, "looking at it") from error
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""

@@ -14,6 +14,7 @@ from mergepipe.errors import ConflictError
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.storage.base import Store
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
 from mergepipe.tailor.assignment import Assignment, assign
@@ -127,6 +128,7 @@ class _Run:
         self._on_progress = on_progress
         self._started = started
         self._done = 0
+        self._versions: dict[Path, tuple[int, str]] = {}
 
     def fill(self, directory: Path) -> CompositeManifest:
         """Write everything but the name; return the manifest that was written."""
@@ -159,6 +161,7 @@ class _Run:
         for path in sorted(files):
             index = _owner(path, assignment)
             base = assignment.sources[index].path
+            self._versions[path] = _version(path)
             by_source.setdefault(index, []).append(fingerprint(self._store, base, path))
         return tuple(
             CompositeInput(source.path, source.step, index == assignment.skeleton_index,
@@ -171,11 +174,10 @@ class _Run:
             for file in source.files:
                 path = source.path / file.name
                 try:
-                    status = path.stat()
-                    found = (status.st_size, status.st_mtime_ns)
+                    found = _version(path)
                 except OSError:  # it is gone
-                    found = (-1, -1)
-                if found != (file.size_bytes, file.mtime_ns):
+                    found = (-1, "")
+                if found != self._versions[path]:
                     raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
 
     def _manifest(
@@ -205,6 +207,12 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     path = directory / plan.name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _version(path: Path) -> tuple[int, str]:
+    """What tells that a source file is still the one that was looked at."""
+    status = path.stat()
+    return status.st_size, version_of(path, status)
 
 
 def _owner(path: Path, assignment: Assignment) -> int:

@@ -26,6 +26,7 @@ class AlignedFile:
     content: bytes
     ledger: Ledger
     alignment: int = PAGE_BYTES
+    version: str = ""
 
     @property
     def size_bytes(self) -> int:

@@ -58,6 +58,7 @@ class InMemoryFile:
     content: bytes
     ledger: Ledger
     alignment: int = 1
+    version: str = ""
 
     @property
     def size_bytes(self) -> int:

@@ -25,6 +25,7 @@ from mergepipe.operators.elementwise import ElementwiseRule, Keep
 from mergepipe.readers.base import Checkpoint, KeptTotal, TensorEntry, Unchanged
 from mergepipe.readers.safetensors import read_header
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.block_keys import SourceNames
 from mergepipe.workflows.reusing import Snapshots
@@ -35,7 +36,7 @@ from mergepipe.writer import ShardLayout, TensorDigest, TensorSpec, header_of, t
 ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
 ACCUMULATORS_RECORD_NAME = "mergepipe.accumulators.json"
 ACCUMULATORS_BLOCKS_NAME = "mergepipe.accumulators.blocks"
-ACCUMULATORS_FORMAT = "mergepipe-accumulators/1"
+ACCUMULATORS_FORMAT = "mergepipe-accumulators/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +199,11 @@ def _entry_at(place: Sequence[str | int], like: TensorEntry) -> TensorEntry:
 def _is_there(place: Sequence[str | int]) -> bool:
     """Whether the file is the one that was read then."""
     try:
-        status = Path(str(place[0])).stat()
+        path = Path(str(place[0]))
+        status = path.stat()
     except OSError:
         return False
-    return [status.st_size, status.st_mtime_ns] == list(place[1:3])
+    return [status.st_size, version_of(path, status)] == list(place[1:3])
 
 
 def rounded(task: MergeTask, entry: KeptTotal) -> tuple[MergeTask, BlockFunction]:

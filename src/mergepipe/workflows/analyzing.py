@@ -78,7 +78,8 @@ def run_analysis(
 
         tell(refusals(along))
         everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
-        with along.begun(engine.threads, tell) as packing, open_files(store, files_of(everything)) as files:
+        opening = open_files(store, files_of(everything), (base_checkpoint, *checkpoints))
+        with along.begun(engine.threads, tell) as packing, opening as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:

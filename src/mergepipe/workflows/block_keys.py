@@ -28,7 +28,7 @@ from mergepipe.readers.base import Checkpoint, Source, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import Action, MergeTask
 
 KEYS_NAME = "mergepipe.keys"
-KEY_VERSION = 1
+KEY_VERSION = 2
 NO_KEY = bytes(16)  # of a block that reads no expert, or whose sources cannot be told by file and place alone
 
 Described = Mapping[str, object]
@@ -58,14 +58,14 @@ class SourceNames:
     """Names the stored bytes of tensors: by the file as it was when it was opened, and the place in it."""
 
     def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
-        self._names: dict[Path, tuple[str, int, int, str]] = {}
+        self._names: dict[Path, tuple[str, int, str, str]] = {}
         for checkpoint in checkpoints:
             for file in checkpoint.files:
                 path = checkpoint.root / file.name
-                self._names[path] = (os.path.realpath(path), file.size_bytes, file.mtime_ns, file.header_digest)
+                self._names[path] = (os.path.realpath(path), file.size_bytes, file.version, file.header_digest)
 
     def name(self, source: Source) -> tuple[str | int, ...] | None:
-        """File, size, time, header digest, offset and code; None for what is not one byte range of a known file."""
+        """File, size, version, header digest, offset and code; None for what is not one byte range of a known file."""
         if not isinstance(source, TensorEntry) or source.file not in self._names:
             return None
         return (*self._names[source.file], source.offset, source.kernel_code)

@@ -89,8 +89,8 @@ def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
             yield f"changed between: {in_a[path].role} {path}"
 
 
-def _identity(record: InputRecord) -> list[tuple[str, int, int, str]]:
-    return [(file.name, file.size_bytes, file.mtime_ns, file.header_blake3) for file in record.files]
+def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
+    return [(file.name, file.size_bytes, file.version, file.header_blake3) for file in record.files]
 
 
 def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:

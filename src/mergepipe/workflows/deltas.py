@@ -230,7 +230,7 @@ class _Opened:
     def __init__(self, store: LocalStore, checkpoints: Sequence[Checkpoint], meter: _Meter) -> None:
         self._meter = meter
         tensors = (tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
-        self._files = open_files(store, files_of(tensors))
+        self._files = open_files(store, files_of(tensors), checkpoints)
         self._pool = ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="mergepipe-delta")
 
     def __enter__(self) -> _Stream:

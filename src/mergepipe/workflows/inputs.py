@@ -7,16 +7,23 @@ import resource
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from mergepipe.errors import ConflictError
-from mergepipe.readers.base import Checkpoint
+from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.readers.base import Checkpoint, FileFingerprint
 from mergepipe.storage.base import RangeFile, Store
+from mergepipe.storage.file_version import version_of
 
 _SPARE_FILES = 64
 
 
 @contextlib.contextmanager
-def open_files(store: Store, paths: Iterable[Path]) -> Iterator[Mapping[Path, RangeFile]]:
-    """Open files for direct reads, and close them all at the end."""
+def open_files(
+    store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()
+) -> Iterator[Mapping[Path, RangeFile]]:
+    """Open files for direct reads, and close them all at the end.
+
+    Raises:
+        ConflictError: `input.changed`, what was opened is not the file of one of `checkpoints` that it was.
+    """
     ordered = sorted(set(paths))
     allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
@@ -24,6 +31,9 @@ def open_files(store: Store, paths: Iterable[Path]) -> Iterator[Mapping[Path, Ra
         for path in ordered:
             files[path] = store.open(path, direct=True)
             stack.callback(files[path].close)
+        for path, file in _files_of(checkpoints):
+            if path in files and files[path].version != file.version:
+                raise _changed(path)
         yield files
 
 
@@ -33,15 +43,23 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
     Raises:
         ConflictError: naming the file.
     """
+    for path, file in _files_of(checkpoints):
+        try:
+            status = path.stat()
+        except OSError:
+            raise _changed(path) from None
+        if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
+            raise _changed(path)
+
+
+def _changed(path: Path) -> MergePipeError:
+    return ConflictError.of("input.changed", path, "changed while it was being read", "run again")
+
+
+def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Path, FileFingerprint]]:
     for checkpoint in (each for given in checkpoints for each in _read_of(given)):
         for file in checkpoint.files:
-            path = checkpoint.root / file.name
-            try:
-                status = path.stat()
-            except OSError:
-                status = None
-            if status is None or (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-                raise ConflictError.of("input.changed", path, "changed while it was being read", "run again")
+            yield checkpoint.root / file.name, file
 
 
 def _read_of(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

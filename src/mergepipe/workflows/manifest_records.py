@@ -11,6 +11,8 @@ from mergepipe.readers.base import Checkpoint
 from mergepipe.workflows.executing import Made
 from mergepipe.writer import TensorDigest
 
+_REUSED_BY = "path, size, version (modification and change time, inode) and header digest of every file of the inputs"
+
 
 def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
     """For the manifest: what was taken from which earlier snapshots."""
@@ -19,6 +21,7 @@ def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
     facts: dict[str, float | int | str] = {
         "reused_bytes": usage[Purpose.REUSE],
         "reused_from": ",".join(sorted({*made.reuse.sids, *made.continued_sids})),
+        "reused_by": _REUSED_BY,
     }
     return {**facts, "corrected_tensors": made.n_corrected} if made.n_corrected else facts
 

@@ -367,7 +367,7 @@ class _Run:
         if self._operator.is_random:  # content ids sample dropped tensors too
             for model in self._inputs.expert_models:
                 paths |= files_of(self._inputs.checkpoints[model].tensors.values())
-        return open_files(self._store, paths)
+        return open_files(self._store, paths, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
 
     def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
@@ -408,7 +408,7 @@ class _Run:
                 model=model.text,
                 path=reference_text(model),
                 files=tuple(
-                    FileRecord(file.name, file.size_bytes, file.mtime_ns, file.header_digest)
+                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
                     for file in checkpoint.files
                 ),
                 content_id=known.get(id(checkpoint)) or None,

@@ -68,7 +68,7 @@ def base_places(
     paths = sorted({path for path, _ in starts.values()})
     source_of = {path: STORED + 1 + number for number, path in enumerate(paths)}
     files = tuple(
-        BaseFile(str(path.absolute()), known[path].size_bytes, known[path].mtime_ns, known[path].header_digest)
+        BaseFile(str(path.absolute()), known[path].size_bytes, known[path].version, known[path].header_digest)
         for path in paths
     )
     return files, {name: BlockPlace(source_of[path], offset) for name, (path, offset) in starts.items()}

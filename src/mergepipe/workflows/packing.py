@@ -19,12 +19,21 @@ from mergepipe.publish import check_free_space, check_target, remove_dead, stagi
 from mergepipe.readers.base import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.readers.hf import open_checkpoint, stat_present
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.workflows.inputs import allow_open_files, open_files
+from mergepipe.workflows.originals import (
+    check_same,
+    differing_base,
+    differing_kept_file,
+    differing_weights,
+    remove_original,
+    sync_store,
+)
 from mergepipe.workflows.pack_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.workflows.packed_facts import packed_facts
 from mergepipe.workflows.store_building import FILES_OF_BUILDER, PackJob, StoreBuilder, building
-from mergepipe.workflows.unpacking import check_kept, remove_original, verify_store
+from mergepipe.workflows.unpacking import verify_store
 
 _SUFFIX = ".safetensors"
 
@@ -47,8 +56,8 @@ def pack(
 
     Args:
         experts: full weights in safetensors files, fine-tuned from `base`.
-        replace: read each store back from disk, compare it with the digests of the original, and then remove the
-            original's files.
+        replace: read each store back from disk and every file of every original again, compare them, and only if all
+            are the same remove the originals' files.
         threads: encoding threads; default, one per processor.
         on_progress: called from the calling thread with the bytes of experts that are packed.
 
@@ -67,7 +76,7 @@ def pack(
     if replace:
         for job in jobs:
             _check_removable(job)
-    missing = [job for job in jobs if not is_packed(store, job)]
+    missing = [job for job in jobs if not is_packed(store, job, workers)]
     for job in jobs:
         if job not in missing:
             remove_dead(staging_directory(job.out.absolute()))  # of a run that was killed once all was done
@@ -78,7 +87,11 @@ def pack(
         packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], workers, on_progress)
     done = tuple(packed.get(job.out) or packed_facts(store, job, is_new=False) for job in jobs)
     if replace:
-        done = tuple(_replaced(store, job, each, workers) for job, each in zip(jobs, done, strict=True))
+        for job in jobs:
+            _check_replaceable(store, job, workers)
+        for job in jobs:
+            remove_original(job)
+        done = tuple(changed(each, is_original_removed=True) for each in done)
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(Path(base), done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
@@ -136,22 +149,30 @@ def check_names(jobs: Iterable[PackJob]) -> None:
             )  # fmt: skip
 
 
-def is_packed(store: LocalStore, job: PackJob) -> bool:
-    """Whether `out` holds this very expert beside this very base, by what their files looked like then.
+def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
+    """Whether `out` holds this very expert beside this very base.
+
+    Weights are taken for what they were by their files' versions where these are the same; otherwise they are read and
+    compared with the digests of what was packed. Other files are always compared so.
 
     Raises:
-        OutputError: it holds another store.
+        OutputError: it holds another store; naming the file that differs.
     """
     if not is_store(job.out):
         return False
-    header = read_store(store, job.out).header
-    then = [(f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in header.files]
-    now = [(f.name, f.size_bytes, f.mtime_ns, f.header_digest) for f in job.expert.files]
-    kept_then = [(f.name, f.size_bytes) for f in header.kept]
-    kept_now = [(f.name, f.size_bytes) for f in job.kept]
-    if (then, kept_then) == (now, kept_now) and header.base_files == job.base_files:
+    opened = read_store(store, job.out)
+    header = opened.header
+    then = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
+    now = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
+    path = differing_kept_file(store, opened, job)
+    if path is None and then != now:
+        path = differing_weights(store, opened, job, threads)
+    if path is None and header.base_files != job.base_files:
+        path = differing_base(store, opened, job, threads)
+    if path is None:
+        job.check_unchanged()
         return True
-    message = f"holds a store of {header.expert}, packed from other files"
+    message = f"holds a store of {header.expert}, packed from other content than {path} has now"
     raise OutputError.of("output.exists", job.out, message, "remove it yourself, or choose another place")
 
 
@@ -171,7 +192,8 @@ def _pack_together(
         builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        with open_files(store, inputs) as files:
+        checkpoints = [each for job in jobs for each in (job.base, job.expert)]
+        with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
         if errors:
@@ -228,7 +250,7 @@ def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         found = stat_present(expert.root, name)
-        kept.append(FileFingerprint(name, found.st_size, found.st_mtime_ns, ""))
+        kept.append(FileFingerprint(name, found.st_size, version_of(expert.root / name, found), ""))
     return tuple(kept)
 
 
@@ -267,10 +289,15 @@ def _check_removable(job: PackJob) -> None:
             )
 
 
-def _replaced(store: LocalStore, job: PackJob, packed: PackedExpert, threads: int) -> PackedExpert:
-    """Remove an original once its store was read back."""
+def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
+    """See that a store gives its original back to the byte, and is durable: nothing is removed before.
+
+    Raises:
+        CorruptError: the store is damaged.
+        ConflictError: the original is not what it holds.
+    """
     verify_store(store, job.out, job.base, threads)
-    check_kept(store, job.expert.root, read_store(store, job.out).header.kept)
+    opened = read_store(store, job.out)
+    check_same(store, opened, job, threads)
     job.check_unchanged()
-    remove_original(job.expert, [file.name for file in job.kept])
-    return changed(packed, is_original_removed=True)
+    sync_store(opened)

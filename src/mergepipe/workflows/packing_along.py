@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.asked import threads_asked
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.engine.jobs import Tap
 from mergepipe.engine.layouts import Piece
@@ -98,7 +99,7 @@ def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> 
     """The job, or why its place is taken."""
     try:
         job = job_of(base, expert, out)
-        return (None, f"it was packed before: {job.out}") if is_packed(store, job) else (job, "")
+        return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_asked(None)) else (job, "")
     except OutputError as error:
         return None, str(error)
 
@@ -154,7 +155,8 @@ def _packing_along(plan: PackingPlan, threads: int, on_tick: Callable[[], None])
         builders = tuple(
             stack.enter_context(building(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
         )
-        files = stack.enter_context(open_files(store, inputs))
+        checkpoints = [each for job in plan.jobs for each in (job.base, job.expert)]
+        files = stack.enter_context(open_files(store, inputs, checkpoints))
         streamed = {id(plan.jobs[j].places[number]) for route in plan.routes.values() for _, j, number in route}
         for first in range(0, len(builders), EXPERTS_AT_ONCE):
             some = builders[first : first + EXPERTS_AT_ONCE]

@@ -220,8 +220,8 @@ def _vocabulary(inputs: Inputs) -> str | None:
 
 def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
     """Files that are not what the plan was made from."""
-    now = {file.name: (file.size_bytes, file.mtime_ns, file.header_digest) for file in found.files}
-    then = {file.name: (file.size_bytes, file.mtime_ns, file.header_digest) for file in model.files}
+    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in found.files}
+    then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [
         Problem("plan.input-changed", f"{model.path}/{name}", "changed since the plan was made", hint)

@@ -131,10 +131,11 @@ def rebuild_tensors(
         missing = sorted(wanted - {task.name for task in output.tasks})
         if missing:
             raise _not_made(missing)
-        with open_files(store, _paths(inputs, output.tasks)) as files:
+        checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
+        with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
             work = _work(manifest, inputs, output.tasks, files)
             digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
-        check_unchanged(checkpoint for _, _, checkpoint in inputs.leaves())
+        check_unchanged(checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
     for digest, spec in zip(digests, shard.tensors, strict=True):
@@ -149,7 +150,7 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
     pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
     checkpoints = [
-        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.mtime_ns, f.header_blake3) for f in r.files))
+        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files))
         for r, (_, _, found) in pairs
     ]
     with open_files(store, _paths(inputs, tasks)) as files:

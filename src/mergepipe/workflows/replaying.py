@@ -71,9 +71,9 @@ def _blame(recorded: Manifest, made: Manifest) -> str:
 
 def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:
     """Files of an input that were written to since."""
-    times = {file.name: file.mtime_ns for file in before.files}
+    versions = {file.name: file.version for file in before.files}
     return [
         Problem("replay.input-touched", f"{after.path}/{file.name}", "was written to since the snapshot was made")
         for file in after.files
-        if times.get(file.name) != file.mtime_ns
+        if versions.get(file.name) != file.version
     ]

@@ -53,7 +53,7 @@ def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) ->
         "seed": seed,
         "plan": None if plan is None else plan.digest,
         "inputs": [
-            [str(checkpoint.root), [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in checkpoint.files]]
+            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
             for _, _, checkpoint in inputs.leaves()
         ],
         "alignment": None if inputs.alignment is None else inputs.alignment.digest,

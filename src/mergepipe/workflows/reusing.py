@@ -24,14 +24,15 @@ from mergepipe.readers.base import Checkpoint, TensorEntry
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.base import Store
+from mergepipe.storage.file_version import version_of
 from mergepipe.workflows.block_keys import KEYS_NAME, NO_KEY
 from mergepipe.workflows.recording import CatalogLink
 from mergepipe.workflows.snapshots import read_manifest_value
 from mergepipe.writer import TensorDigest
 
 MAX_CANDIDATES = 64
-Identity = tuple[int, int, int, int]
-"""Device, number, size and time of a file."""
+Identity = tuple[int, int, str]
+"""Device, size and version of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _identity(path: Path) -> Identity | None:
         status = path.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_size, version_of(path, status)
 
 
 def lost_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:

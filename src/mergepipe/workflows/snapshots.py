@@ -6,7 +6,7 @@ A catalog that is not there yet counts as empty and is not made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from mergepipe.errors import NotFoundError
 from mergepipe.manifest import MANIFEST_NAME, Manifest
 from mergepipe.manifest_reading import manifest_of_json
 from mergepipe.reports import SnapshotInput, SnapshotReport
+from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.local import os_error
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ def show_snapshot(asked: str, home: Path) -> SnapshotReport:
         path = Path(asked)
         if not _has_manifest(path):
             raise
-        created = datetime.fromtimestamp((path / MANIFEST_NAME).stat().st_mtime, UTC)
+        created = modified_at(path / MANIFEST_NAME)
         return _of_manifest(read_manifest(path), path.absolute(), created)
 
 

@@ -102,7 +102,7 @@ class PackJob:
     def key(self) -> str:
         """What has to be the same to go on with what another run wrote."""
         roots = [str(each.path.absolute()) for each in (self.base, self.expert)]
-        kept = [[file.name, file.size_bytes, file.mtime_ns] for file in self.kept]
+        kept = [[file.name, file.size_bytes, file.version] for file in self.kept]
         looks = [_look_of(self.base), _look_of(self.expert)]
         return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *looks, kept])
 
@@ -124,7 +124,7 @@ def _like(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
 
 
 def _look_of(checkpoint: Checkpoint) -> list[list[str | int]]:
-    return [[f.name, f.size_bytes, f.mtime_ns, f.header_digest] for f in checkpoint.files]
+    return [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]
 
 
 def _part_of(nbytes: int, sharing: int) -> int:
@@ -262,7 +262,7 @@ class StoreBuilder:
         if self._blocks.n_written != self.job.n_rows:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         kept = tuple(self._keep(file.name) for file in self.job.kept)
-        with open_files(self._store, self._content_id.missing_files) as files:
+        with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept, content_id))
         self.job.check_unchanged()
@@ -284,7 +284,7 @@ class StoreBuilder:
             is_bare_file=job.expert.path != job.expert.root,
             index_blake3=self._writer.index_blake3,
             files=tuple(
-                PackedFile(file.name, file.size_bytes, file.mtime_ns, self._header_bytes(file), file.header_digest)
+                PackedFile(file.name, file.size_bytes, file.version, self._header_bytes(file), file.header_digest)
                 for file in job.expert.files
             ),
             kept=kept,

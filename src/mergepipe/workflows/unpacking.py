@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,17 +17,17 @@ from mergepipe.budget import Purpose
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.codec.parts import corrupt
-from mergepipe.deltastore.header import HEADERS_NAME, KeptFile, PackedEntry
+from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.opening import OpenedStore, open_store, read_store
 from mergepipe.deltastore.packed import read_range
-from mergepipe.errors import ConflictError, NotFoundError
+from mergepipe.errors import NotFoundError
 from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.readers.base import Checkpoint, Readable, TensorEntry
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.storage.base import RangeFile
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import OutputFile
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.kept_files import file_parts, write_kept
@@ -70,7 +68,8 @@ def unpack(
     check_free_space(target, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
     reader = _Reader(opened, checkpoint, threads_asked(threads))
-    with open_files(store, _inputs(opened, base_checkpoint)) as files, Staging(target, force=False) as staging:
+    inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
+    with inputs as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
         check_unchanged((base_checkpoint, checkpoint))
@@ -86,7 +85,7 @@ def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) 
     """
     opened = read_store(store, path)
     reader = _Reader(opened, open_store(store, path, base), threads)
-    with open_files(store, _inputs(opened, base)) as files:
+    with open_files(store, _inputs(opened, base), (base,)) as files:
         for number in range(len(opened.header.files)):
             reader.file_header(files, number)
         for entry in opened.header.tensors:
@@ -94,37 +93,6 @@ def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) 
     for kept in opened.header.kept:
         for _ in _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store):
             pass
-
-
-def check_kept(store: LocalStore, root: Path, kept: Sequence[KeptFile]) -> None:
-    """See that the files in `root` are those that are kept in a store, before they are removed.
-
-    Raises:
-        ConflictError: one has another content.
-    """
-    for file in kept:
-        hasher = blake3()
-        for part in file_parts(store, root / file.name, file.size_bytes):
-            hasher.update(part)
-        if hasher.hexdigest(16) != file.blake3:
-            raise ConflictError.of(
-                "input.changed", root / file.name, "is not what was packed: nothing was removed", "pack again"
-            )
-
-
-def remove_original(expert: Checkpoint, kept: Sequence[str]) -> None:
-    """Remove the files of a packed expert, and its directories that are empty then."""
-    names = [*(file.name for file in expert.files), *kept]
-    for name in names:
-        path = expert.root / name
-        try:
-            path.unlink()
-        except OSError as error:
-            raise os_error(error, path, "removing the original") from error
-    if expert.path == expert.root:
-        for folder, _, _ in os.walk(expert.root, topdown=False):
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile
-                Path(folder).rmdir()
 
 
 def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Checkpoint:

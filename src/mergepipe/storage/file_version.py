@@ -1,0 +1,38 @@
+"""The version of a local file: an opaque text that changes whenever the file's bytes do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+_SECOND_NS = 1_000_000_000
+_PROCESS = secrets.token_hex(8)
+
+
+def version_of(path: Path, status: os.stat_result) -> str:
+    """Name the state of a file from its status: times of modification and of change, and the inode's number.
+
+    The time of change cannot be set back by a program, so equal versions of a path mean equal bytes. Where a read-only
+    file system has no such time and repeats that of modification (images of squashfs, erofs, ISO 9660), another image
+    may show equal values: there the version is good in this process only, and equals no recorded one.
+    """
+    version = f"{status.st_mtime_ns}.{status.st_ctime_ns}.{status.st_ino}"
+    repeats = status.st_ctime_ns == status.st_mtime_ns and status.st_ctime_ns % _SECOND_NS == 0
+    return f"{version}.{_PROCESS}" if repeats and _is_read_only(path) else version
+
+
+def modified_at(path: Path) -> datetime:
+    """When a file was modified; the epoch where that cannot be told or is beyond all calendars."""
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except (OSError, OverflowError, ValueError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def _is_read_only(path: Path) -> bool:
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return True

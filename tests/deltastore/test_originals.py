@@ -1,0 +1,171 @@
+"""Originals of delta stores: removed only where every byte of every file is in the store; times prove nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packing_cases import PackFamily, make_family, tree
+
+import mergepipe
+from mergepipe.deltastore.opening import read_store
+from mergepipe.errors import ConflictError, MergePipeError, OutputError
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.local import LocalStore
+from mergepipe.workflows import originals, packing, unpacking
+
+Edit = Callable[[Path], Path]
+
+
+@pytest.fixture(name="packed", scope="module")
+def make_packed(tmp_path_factory: pytest.TempPathFactory) -> PackFamily:
+    """A family whose experts are packed in `stores`."""
+    root = tmp_path_factory.mktemp("originals")
+    family = make_family(root)
+    for expert in family.experts:
+        (expert / "notes.txt").write_text(f"about {expert.name}")
+    mergepipe.pack(family.base, family.experts, root / "stores")
+    return family
+
+
+@pytest.fixture(name="family")
+def copy_packed(packed: PackFamily, tmp_path: Path) -> PackFamily:
+    """The same in a place of its own: times are kept, inodes are not, and no header knows the place."""
+    shutil.copytree(packed.root, tmp_path / "family")
+    root = tmp_path / "family"
+    return PackFamily(root, root / "base", tuple(root / expert.name for expert in packed.experts))
+
+
+def in_place(path: Path, at: int) -> Path:
+    """Change a byte, and set the time back."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return path
+
+
+def weights_of(expert: Path) -> Path:
+    return sorted(expert.glob("*.safetensors"))[-1]
+
+
+EDITS: dict[str, Edit] = {
+    "end of the weights": lambda expert: in_place(weights_of(expert), -1),
+    "middle of the weights": lambda expert: in_place(weights_of(expert), weights_of(expert).stat().st_size // 2),
+    "another file": lambda expert: in_place(expert / "notes.txt", 0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("replace", [False, True])
+def test_pack__an_edit_with_the_time_set_back_is_seen_and_removes_nothing(
+    family: PackFamily, edit: str, replace: bool
+) -> None:
+    changed = EDITS[edit](family.experts[1])
+    before = tree(family.root)
+    with pytest.raises(OutputError) as caught:
+        mergepipe.pack(family.base, family.experts, family.root / "stores", replace=replace)
+    assert caught.value.code == "output.exists"
+    assert str(changed) in str(caught.value)
+    assert tree(family.root) == before
+
+
+@pytest.mark.parametrize("edit", ["middle of the weights", "another file"])
+def test_pack__an_edit_between_packing_and_removal_removes_nothing_of_any(
+    family: PackFamily, monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    verify = unpacking.verify_store
+    changed: list[Path] = []
+
+    def edited(store: LocalStore, place: Path, *rest: object) -> None:
+        if not changed:
+            changed.append(EDITS[edit](family.experts[1]))
+        verify(store, place, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packing, "verify_store", edited)
+    before = {name for name in tree(family.root) if "stores" not in name}
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.pack(family.base, family.experts, family.root / "others", replace=True)
+    assert caught.value.code == "input.changed"
+    assert str(changed[0]) in str(caught.value)
+    assert before <= set(tree(family.root))
+
+
+def test_pack__an_edit_after_the_comparison_keeps_that_file(
+    family: PackFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = originals.sync_store
+    notes = family.experts[0] / "notes.txt"
+
+    def edited(opened: object) -> None:
+        sync(opened)  # type: ignore[arg-type]
+        if notes.exists():
+            in_place(notes, 0)
+
+    monkeypatch.setattr(packing, "sync_store", edited)
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.pack(family.base, family.experts[:1], family.root / "stores", replace=True)
+    assert "notes.txt" in str(caught.value)
+    assert notes.exists()
+    assert weights_of(family.experts[0]).exists()
+
+
+def test_pack__replace_keeps_files_that_came_meanwhile(family: PackFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    expert = family.experts[0]
+    sync = originals.sync_store
+
+    def added(opened: object) -> None:
+        sync(opened)  # type: ignore[arg-type]
+        (expert / "new.txt").write_text("new")
+
+    monkeypatch.setattr(packing, "sync_store", added)
+    os.link(expert / "notes.txt", expert / "notes2.txt")
+    mergepipe.pack(family.base, [expert], family.root / "others", replace=True)
+    assert tree(expert) == {"new.txt": b"new"}
+
+
+def test_pack__a_copy_with_other_times_is_known_by_its_content(family: PackFamily) -> None:
+    for path in (weights_of(family.base), weights_of(family.experts[0])):
+        os.utime(path, ns=(1, 1))
+    report = mergepipe.pack(family.base, family.experts, family.root / "stores")
+    assert [expert.is_new for expert in report.experts] == [False, False]
+    in_place(weights_of(family.base), -1)
+    with pytest.raises(OutputError) as caught:
+        mergepipe.pack(family.base, family.experts[:1], family.root / "stores")
+    assert str(weights_of(family.base)) in str(caught.value)
+
+
+@pytest.mark.parametrize("time", [-(10**18), -1, 2**63 // 10**9 * 10**9 + 10**18])
+def test_pack__takes_files_of_any_time(family: PackFamily, time: int) -> None:
+    path = weights_of(family.experts[0])
+    try:
+        os.utime(path, ns=(time, time))
+    except (OSError, OverflowError):
+        os.utime(path, ns=(-1, -1))
+    store = family.root / "others" / family.experts[0].name
+    mergepipe.pack(family.base, family.experts[:1], store.parent)
+    (file,) = [f for f in read_store(LocalStore(), store).header.files if f.name == path.name]
+    assert file.version == version_of(path, path.stat())
+    mergepipe.unpack(store, family.root / "back")
+    assert tree(family.root / "back") == tree(family.experts[0])
+
+
+def test_find_original__is_none_after_an_edit_with_the_time_set_back(family: PackFamily) -> None:
+    stores = family.root / "others"
+    mergepipe.pack(family.base, family.experts, stores)
+    found = [read_store(LocalStore(), stores / e.name).side.find_original() for e in family.experts]
+    assert all(original is not None for original in found)
+    in_place(weights_of(family.experts[1]), -1)
+    assert read_store(LocalStore(), stores / family.experts[1].name).side.find_original() is None
+
+
+def test_pack__a_store_of_an_older_version_is_refused(family: PackFamily) -> None:
+    header = family.root / "stores" / family.experts[0].name / "mergepipe-store.json"
+    header.write_text(header.read_text().replace("mergepipe-delta-store/3", "mergepipe-delta-store/2"))
+    with pytest.raises(MergePipeError) as caught:
+        mergepipe.pack(family.base, family.experts[:1], family.root / "stores", replace=True)
+    assert caught.value.code == "store.version"
