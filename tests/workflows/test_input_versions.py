@@ -35,7 +35,9 @@ def other_content(path: Path) -> bytes:
 
 
 def overwrite(path: Path) -> None:
-    path.write_bytes(other_content(path))
+    content = other_content(path)
+    with path.open("r+b") as stream:  # never shorter in between: a reader would see that
+        stream.write(content)
     os.utime(path, ns=(EPOCH, EPOCH))
 
 
