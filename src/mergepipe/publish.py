@@ -19,6 +19,7 @@ from mergepipe.sources.delta_record import RECORD_NAME
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import (
+    ACCOUNT_NAME,
     OWNER_NAME,
     Owner,
     is_alive,
@@ -145,10 +146,10 @@ class Staging:
             _bring_back(self._directory, self._out)
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
-            self._keeps = False
             if not self.is_continued:
                 _empty(self._directory)
                 self.path.mkdir()
+            self._keeps = False
         except BaseException as error:  # an interrupt too: nobody else would remove what was made
             self._abandon()
             if isinstance(error, OSError):
@@ -333,9 +334,9 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _empty(directory: Path) -> None:
-    """Remove everything but the note of the owner."""
+    """Remove everything but the note of the owner, and the account of what was read for this output."""
     for path in directory.iterdir():
-        if path.name == OWNER_NAME:
+        if path.name in (OWNER_NAME, ACCOUNT_NAME):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -161,7 +161,7 @@ def publish_merge(
     link.notices.extend(inputs.notices)
     along = _plan_along(inputs, output, out, settings.pack)
     if along.outs:
-        settings = replace(settings, reuse=False, resume=Resume.NEVER)
+        settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
     run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
@@ -183,7 +183,22 @@ def publish_merge(
         except MergePipeError as error:
             error.add_note(f"the merge itself is complete, in {out}")
             raise
-    return replace(run.report(out, manifest), packed=packed, not_packed=along.refused)
+    return replace(
+        run.report(out, manifest),
+        packed=packed,
+        not_packed=along.refused,
+        earlier_expert_bytes=progress.earlier_expert_bytes,
+        forgiven_expert_bytes=progress.forgiven_expert_bytes,
+    )
+
+
+def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
+    """For the manifest: expert bytes that earlier runs may have read for this output."""
+    facts = {
+        "earlier_runs_expert_bytes": progress.earlier_expert_bytes,  # part of what was realized
+        "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
+    }
+    return {name: nbytes for name, nbytes in facts.items() if nbytes}
 
 
 def _plan_along(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> AlongPlan:
@@ -279,7 +294,7 @@ class _Run:
             recorder.flush()
         if overlay is not None:
             self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, made, self._manifest(made, ids), overlay)
+        return self._write_small_files(directory, made, self._manifest(made, ids, progress), overlay)
 
     def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
         if not self._settings.overlay:
@@ -374,7 +389,7 @@ class _Run:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
-    def _manifest(self, made: Made, ids: Mapping[int, str]) -> Manifest:
+    def _manifest(self, made: Made, ids: Mapping[int, str], progress: MergeProgress) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
             version=mergepipe.__version__,
@@ -397,6 +412,7 @@ class _Run:
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **reuse_facts(made, usage),
+                **_earlier_run_facts(progress),
             },
         )
 
