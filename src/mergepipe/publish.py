@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.outcome import note_committed
 from mergepipe.sources.delta_record import RECORD_NAME
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
@@ -208,6 +209,7 @@ class Staging:
             ConflictError: `out` appeared meanwhile.
             OutputError: what is to be replaced is no snapshot (any more).
             StorageError: the operating system refused.
+            PublishedError: `output.not-durable`, it is visible, and a loss of power might still undo that.
         """
         for directory, _, _ in os.walk(self.path):
             sync_directory(Path(directory))
@@ -227,10 +229,11 @@ class Staging:
             raise os_error(error, self._out, "publishing it") from error
         self._made_parents = ()
         self._keeps = False
+        note_committed(self._out)
         try:
             sync_directory(self._out.parent)
         except StorageError as error:
-            raise StorageError.of(
+            raise PublishedError.of(
                 "output.not-durable",
                 self._out,
                 "is complete and in its place, but making its name durable failed",

@@ -18,7 +18,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
 from mergepipe.engine.identity import content_id
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import OutputError
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
@@ -28,6 +28,7 @@ from mergepipe.manifest import (
     record_of,
 )
 from mergepipe.operators.registry import operator_named
+from mergepipe.outcome import private_outputs, published_but
 from mergepipe.overlay_writer import OverlayWriter
 from mergepipe.plan import Plan
 from mergepipe.publish import Staging, check_free_space, check_target
@@ -133,7 +134,7 @@ class Stages:
             self._stack.enter_context(self._staging)
         self._made += 1
         place = self._staging.path / str(self._made)
-        with closing(CatalogLink(None)) as link:
+        with closing(CatalogLink(None)) as link, private_outputs():
             publish_merge(inputs, None, place, self._settings, self._store, link, time.perf_counter(), None)
         return place
 
@@ -166,7 +167,7 @@ def publish_merge(
     run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
-    with along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
+    with published_but(out), along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
@@ -178,18 +179,14 @@ def publish_merge(
                 before_publish(manifest)
             staging.publish()
         link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
-        try:
-            packed = packing.publish()
-        except MergePipeError as error:
-            error.add_note(f"the merge itself is complete, in {out}")
-            raise
-    return replace(
-        run.report(out, manifest),
-        packed=packed,
-        not_packed=along.refused,
-        earlier_expert_bytes=progress.earlier_expert_bytes,
-        forgiven_expert_bytes=progress.forgiven_expert_bytes,
-    )
+        packed = packing.publish()
+        return replace(
+            run.report(out, manifest),
+            packed=packed,
+            not_packed=along.refused,
+            earlier_expert_bytes=progress.earlier_expert_bytes,
+            forgiven_expert_bytes=progress.forgiven_expert_bytes,
+        )
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
