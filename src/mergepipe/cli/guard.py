@@ -56,6 +56,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
     refusal = _write(sys.stdout, printed.getvalue())
     if refusal is not None:
         exit_code = _without_report(refusal, exit_code, is_committed=bool(committed))
+    _write(sys.stderr, "")  # what progress could not write, which the interpreter would try once more
     return exit_code
 
 
@@ -94,7 +95,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:
     """Write to a standard stream; what keeps that from working, if anything does. A closed stream takes everything."""
-    if stream is None or not text:
+    if stream is None:
         return None
     try:
         stream.write(text)
