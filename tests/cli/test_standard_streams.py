@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from command_line import Workplace, make_workplace
 
+from mergepipe.catalog.catalog import Catalog
 from mergepipe.cli import main
 from mergepipe.workflows import merging
 
@@ -118,7 +119,7 @@ def test_merge__that_fails_after_the_commit_says_what_stands(
 ) -> None:
     with monkeypatch.context() as patch:
         if where == "catalog":
-            patch.setattr(merging.Catalog, "adopt_snapshot", raising(error))
+            patch.setattr(Catalog, "adopt_snapshot", raising(error))
         elif where == "report":
             patch.setattr(merging, "MergeReport", raising(error))
         else:
