@@ -13,10 +13,10 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
-    {"blocks", "budget", "canonical", "prices", "sizes"},
+    {"blocks", "budget", "canonical", "outcome", "prices", "sizes"},
     {"operators", "kernels", "storage", "statistics", "budget_request"}
     | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
-    {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "cost", "deltastore"}
+    {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "read_account", "cost", "deltastore"}
     | {"sources", "vocabulary"},
     {"engine", "planner", "tailor", "publish"},
     {"asked"},

@@ -10,6 +10,7 @@
     ├── StorageError       8  the operating system refused (space, permission, I/O): mend it and retry
     ├── ConflictError      9  somebody else changed or holds it: look, then retry
     ├── LimitError        10  a limit that was set (memory, budget) is too small for the job
+    ├── PublishedError    11  the output is complete in its place; what came after it failed
     └── InterruptedRunError 130  stopped by the user; nothing was published
 
 Codes (`"checkpoint.header.overlap"`) are append-only and never change their meaning; messages may improve.
@@ -110,6 +111,12 @@ class LimitError(MergePipeError):
     """A limit that was set is too small for the job."""
 
     exit_code = 10
+
+
+class PublishedError(MergePipeError):
+    """The output is complete and published; something that came after it failed."""
+
+    exit_code = 11
 
 
 class InterruptedRunError(MergePipeError):

@@ -20,7 +20,7 @@ from mergepipe.storage.local import os_error
 from mergepipe.writer import TensorDigest
 
 JOURNAL_NAME = "journal"
-JOURNAL_FORMAT = "mergepipe-journal/1"
+JOURNAL_FORMAT = "mergepipe-journal/2"
 _CHECK_DIGITS = 16
 _DOING = "writing the journal"
 MAX_JOURNAL_BYTES: Final = 256 << 20
@@ -33,22 +33,15 @@ class JournalState:
     """What an interrupted run left: the tensors that are durable, and what it read and wrote.
 
     `key` identifies what is made; `content` are the device and inode of the directory it is made in. `usage` is what
-    was counted last; `reserved_expert_bytes` bounds what was really read from experts. `valid_bytes` is where the
-    sound records end, `check` the last one's checksum.
+    was counted last. `valid_bytes` is where the sound records end, `check` the last one's checksum.
     """
 
     key: str
     content: tuple[int, int]
     digests: tuple[TensorDigest, ...]
     usage: tuple[FileUse, ...]
-    reserved_expert_bytes: int
     valid_bytes: int
     check: str
-
-    @property
-    def uncounted_expert_bytes(self) -> int:
-        """Expert bytes that may have been read and are not in `usage`."""
-        return max(0, self.reserved_expert_bytes - expert_bytes_of(self.usage))
 
 
 def expert_bytes_of(usage: Sequence[FileUse]) -> int:
@@ -86,10 +79,6 @@ class Journal:
         """Record that the next tensors are durable, and what was read and written up to now."""
         tensors = [[d.name, base64.b64encode(b"".join(d.blocks)).decode()] for d in digests]
         self._append({"kind": "durable", "tensors": tensors, "usage": [list(use) for use in usage]})
-
-    def reserve(self, expert_bytes: int) -> None:
-        """Record that up to so many expert bytes may be read in all, before they are."""
-        self._append({"kind": "reserve", "expert_bytes": expert_bytes})
 
     def stop(self, usage: Sequence[FileUse]) -> None:
         """Record what was read exactly, by a run that ends in order."""
@@ -165,7 +154,7 @@ def _begun(record: Mapping[str, object]) -> JournalState | None:
     content = record.get("content")
     if record.get("kind") != "begin" or record.get("format") != JOURNAL_FORMAT or not isinstance(content, list):
         return None
-    return JournalState(str(record["key"]), (int(content[0]), int(content[1])), (), (), 0, 0, "")
+    return JournalState(str(record["key"]), (int(content[0]), int(content[1])), (), (), 0, "")
 
 
 def _advanced(state: JournalState, record: Mapping[str, object]) -> JournalState | None:
@@ -173,11 +162,8 @@ def _advanced(state: JournalState, record: Mapping[str, object]) -> JournalState
         case {"kind": "durable", "tensors": list(tensors), "usage": list(usage)}:
             digests = tuple(_digest(name, packed) for name, packed in tensors)
             return replace(state, digests=state.digests + digests, usage=_uses(usage))
-        case {"kind": "reserve", "expert_bytes": int(expert_bytes)}:
-            return replace(state, reserved_expert_bytes=expert_bytes)
         case {"kind": "stop", "usage": list(usage)}:
-            uses = _uses(usage)
-            return replace(state, usage=uses, reserved_expert_bytes=expert_bytes_of(uses))
+            return replace(state, usage=_uses(usage))
     return None
 
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.outcome import note_committed
 from mergepipe.sources.delta_record import RECORD_NAME
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import (
+    ACCOUNT_NAME,
     OWNER_NAME,
     Owner,
     is_alive,
@@ -145,10 +147,10 @@ class Staging:
             _bring_back(self._directory, self._out)
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
-            self._keeps = False
             if not self.is_continued:
                 _empty(self._directory)
                 self.path.mkdir()
+            self._keeps = False
         except BaseException as error:  # an interrupt too: nobody else would remove what was made
             self._abandon()
             if isinstance(error, OSError):
@@ -207,6 +209,7 @@ class Staging:
             ConflictError: `out` appeared meanwhile.
             OutputError: what is to be replaced is no snapshot (any more).
             StorageError: the operating system refused.
+            PublishedError: `output.not-durable`, it is visible, and a loss of power might still undo that.
         """
         for directory, _, _ in os.walk(self.path):
             sync_directory(Path(directory))
@@ -226,10 +229,11 @@ class Staging:
             raise os_error(error, self._out, "publishing it") from error
         self._made_parents = ()
         self._keeps = False
+        note_committed(self._out)
         try:
             sync_directory(self._out.parent)
         except StorageError as error:
-            raise StorageError.of(
+            raise PublishedError.of(
                 "output.not-durable",
                 self._out,
                 "is complete and in its place, but making its name durable failed",
@@ -333,9 +337,9 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _empty(directory: Path) -> None:
-    """Remove everything but the note of the owner."""
+    """Remove everything but the note of the owner, and the account of what was read for this output."""
     for path in directory.iterdir():
-        if path.name == OWNER_NAME:
+        if path.name in (OWNER_NAME, ACCOUNT_NAME):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

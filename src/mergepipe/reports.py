@@ -77,6 +77,8 @@ class MergeReport:
     notices: tuple[str, ...] = ()
     packed: tuple[PackedExpert, ...] = ()  # on the way
     not_packed: tuple[NotPacked, ...] = ()
+    earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
+    forgiven_expert_bytes: int = 0  # the same before a run was told to begin anew: no part of `expert_bytes`
 
     @property
     def read_bytes(self) -> int:

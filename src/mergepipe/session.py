@@ -125,14 +125,13 @@ def merge(
     """
     started = time.perf_counter()
     from mergepipe.workflows.merging import run_merge
-    from mergepipe.workflows.resuming import Resume
 
     settings = _merge_settings(threads, memory_bytes, seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes)
     gathers = settings.engine.threads >= SPARE_THREADS if statistics is None else statistics
     settings = replace(
         settings,
         gathers=gathers,
-        resume=Resume.NEVER if overlay else _resume(resume),
+        resume=_resume(resume).without_continuing if overlay else _resume(resume),
         reuse=reuse and not overlay,
         overlay=overlay,
         keeps_accumulators=keep_accumulators,

@@ -21,7 +21,7 @@ SERVER = Path(__file__).parent / "merge_server.py"
 # Every call that moves bytes out of a file, so that none can be overlooked.
 READING_CALLS = (
     "openat,read,readv,pread64,preadv,preadv2,mmap,sendfile,splice,tee,copy_file_range,io_uring_enter,io_submit,"
-    "readahead,fcntl"
+    "readahead"
 )
 STRACE = ("strace", "-f", "--seccomp-bpf", "-y")
 PAGE_BYTES = 4096
@@ -38,14 +38,12 @@ class FileReads:
 
     vectored: list[tuple[int, int]] = field(default_factory=list)
     plain: list[tuple[int, int]] = field(default_factory=list)
-    trials: int = 0
     other: set[str] = field(default_factory=set)
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes requested by vectored reads, but for one page at offset 0 per switch to direct reads: its trial."""
-        trials = min(self.trials, self.vectored.count((0, PAGE_BYTES)))
-        return sum(nbytes for _, nbytes in self.vectored) - trials * PAGE_BYTES
+        """Bytes requested by vectored reads."""
+        return sum(nbytes for _, nbytes in self.vectored)
 
     @property
     def metadata_bytes(self) -> int:
@@ -201,8 +199,6 @@ def _note(found: dict[str, FileReads], name: str, arguments: str) -> None:
         reads.vectored.append((int(last[-1 if name == "preadv" else -2]), nbytes))
     elif name == "pread64":
         reads.plain.append((int(last[-1]), int(last[-2])))
-    elif name == "fcntl":
-        reads.trials += "F_SETFL" in arguments and "O_DIRECT" in arguments
     elif name == "mmap":
         reads.other.add(f"mmap {last[2]}")
     else:

@@ -127,7 +127,7 @@ def test_output__a_full_disk_behind_it_is_an_error_of_one_line(tmp_path: Path) -
         ran = finish(start_command("check", recipe, stdout=full))
     assert ran.exit_code == 8
     assert len(ran.error_lines) == 1
-    assert ran.err.endswith("[storage.no-space]\n")
+    assert ran.err.endswith("[output.report]\n")
 
 
 def test_output__names_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_merge__with_packing_reads_hardly_more(family: PackFamily, tmp_path: Pat
     files = {path: path.stat().st_size for expert in family.experts for path in expert.iterdir()}
     weights = {path: size for path, size in files.items() if path.suffix == ".safetensors"}
     samples = n_sampled * 3 * SAMPLE_BYTES  # of tensors that do not lie in one buffer as a whole
-    few = (len(weights) + 8) * 2 * PAGE_BYTES  # headers again, trial reads, and what is looked up about the process
+    few = (len(weights) + 8) * 2 * PAGE_BYTES  # headers again, and what is looked up about the process
     assert packing - plain <= samples + sum(files.values()) - sum(weights.values()) + few
     assert sum(weights.values()) > 3 * (samples + few)
 

@@ -77,10 +77,10 @@ def test_target__answers_damage_with_typed_errors_only(targets: dict[str, Target
         b"",
         b"[]",
         b'{"con\xc0ent"',
-        b'{"content":[1,2],"format":"mergepipe-journal/1","kind":"begin"}',
-        b'{"content":[1e999,2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
-        b'{"content":[1],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
-        b'{"content":["a",2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}',
+        b'{"content":[1,2],"format":"mergepipe-journal/2","kind":"begin"}',
+        b'{"content":[1e999,2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
+        b'{"content":[1],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
+        b'{"content":["a",2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}',
     ],
 )
 def test_read_journal__a_sealed_first_record_that_is_none_is_nothing(tmp_path: Path, payloads: bytes) -> None:
@@ -100,7 +100,7 @@ def test_read_journal__a_sealed_first_record_that_is_none_is_nothing(tmp_path: P
     ],
 )
 def test_read_journal__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_path: Path, record: bytes) -> None:
-    begin = b'{"content":[1,2],"format":"mergepipe-journal/1","key":"k","kind":"begin"}'
+    begin = b'{"content":[1,2],"format":"mergepipe-journal/2","key":"k","kind":"begin"}'
     (tmp_path / "journal").write_bytes(seal_journal(begin + b"\n" + record))
     assert read_journal(tmp_path / "journal") is None
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from mergepipe.block_digests import root_of
 from mergepipe.budget import Purpose
 from mergepipe.errors import StorageError
-from mergepipe.journal import JOURNAL_NAME, Journal, JournalState, read_journal
+from mergepipe.journal import JOURNAL_NAME, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error
 from mergepipe.writer import TensorDigest
 
@@ -32,15 +32,14 @@ SECOND = (digest("ü", 1),)
 def write(path: Path) -> None:
     with Journal(path) as journal:
         journal.begin("key", (1, 2))
-        journal.reserve(200)
         journal.note_durable(FIRST, USAGE)
         journal.note_durable(SECOND, MORE)
         journal.stop(MORE)
 
 
-def facts(state: JournalState | None) -> tuple[int, int, int] | None:
+def facts(state: JournalState | None) -> tuple[int, int] | None:
     """What is durable and what was read, in numbers."""
-    return None if state is None else (len(state.digests), state.reserved_expert_bytes, state.uncounted_expert_bytes)
+    return None if state is None else (len(state.digests), expert_bytes_of(state.usage))
 
 
 def test_journal__reads_as_it_was_written(tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_journal__reads_as_it_was_written(tmp_path: Path) -> None:
     assert state is not None
     assert (state.key, state.content) == ("key", (1, 2))
     assert state.digests == FIRST + SECOND
-    assert (state.usage, state.uncounted_expert_bytes) == (MORE, 0)
+    assert state.usage == MORE
 
 
 def test_journal__cut_anywhere_reads_as_the_records_that_are_whole(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_journal__cut_anywhere_reads_as_the_records_that_are_whole(tmp_path: Pat
     write(path)
     raw = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
-    wanted = [None, (0, 0, 0), (0, 200, 200), (2, 200, 100), (3, 200, 50), (3, 150, 0)]
+    wanted = [None, (0, 0), (2, 100), (3, 150), (3, 150)]
     for size in range(len(raw) + 1):
         path.write_bytes(raw[:size])
         state = read_journal(path)
@@ -105,7 +104,7 @@ def test_journal__records_of_another_journal_are_not_believed(tmp_path: Path) ->
     first = (tmp_path / "one").read_bytes().splitlines(keepends=True)
     second = (tmp_path / "two").read_bytes().splitlines(keepends=True)
     (tmp_path / "mixed").write_bytes(first[0] + second[1])
-    assert facts(read_journal(tmp_path / "mixed")) == (0, 0, 0)
+    assert facts(read_journal(tmp_path / "mixed")) == (0, 0)
 
 
 def test_journal__there_is_none(tmp_path: Path) -> None:

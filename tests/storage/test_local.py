@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -116,15 +118,45 @@ def test_open__reads_a_file_in_the_page_cache_from_there(tmp_path: Path) -> None
     assert store.ledger.total_bytes() == 0
 
 
-def test_open__does_without_direct_reads_where_the_trial_fails(tmp_path: Path) -> None:
-    path, content = make_file(tmp_path, 50_000)
-    drop_from_page_cache(path)
+def test_open__for_direct_reads_reads_nothing(tmp_path: Path) -> None:
+    path, _ = make_file(tmp_path, 50_000)
     store = LocalStore()
-    with replaced(os, "preadv", Fault(0, system_error(errno.EINVAL)).wrap):
-        file = store.open(path, direct=True)
-    assert file.alignment == 1
-    assert read(file, 3, 49_999) == (49_996, content[3:49_999])
+    calls = Fault(None)
+    with replaced(os, "preadv", calls.wrap), replaced(os, "pread", calls.wrap):
+        open_cold(store, path).close()
+    assert calls.calls == 0
+    assert store.ledger.total_bytes() == 0
+    assert resident_pages(path) == 0
+
+
+def resident_pages(path: Path) -> int:
+    """Whether any page of a file lies in the page cache: 0 if none does."""
+    with path.open("rb") as stream:
+        return round(resident_fraction(stream.fileno(), path.stat().st_size) * 1e6)
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["whole", "short"])
+def test_read_into__reads_the_ordinary_way_where_a_direct_read_is_refused(tmp_path: Path, is_short: bool) -> None:
+    """As file systems do that take the flag and then refuse the read; what is asked for is counted once."""
+    path, content = make_file(tmp_path, 50_001)
+    store = LocalStore()
+    file = open_cold(store, path)
+
+    def without_direct_reads(preadv: Callable[..., int]) -> Callable[..., int]:
+        def read_ordinary(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            if is_short:
+                return preadv(descriptor, [buffers[0][:999]], offset)
+            return preadv(descriptor, buffers, offset)
+
+        return read_ordinary
+
+    with replaced(os, "preadv", without_direct_reads):
+        assert read(file, 5000, 20_000) == (16_384 + 4096 - 4096, content[5000:20_000])
+        assert read(file, 49_000, 50_001)[1] == content[49_000:]
     file.close()
+    assert store.ledger.usage()[Purpose.BASE] == 16_384 + 8192
 
 
 def test_open__refuses_what_is_no_file(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name, by default the process's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _occupy_standard_descriptors()
     try:
         from mergepipe.cli.interrupts import Interrupts
 
@@ -24,6 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interrupted(interrupts.exit_code)
 
 
+def _occupy_standard_descriptors() -> None:
+    """Put /dev/null where a standard stream is closed: no file of ours may get its number, and a library's messages."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+
 def _interrupted(exit_code: int) -> int:
-    print("interrupted: nothing was published", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print("interrupted: nothing was published", file=sys.stderr)
     return exit_code

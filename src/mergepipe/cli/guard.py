@@ -9,9 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
 
-from mergepipe.cli.failures import Failure, failure_of
+from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
+from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
+from mergepipe.outcome import committed_places, published_error
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -24,25 +28,55 @@ class Session:
 
 
 def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
-    """Run the command that `arguments` name; return its exit code."""
+    """Run the command that `arguments` name; return its exit code.
+
+    What it prints is written once it has ended, so that a full or closed standard output changes nothing of what it
+    does. Where the report of a command that committed something cannot be written, its exit code is still its own.
+    """
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name the terminal cannot show is no reason to fail
-    try:
-        exit_code = _run(arguments, interrupts)
-        sys.stdout.flush()
-        return exit_code
-    except BrokenPipeError:
-        _forget_output()
-        return BROKEN_PIPE_EXIT_CODE
-    except (Exception, KeyboardInterrupt) as error:
-        failure = failure_of(error, interrupts.exit_code)
-        if "--debug" in options:
-            import traceback
+    printed, failure, exit_code = io.StringIO(), None, 0
+    with committed_places() as committed:
+        try:
+            with contextlib.redirect_stdout(printed):
+                exit_code = _run(arguments, interrupts)
+        except (Exception, KeyboardInterrupt) as error:
+            failure = failure_of(_after_commit(error, committed), interrupts.exit_code)
+            exit_code = failure.exit_code
+            if "--debug" in options:
+                import traceback
 
-            traceback.print_exception(error)
-        return _tell(failure, as_json="--json" in options)
+                _write(sys.stderr, "".join(traceback.format_exception(error)))
+    if failure is not None:
+        _write(sys.stderr, "".join(f"{line}\n" for line in failure.lines()))
+        if "--json" in options:
+            printed.write(json.dumps(failure.to_json()) + "\n")
+    refusal = _write(sys.stdout, printed.getvalue())
+    if refusal is not None:
+        exit_code = _without_report(refusal, exit_code, is_committed=bool(committed))
+    _write(sys.stderr, "")  # what progress could not write, which the interpreter would try once more
+    return exit_code
+
+
+def _after_commit(error: BaseException, committed: Sequence[Path]) -> BaseException:
+    """The error that says what stands complete, where the command had committed something."""
+    if not committed or isinstance(error, PublishedError | InterruptedRunError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return InterruptedRunError.of("run.interrupted", committed[-1], "was complete by then, and is published")
+    return published_error(committed[-1], error)
+
+
+def _without_report(refusal: OSError, exit_code: int, *, is_committed: bool) -> int:
+    """The exit code where standard output takes no report: the command's own, unless the report was all it had."""
+    if isinstance(refusal, BrokenPipeError):
+        return exit_code if exit_code or is_committed else BROKEN_PIPE_EXIT_CODE
+    kind = "warning" if exit_code or is_committed else "error"
+    reason = refusal.strerror or str(refusal)
+    _write(sys.stderr, f"{kind}: standard output: the report could not be written: {reason} [output.report]\n")
+    return exit_code if exit_code or is_committed else StorageError.exit_code
 
 
 def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
@@ -59,18 +93,25 @@ def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
     return 0
 
 
-def _tell(failure: Failure, *, as_json: bool) -> int:
-    for line in failure.lines():
-        print(line, file=sys.stderr or open(os.devnull, "w"))  # noqa: PTH123, SIM115 - the process is about to end
-    if as_json:
-        try:
-            print(json.dumps(failure.to_json()), flush=True)
-        except OSError:  # the failure has been told, and its exit code is the one that matters
-            _forget_output()
-    return failure.exit_code
+def _write(stream: TextIO | None, text: str) -> OSError | None:
+    """Write to a standard stream; what keeps that from working, if anything does. A closed stream takes everything."""
+    if stream is None:
+        return None
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        _forget_output(stream)
+        return error
+    except ValueError:  # it was closed
+        return None
+    return None
 
 
-def _forget_output() -> None:
+def _forget_output(stream: TextIO) -> None:
     """Drop what cannot be written, or the interpreter would complain about it once more when it ends."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()

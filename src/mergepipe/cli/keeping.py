@@ -11,6 +11,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Home, Memory, NoCatalog, OutPath, Quiet, Threads
 from mergepipe.cli.running import optional_size, print_merge_report, print_report, progress_shown, truthful_about
 from mergepipe.cli.snapshots import SnapshotName
+from mergepipe.outcome import note_committed
 
 DAMAGED_EXIT_CODE = 4
 Deep = Annotated[bool, typer.Option("--deep", help="Make a sample again from the inputs too, and compare.")]
@@ -106,6 +107,7 @@ def repair(
 
     with progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.repair(snapshot, threads=threads, memory_bytes=memory_bytes, home=home, on_progress=on_progress)
+    note_committed(report.path)
     from mergepipe.report.keeping_tables import repair_table
 
     print_report(report, repair_table, as_json=as_json, quiet=quiet)

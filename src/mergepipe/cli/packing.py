@@ -10,7 +10,7 @@ import typer
 from mergepipe.cli.analyze import BasePath
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Quiet, Threads
-from mergepipe.cli.running import print_report, progress_shown, truthful_about
+from mergepipe.cli.running import naming_what_stands, print_report, progress_shown, truthful_about
 
 ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
 StorePath = Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")]
@@ -52,7 +52,7 @@ def pack(
     session: Session = context.obj
     from mergepipe.workflows import packing
 
-    with progress_shown(session, silent=quiet or as_json) as on_progress:
+    with naming_what_stands(), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = packing.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
     from mergepipe.report.packing_tables import pack_table
 

@@ -36,6 +36,7 @@ from mergepipe.cli.options import (
     adjust_min_density,
 )
 from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.outcome import note_committed
 
 Budget = Annotated[
     str | None,
@@ -99,6 +100,7 @@ def plan(
     )
     if plan_out is not None:
         api.store_plan(decided, plan_out)
+        note_committed(Path(plan_out))
     if as_json:
         print(decided.to_json().decode(), end="")
     else:

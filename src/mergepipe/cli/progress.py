@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -113,12 +114,17 @@ class LineDisplay(NoDisplay):
     def update(self, progress: Progress) -> None:
         """Write a line if it is time to."""
         for notice in progress.notices:
-            print(notice, file=self._stream, flush=True)
+            self._write(notice)
         now = self._clock()
         if now < self._due and progress.phase == self._phase:
             return
         self._phase, self._due = progress.phase, now + LINE_SECONDS
-        print(self._meter.read(progress, now).text(), file=self._stream, flush=True)
+        self._write(self._meter.read(progress, now).text())
+
+    def _write(self, line: str) -> None:
+        """Write a line, if anybody takes it: no run fails for that."""
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=self._stream, flush=True)
 
 
 class BarDisplay(NoDisplay):
@@ -137,16 +143,22 @@ class BarDisplay(NoDisplay):
         self._due = 0.0
 
     def __enter__(self) -> Display:
-        self._bars.start()
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        with contextlib.suppress(OSError):
+            self._bars.stop()
 
     def update(self, progress: Progress) -> None:
         """Redraw, at most every `BAR_SECONDS`."""
+        with contextlib.suppress(OSError):
+            self._draw(progress)
+
+    def _draw(self, progress: Progress) -> None:
         for notice in progress.notices:
             self._bars.console.print(notice, markup=False, highlight=False)
         now = self._clock()

@@ -32,25 +32,39 @@ def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Prog
 
 @contextlib.contextmanager
 def truthful_about(out: Path) -> Iterator[None]:
-    """Let an interruption say so if the output had just been published, by looking at what stands there."""
-    before = _identity(out)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        now = _identity(out)
-        if now is None or now == before:
+    """Let an error or an interruption say so if the output had been published by then."""
+    from mergepipe.errors import InterruptedRunError
+    from mergepipe.outcome import committed_places, published_but
+
+    with committed_places() as committed:
+        try:
+            with published_but(out):
+                yield
+        except KeyboardInterrupt as error:
+            if out.absolute() not in committed:
+                raise
+            raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
+
+
+@contextlib.contextmanager
+def naming_what_stands() -> Iterator[None]:
+    """Let an error of a command with several outputs name those that were published by then."""
+    from mergepipe.errors import InterruptedRunError
+    from mergepipe.outcome import committed_places
+
+    with committed_places() as committed:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if not committed:
+                raise
+            places = ", ".join(map(str, committed))
+            raise InterruptedRunError.of("run.interrupted", places, "complete by then, and published") from error
+        except Exception as error:
+            for place in committed:
+                error.add_note(f"{place} is complete and published")
+            committed.clear()  # told; the command as a whole is not done
             raise
-        from mergepipe.errors import InterruptedRunError
-
-        raise InterruptedRunError.of("run.interrupted", out, "was complete by then, and is published") from error
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def optional_size(text: str | None, option: str) -> int | None:

@@ -31,9 +31,11 @@ def os_error(error: OSError, path: Path, doing: str) -> MergePipeError:
 
 
 class LocalFile:
-    """One open file. `alignment` is 4096 while reads bypass the page cache and 1 otherwise.
+    """One open file. `alignment` is 4096 if it was opened for direct reads and 1 otherwise.
 
-    Reads are positional and never go past what was asked for: kernel read-ahead is switched off.
+    Reads are positional and never go past what was asked for: kernel read-ahead is switched off. Where the file system
+    takes the flag of direct reads but refuses such a read (EINVAL, which transfers nothing), the same bytes are read
+    the ordinary way, and so are all that follow.
     """
 
     def __init__(self, path: Path, descriptor: int, size_bytes: int, *, direct: bool, ledger: Ledger) -> None:
@@ -41,6 +43,7 @@ class LocalFile:
         self._descriptor = descriptor
         self._size_bytes = size_bytes
         self._direct = direct
+        self._reads_directly = direct
         self._ledger = ledger
         self._ledger_name = str(path)
 
@@ -70,15 +73,26 @@ class LocalFile:
         done = 0
         try:
             while done < len(buffer) and offset + done < self._size_bytes:
-                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+                count = self._read_part(offset + done, buffer[done:])
                 if count == 0:
                     break
                 done += count
-                if self._direct and done % DIRECT_ALIGNMENT_BYTES:
+                if self._reads_directly and done % DIRECT_ALIGNMENT_BYTES:
                     break  # only the end of the file ends a direct read off the grid
         except OSError as error:
             raise os_error(error, self._path, f"reading {len(buffer)} bytes at {offset}") from error
         return done
+
+    def _read_part(self, offset: int, buffer: memoryview) -> int:
+        """Read as much as the system gives at a time, directly where it can."""
+        try:
+            return os.preadv(self._descriptor, [buffer], offset)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+        self._reads_directly = False
+        _switch_from_direct(self._descriptor)
+        return os.preadv(self._descriptor, [buffer], offset)
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
@@ -126,8 +140,6 @@ class LocalStore:
         except OSError as error:
             os.close(descriptor)
             raise os_error(error, path, "opening it") from error
-        if use_direct:
-            self._ledger.charge(str(path), Purpose.METADATA, DIRECT_ALIGNMENT_BYTES)  # the trial read
         return LocalFile(path, descriptor, size, direct=use_direct, ledger=self._ledger)
 
     def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
@@ -164,19 +176,22 @@ def _open_read_only(path: Path) -> int:
 
 
 def _switch_to_direct(descriptor: int) -> bool:
-    """Set O_DIRECT on an open file; False where the file system has none, shown by a trial read of one page."""
+    """Set O_DIRECT on an open file; False where the file system refuses the flag. Nothing is read to try it."""
     import fcntl
-    import mmap
 
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return False
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with mmap.mmap(-1, DIRECT_ALIGNMENT_BYTES) as page:
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag)
-            os.preadv(descriptor, [page], 0)
-        except OSError:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-            return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | flag)
+    except OSError:
+        return False
     return True
+
+
+def _switch_from_direct(descriptor: int) -> None:
+    """Clear O_DIRECT on an open file and keep read-ahead off."""
+    import fcntl
+
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

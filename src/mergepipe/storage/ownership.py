@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 OWNER_NAME = "owner.json"
+ACCOUNT_NAME = "reads"
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
 

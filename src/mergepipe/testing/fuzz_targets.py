@@ -134,7 +134,6 @@ def _journal_target(folder: Path) -> Target:
     use = ("x.safetensors", Purpose.EXPERT, 4096)
     with Journal(path) as journal:
         journal.begin("k" * 32, (2049, 1234))
-        journal.reserve(8192)
         journal.note_durable(digests, [use])
         journal.stop([use])
     payloads = seals.journal_payloads(path.read_bytes())

@@ -18,7 +18,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
 from mergepipe.engine.identity import content_id
-from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.errors import OutputError
 from mergepipe.manifest import (
     MANIFEST_NAME,
     DroppedRecord,
@@ -28,6 +28,7 @@ from mergepipe.manifest import (
     record_of,
 )
 from mergepipe.operators.registry import operator_named
+from mergepipe.outcome import private_outputs, published_but
 from mergepipe.overlay_writer import OverlayWriter
 from mergepipe.plan import Plan
 from mergepipe.publish import Staging, check_free_space, check_target
@@ -133,7 +134,7 @@ class Stages:
             self._stack.enter_context(self._staging)
         self._made += 1
         place = self._staging.path / str(self._made)
-        with closing(CatalogLink(None)) as link:
+        with closing(CatalogLink(None)) as link, private_outputs():
             publish_merge(inputs, None, place, self._settings, self._store, link, time.perf_counter(), None)
         return place
 
@@ -161,12 +162,12 @@ def publish_merge(
     link.notices.extend(inputs.notices)
     along = _plan_along(inputs, output, out, settings.pack)
     if along.outs:
-        settings = replace(settings, reuse=False, resume=Resume.NEVER)
+        settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
     run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
-    with along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
+    with published_but(out), along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
@@ -178,12 +179,23 @@ def publish_merge(
                 before_publish(manifest)
             staging.publish()
         link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
-        try:
-            packed = packing.publish()
-        except MergePipeError as error:
-            error.add_note(f"the merge itself is complete, in {out}")
-            raise
-    return replace(run.report(out, manifest), packed=packed, not_packed=along.refused)
+        packed = packing.publish()
+        return replace(
+            run.report(out, manifest),
+            packed=packed,
+            not_packed=along.refused,
+            earlier_expert_bytes=progress.earlier_expert_bytes,
+            forgiven_expert_bytes=progress.forgiven_expert_bytes,
+        )
+
+
+def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
+    """For the manifest: expert bytes that earlier runs may have read for this output."""
+    facts = {
+        "earlier_runs_expert_bytes": progress.earlier_expert_bytes,  # part of what was realized
+        "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
+    }
+    return {name: nbytes for name, nbytes in facts.items() if nbytes}
 
 
 def _plan_along(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> AlongPlan:
@@ -279,7 +291,7 @@ class _Run:
             recorder.flush()
         if overlay is not None:
             self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, made, self._manifest(made, ids), overlay)
+        return self._write_small_files(directory, made, self._manifest(made, ids, progress), overlay)
 
     def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
         if not self._settings.overlay:
@@ -374,7 +386,7 @@ class _Run:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
-    def _manifest(self, made: Made, ids: Mapping[int, str]) -> Manifest:
+    def _manifest(self, made: Made, ids: Mapping[int, str], progress: MergeProgress) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
             version=mergepipe.__version__,
@@ -397,6 +409,7 @@ class _Run:
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **reuse_facts(made, usage),
+                **_earlier_run_facts(progress),
             },
         )
 

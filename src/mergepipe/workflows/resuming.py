@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,31 +19,45 @@ from mergepipe.canonical import digest_of
 from mergepipe.cost import block_cost_bytes
 from mergepipe.engine.execute import OutputPlan
 from mergepipe.engine.segments import at_level
-from mergepipe.errors import LimitError, NotFoundError, StorageError
+from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
 from mergepipe.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.plan import Plan, PlannedTensor
 from mergepipe.publish import CONTENT_NAME, Staging
+from mergepipe.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.readers.base import ORIGINAL_LEVEL, Readable, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.output import sync_directory
+from mergepipe.storage.ownership import ACCOUNT_NAME
 from mergepipe.workflows.opening import Inputs
 from mergepipe.writer import ShardLayout, TensorDigest
 
 INTERVAL_BYTES = 1 << 30
 """About how much is written between two records: what a crash costs at most, beside the tensor that was open."""
 RESERVED_BYTES = 64 << 20
-"""How much is reserved at a time under a budget: what a crash wastes of it at most."""
+"""How much is reserved at a time under a budget, at most: what a crash wastes of it."""
+RESERVED_FRACTION = 0.05
+"""The same as a share of the budget, if that is less."""
 _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 KEPT = "what was written is kept: the same command goes on with it, `mergepipe gc` removes it"
-_UNCOUNTED = "(an interrupted run)"
+ACCOUNT_KEPT = (
+    "expert bytes that were read count against the budget when this output is made again; `--no-resume` or "
+    "`mergepipe gc` forget them"
+)
+_EARLIER = "(earlier runs)"
 
 
 class Resume(StrEnum):
-    """Whether to go on with what an interrupted run left."""
+    """Whether to continue what an interrupted run left, and whether what earlier runs read counts."""
 
     AUTO = "auto"  # where it is the same merge, else begin anew
     REQUIRED = "required"
-    NEVER = "never"
+    ANEW = "anew"  # there is no way to continue; what earlier runs read counts
+    NEVER = "never"  # begin anew with the whole budget
+
+    @property
+    def without_continuing(self) -> Resume:
+        """The same for a merge that is made in one run or not at all."""
+        return Resume.NEVER if self is Resume.NEVER else Resume.ANEW
 
 
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
@@ -65,8 +80,9 @@ def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) ->
 class MergeProgress:
     """The durable progress of one merge: a `DurableProgress` that writes the journal. Used from many threads.
 
-    The journal begins with the first record of durable tensors: before that there is nothing to go on with. From then
-    on expert bytes are reserved in it before they are read, so that whatever happens no read is forgotten.
+    The journal begins with the first record of durable tensors: before that there is nothing to continue. The account
+    of expert bytes begins with the first read of one: they are reserved in it before they are read, so that whatever
+    happens no read is forgotten, by this run or by those that follow it.
     """
 
     def __init__(self, key: str, output: OutputPlan, plan: Plan | None, ledger: Ledger, resume: Resume) -> None:
@@ -77,11 +93,14 @@ class MergeProgress:
         self._resume = resume
         self._lock = threading.Lock()
         self._journal: Journal | None = None
+        self._account: ReadAccount | None = None
         self._directory: Path | None = None
-        self._expert_bytes = 0
+        self._totals = ReadTotals()
         self._reserved_bytes = 0
         self._done: tuple[TensorDigest, ...] = ()
         self._noted = 0
+        self._has_earlier_account = False
+        self.earlier_expert_bytes = 0
         self.notices: list[str] = []
 
     # --- what was there ---
@@ -96,27 +115,52 @@ class MergeProgress:
         """About how many bytes are written between two records."""
         return INTERVAL_BYTES
 
+    @property
+    def forgiven_expert_bytes(self) -> int:
+        """Expert bytes of earlier runs that do not count, because a run was told to begin anew."""
+        return self._totals.forgiven_bytes
+
     def can_continue(self, directory: Path) -> bool:
-        """Whether to go on with what is in a staging directory; if so, it is made ready for that.
+        """Whether to continue what is in a staging directory; if so, it is made ready for that.
+
+        What earlier runs read is charged to the ledger, whether their work is continued or not.
 
         Raises:
-            NotFoundError: `resume.nothing`, resuming was asked for and there is nothing to go on with.
-            LimitError: `resume.budget`, it was asked for, and the budget does not cover what is left to be read.
+            NotFoundError: `resume.nothing`, resuming was asked for and there is nothing to continue.
+            LimitError: `resume.budget`, the budget does not cover what earlier runs read and what is left to be read.
+            CorruptError: `resume.account`.
         """
         if self._resume is Resume.NEVER:
+            self._forgive(directory)
             return False
-        state = read_journal(directory / JOURNAL_NAME)
+        totals = read_totals(directory)
+        state = None if self._resume is Resume.ANEW else read_journal(directory / JOURNAL_NAME)
         refusal = "there is no interrupted run" if state is None else self._refusal(directory, state)
-        if refusal or state is None:
-            if self._resume is Resume.REQUIRED:
-                hint = "run without --resume to begin anew"
-                raise NotFoundError.of("resume.nothing", directory, f"nothing to go on with: {refusal}", hint)
+        if refusal and self._resume is Resume.REQUIRED:
+            hint = "run without --resume to begin anew"
+            raise NotFoundError.of("resume.nothing", directory, f"nothing to go on with: {refusal}", hint)
+        usage = () if state is None else state.usage
+        totals = replace(totals, expert_bytes=max(totals.expert_bytes, expert_bytes_of(usage)))
+        n_durable = 0 if state is None or refusal else len(state.digests)
+        self._check_affordable(directory, totals.expert_bytes, n_durable)
+        if state is None or refusal:
+            self._charge_earlier(directory, totals, ())
             return False
-        if not self._is_affordable(directory, state):
-            return False
-        _tidy(directory / CONTENT_NAME, self._output.shards, len(state.digests))
-        self._take_over(directory, state)
+        _tidy(directory / CONTENT_NAME, self._output.shards, n_durable)
+        self._take_over(directory, state, totals)
         return True
+
+    def _forgive(self, directory: Path) -> None:
+        """Let what earlier runs read count no more, and say so for as long as this output is not published."""
+        try:
+            totals = read_totals(directory)
+        except CorruptError:
+            (directory / ACCOUNT_NAME).unlink()
+            totals = ReadTotals()
+        if totals == ReadTotals():
+            return
+        self._charge_earlier(directory, totals.forgiven(), ())
+        self._open_account().record(self._totals)
 
     def _refusal(self, directory: Path, state: JournalState) -> str:
         """Why what is there is of no use; empty if it is."""
@@ -133,36 +177,50 @@ class MergeProgress:
                 return f"{shard.name} is shorter than it was"
         return ""
 
-    def _is_affordable(self, directory: Path, state: JournalState) -> bool:
-        """Whether the budget covers what may have been read and what is left."""
-        if self._plan is None:
-            return True
-        used = expert_bytes_of(state.usage) + state.uncounted_expert_bytes
-        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[: len(state.digests)])
+    def _check_affordable(self, directory: Path, used_bytes: int, n_durable: int) -> None:
+        """Refuse to run where the budget does not cover what was read and what is left to be read."""
+        if self._plan is None or not used_bytes:
+            return
+        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable])
         budget = self._plan.budget_bytes
-        if used + left <= budget:
-            return True
+        if used_bytes + left <= budget:
+            return
         message = (
-            f"{used} of {budget} bytes may have been read before the interruption, {left} are left to be read: "
-            f"{used + left - budget} too many"
+            f"earlier runs may have read {used_bytes} of {budget} bytes for this output, which leaves "
+            f"{max(0, budget - used_bytes)}; {left} are needed"
         )
-        if self._resume is Resume.REQUIRED:
-            hint = "begin anew with --no-resume, or with a larger budget"
-            raise LimitError.of("resume.budget", directory, message, hint)
-        self.notices.append(f"began anew, for the budget does not cover going on: {message}")
-        return False
+        hint = "begin anew with the whole budget (--no-resume), or give a larger --budget"
+        raise LimitError.of("resume.budget", directory, message, hint)
 
-    def _take_over(self, directory: Path, state: JournalState) -> None:
+    def _charge_earlier(self, directory: Path, totals: ReadTotals, usage: Sequence[FileUse]) -> None:
+        """Charge what earlier runs used: by file where that is known, the rest of the expert bytes in one sum."""
         self._directory = directory
+        self._totals = totals
+        self._has_earlier_account = totals != ReadTotals()
+        self.earlier_expert_bytes = self._reserved_bytes = totals.expert_bytes
+        if self._plan is not None:
+            planned = totals.expert_bytes + self._plan.planned_bytes
+            self._ledger.expert_limit_bytes = self._plan.budget_bytes if usage else planned
+        for file, purpose, nbytes in usage:
+            self._ledger.charge(file, purpose, nbytes)
+        rest = totals.expert_bytes - expert_bytes_of(usage)
+        if rest:
+            self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
+        if totals.expert_bytes and not usage:
+            self.notices.append(
+                f"began anew: earlier runs may have read {totals.expert_bytes} expert bytes, which count"
+            )
+        if totals.forgiven_bytes:
+            self.notices.append(
+                f"began anew with the whole budget (--no-resume): {totals.forgiven_bytes} expert bytes that earlier "
+                "runs may have read are not counted"
+            )
+
+    def _take_over(self, directory: Path, state: JournalState, totals: ReadTotals) -> None:
         self._done = state.digests
         self._noted = len(state.digests)
         self._journal = Journal(directory / JOURNAL_NAME, state)
-        self._ledger.expert_limit_bytes = None if self._plan is None else self._plan.budget_bytes
-        for file, purpose, nbytes in state.usage:
-            self._ledger.charge(file, purpose, nbytes)
-        if state.uncounted_expert_bytes:
-            self._ledger.charge(_UNCOUNTED, Purpose.EXPERT, state.uncounted_expert_bytes)
-        self._expert_bytes = self._reserved_bytes = expert_bytes_of(self._usage())
+        self._charge_earlier(directory, totals, state.usage)
         written = sum(task.output_bytes for task in self._output.tasks[: self._noted])
         self.notices.append(
             f"went on with an interrupted run: {written} of {sum(t.output_bytes for t in self._output.tasks)} bytes "
@@ -173,23 +231,43 @@ class MergeProgress:
 
     @contextlib.contextmanager
     def recorded(self, staging: Staging) -> Iterator[None]:
-        """Write the journal of what happens in `staging`; if it is interrupted, let it be kept to be continued."""
+        """Write the journal of what happens in `staging`; if it is interrupted, let it be kept to be continued.
+
+        However a run under a budget ends without a result, the account of what it read stays.
+        """
         self._directory = staging.directory
         self._ledger.before_expert_read = self._cover
         try:
             yield
         except BaseException as error:
-            if self._noted and isinstance(error, _WORTH_KEEPING) and staging.path.is_dir():
-                with contextlib.suppress(StorageError, OSError):  # then it counts as killed, which is as good
-                    self._stop(staging.path)
-                staging.keep()
-                if KEPT not in getattr(error, "__notes__", ()):
-                    error.add_note(KEPT)
+            if staging.path.is_dir():  # else it was published
+                self._keep(staging, error)
             raise
         finally:
             self._ledger.before_expert_read = None
             if self._journal is not None:
                 self._journal.close()
+            if self._account is not None:
+                self._account.close()
+
+    def _keep(self, staging: Staging, error: BaseException) -> None:
+        """Keep what a run that failed leaves: its work where that can be continued, else the account alone, if any."""
+        is_continuable = bool(self._noted) and isinstance(error, _WORTH_KEEPING)
+        has_account = self._has_earlier_account or (self._plan is not None and self._account is not None)
+        if not (is_continuable or has_account):
+            return
+        with contextlib.suppress(StorageError, OSError):  # then it counts as killed, which is as good
+            if self._account is not None:
+                self._account.record(self._totals)
+        with contextlib.suppress(StorageError, OSError):
+            if is_continuable:
+                self._stop(staging.path)
+            else:
+                _remove_work(staging.directory)
+        staging.keep()
+        note = KEPT if is_continuable else ACCOUNT_KEPT
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
         """Record that the next tensors are durable; called by the writer."""
@@ -200,26 +278,34 @@ class MergeProgress:
         with self._lock:
             if self._journal is None:
                 self._journal = _begin(self._directory, self._key)
-                self._reserve(self._journal, self._expert_bytes)
             self._journal.note_durable(digests, usage)
             self._noted += len(digests)
 
     def _cover(self, expert_bytes: int) -> None:
         """Reserve expert bytes before they are read; called by the ledger, which is locked."""
         with self._lock:
-            self._expert_bytes = expert_bytes
-            if self._journal is not None and expert_bytes > self._reserved_bytes:
-                self._reserve(self._journal, expert_bytes)
+            if expert_bytes > self._reserved_bytes:
+                reserved = self._reservation(expert_bytes)
+                self._open_account().record(replace(self._totals, expert_bytes=reserved))
+                self._reserved_bytes = reserved
+            self._totals = replace(self._totals, expert_bytes=expert_bytes)
 
-    def _reserve(self, journal: Journal, expert_bytes: int) -> None:
+    def _reservation(self, expert_bytes: int) -> int:
         if self._plan is None:  # nothing to be spared: for the account only
-            self._reserved_bytes = expert_bytes + INTERVAL_BYTES
-        else:
-            self._reserved_bytes = min(expert_bytes + RESERVED_BYTES, max(expert_bytes, self._plan.budget_bytes))
-        journal.reserve(self._reserved_bytes)
+            return expert_bytes + INTERVAL_BYTES
+        budget = self._plan.budget_bytes
+        step = min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
+        return max(expert_bytes, min(expert_bytes + step, budget))
+
+    def _open_account(self) -> ReadAccount:
+        if self._directory is None:
+            raise ValueError("not in a staging directory")
+        if self._account is None:
+            self._account = ReadAccount(self._directory, is_durable=self._plan is not None)
+        return self._account
 
     def _stop(self, content: Path) -> None:
-        """Record what was read exactly, and give back the space of what is not durable."""
+        """Record what was used exactly, and give back the space of what is not durable."""
         with self._lock:
             if self._journal is not None:
                 self._journal.stop(self._usage())
@@ -228,6 +314,12 @@ class MergeProgress:
     def _usage(self) -> tuple[FileUse, ...]:
         by_file = self._ledger.usage().by_file
         return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items()))
+
+
+def _remove_work(directory: Path) -> None:
+    """Remove what cannot be continued from a staging directory, and leave the account."""
+    (directory / JOURNAL_NAME).unlink(missing_ok=True)
+    shutil.rmtree(directory / CONTENT_NAME)
 
 
 def _begin(directory: Path, key: str) -> Journal:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mergepipe.budget_request import BudgetRequest
 from mergepipe.errors import NotFoundError
+from mergepipe.outcome import private_outputs
 from mergepipe.plan import Plan
 from mergepipe.planner.problem import Policy
 from mergepipe.prices import Speeds
@@ -66,7 +67,7 @@ def run_sweep(
     """
     if work is not None and not work.is_dir():
         raise NotFoundError.of("sweep.work", work, "no such directory", "make it, or give another with --work")
-    with tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
+    with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
         sweep = _Sweep(recipe, request, settings, home, Path(directory), on_progress)
         return sweep.run(budgets)
 

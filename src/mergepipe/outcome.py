@@ -1,0 +1,77 @@
+"""Tells what a call has published by the time it fails: an error after the commit must not read like one before it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+from mergepipe.errors import MergePipeError, Problem, PublishedError
+
+_COMMITTED: ContextVar[list[Path] | None] = ContextVar("committed", default=None)
+
+
+def note_committed(place: Path) -> None:
+    """Say that what stands at `place` is complete, whatever fails from here on."""
+    committed = _COMMITTED.get()
+    if committed is not None:
+        committed.append(place.absolute())
+
+
+@contextlib.contextmanager
+def committed_places() -> Iterator[list[Path]]:
+    """Collect what is committed while the context lasts."""
+    outer, own = _COMMITTED.get(), list[Path]()
+    token = _COMMITTED.set(own)
+    try:
+        yield own
+    finally:
+        _COMMITTED.reset(token)
+        if outer is not None:
+            outer.extend(own)
+
+
+@contextlib.contextmanager
+def private_outputs() -> Iterator[None]:
+    """Forget what is committed while the context lasts: intermediates that nobody sees, or that are removed."""
+    with committed_places() as committed:
+        try:
+            yield
+        finally:
+            committed.clear()
+
+
+@contextlib.contextmanager
+def published_but(out: Path) -> Iterator[None]:
+    """Turn whatever fails after `out` was committed into an error that says so; interrupts pass.
+
+    Raises:
+        PublishedError: `output.published-but`, with the problems of the original error.
+    """
+    with committed_places() as committed:
+        try:
+            yield
+        except PublishedError:
+            raise
+        except Exception as error:
+            if out.absolute() not in committed:
+                raise
+            raise published_error(out, error) from error
+
+
+def published_error(out: Path, error: BaseException) -> MergePipeError:
+    """The error that says that `out` is complete, and what failed afterwards."""
+    message = "is complete and published, but something failed afterwards"
+    problem = Problem("output.published-but", str(out), message, "use it; it need not be made again")
+    return PublishedError(problem, *_problems_of(error))
+
+
+def _problems_of(error: BaseException) -> tuple[Problem, ...]:
+    if isinstance(error, MergePipeError):
+        return error.problems
+    if isinstance(error, MemoryError):
+        return (Problem("storage.out-of-memory", "", "the system has no more memory"),)
+    if isinstance(error, OSError):
+        return (Problem("storage.io", str(error.filename or ""), error.strerror or str(error)),)
+    return (Problem("internal", "", f"{type(error).__name__}: {error}", "report it"),)

@@ -1,0 +1,149 @@
+"""Standard streams that are full or closed, and errors after the commit: the outcome stays what it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Workplace, make_workplace
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.cli import main
+from mergepipe.workflows import merging
+
+FULL = Path("/dev/full")
+MERGE = ("merge", "recipe.yml", "out", "--no-catalog")
+QUERY = ("check", "recipe.yml")
+FAST = [  # what follows the command, its exit code, what it says
+    (MERGE, "2>/dev/full", 0, ""),
+    (MERGE, ">&- 2>&- <&-", 0, ""),
+    (QUERY, ">/dev/full", 8, "[output.report]"),
+]
+SLOW = [
+    (MERGE, ">/dev/full", 0, "[output.report]"),
+    (MERGE, ">&-", 0, ""),
+    (MERGE, "2>&-", 0, ""),
+    (MERGE, "| true", 0, ""),
+    (QUERY, "2>&-", 0, ""),
+]
+SHELL = [pytest.param(*case, id=f"{case[0][0]}{case[1]}") for case in FAST] + [
+    pytest.param(*case, id=f"{case[0][0]}{case[1]}", marks=pytest.mark.slow) for case in SLOW
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    monkeypatch.chdir(tmp_path)
+    return make_workplace(tmp_path)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(("command", "redirection", "exit_code", "said"), SHELL)
+def test_command__whose_streams_do_not_work_ends_as_it_would(
+    place: Workplace, command: tuple[str, ...], redirection: str, exit_code: int, said: str
+) -> None:
+    line = f"{sys.executable} -m mergepipe {' '.join(command)} {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ran = subprocess.run(
+        ["bash", "-c", line], cwd=place.root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, "Traceback" in ran.stderr) == (exit_code, False)
+    assert said in ran.stderr
+    assert (place.root / "out" / "mergepipe.json").exists() == (command is MERGE)
+    if command is MERGE:
+        assert main(["verify", "out", "--quiet"]) == 0
+
+
+COMMANDS: list[tuple[list[str], int]] = [
+    (["pack", "family/base", "family/expert-1", "-o", "stores"], 0),
+    (["unpack", "stores/expert-1", "-o", "unpacked"], 0),
+    (["delta", "family/base", "family/expert-1", "-o", "delta"], 0),
+    (["merge", "recipe.yml", "overlay", "--overlay", "--no-catalog"], 0),
+    (["materialise", "overlay", "whole"], 0),
+    (["replay", "whole", "again", "--no-catalog"], 0),
+    (["repair", "whole"], 0),
+    (["plan", "recipe.yml", "--budget", "50%", "-o", "plan.json"], 0),
+    (["run", "plan.json", "planned", "--no-catalog"], 0),
+    (["plan", "recipe.yml", "--budget", "50%"], 8),
+    (["plan", "recipe.yml", "--budget", "50%", "--json"], 8),
+    (["merge", "recipe.yml", "whole", "--no-catalog", "--json"], 7),
+    (["--help"], 8),
+]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_every_command__to_a_full_standard_output_keeps_its_outcome(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEPIPE_HOME", str(place.root / "home"))
+    for arguments, exit_code in COMMANDS:
+        with FULL.open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            assert (main(arguments), arguments) == (exit_code, arguments)
+    for name in ("stores/expert-1", "unpacked", "delta", "whole", "again", "plan.json", "planned"):
+        assert (place.root / name).exists()
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        (MemoryError(), 11, "[output.published-but]"),
+        (OSError(errno.EIO, "Input/output error"), 11, "Input/output error"),
+        (KeyError("a bug"), 11, "KeyError"),
+        (KeyboardInterrupt(), 130, "is published"),
+    ],
+    ids=["memory", "io", "bug", "ctrl-c"],
+)
+@pytest.mark.parametrize("where", ["catalog", "report", "table"])
+def test_merge__that_fails_after_the_commit_says_what_stands(
+    place: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    exit_code: int,
+    said: str,
+    where: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        if where == "catalog":
+            patch.setattr(Catalog, "adopt_snapshot", raising(error))
+        elif where == "report":
+            patch.setattr(merging, "MergeReport", raising(error))
+        else:
+            patch.setattr("mergepipe.report.tables.merge_table", raising(error))
+        assert main(["merge", "recipe.yml", "out", "--home", "home"]) == exit_code
+    lines = capsys.readouterr().err
+    assert said in lines
+    assert str(place.root / "out") in lines or "out" in lines
+    assert main(["verify", "out", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error")])
+def test_publish__whose_parent_cannot_be_made_durable_has_its_own_exit_code(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError
+) -> None:
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if (place.root / "out").exists() and os.path.samestat(os.fstat(descriptor), place.root.stat()):
+            raise error
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        assert main(["merge", "recipe.yml", "out", "--no-catalog"]) == 11
+    assert "output.not-durable" in capsys.readouterr().err
+    assert main(["verify", "out", "--quiet"]) == 0
