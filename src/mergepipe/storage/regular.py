@@ -18,7 +18,6 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
 }
 _HINT = "put a regular file in its place"
-_LOST_LINK = (errno.ELOOP, errno.ENAMETOOLONG)
 _LARGEST_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
 
 
@@ -33,8 +32,6 @@ def os_error(error: OSError, path: Path, doing: str) -> MergePipeError:
         return StorageError.of("storage.permission", path, f"{doing} failed: {reason}", "check the permissions")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError.of("storage.too-many-files", path, f"{doing} failed: {reason}", "raise `ulimit -n`")
-    if error.errno in _LOST_LINK:
-        return NotFoundError.of("storage.not-found", path, f"names no file: {reason}", "check the path and its links")
     return StorageError.of("storage.io", path, f"{doing} failed: {reason}", "check the disk, then run again")
 
 
@@ -101,6 +98,17 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
     descriptor = open_regular(path)
     try:
         return read_descriptor(descriptor, path, limit_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_head(path: Path, nbytes: int) -> bytes:
+    """Read the first `nbytes` of a regular file, fewer where it ends before. Raises as `open_regular` does."""
+    descriptor = open_regular(path)
+    try:
+        return os.pread(descriptor, nbytes, 0)
+    except OSError as error:
+        raise os_error(error, path, "reading it") from error
     finally:
         os.close(descriptor)
 
