@@ -42,8 +42,12 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def write_models(root: Path) -> None:
-    """A base and an expert, and one recipe for each name of `RECIPES`."""
+    """A base, an expert and what looks like an adapter, and one recipe for each name of `RECIPES`."""
     root.mkdir(exist_ok=True)
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
+    (root / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    (root / "adapter.yml").write_text(RECIPES["plain"].replace("model: expert", "model: adapter"))
     write_model(root / "base", 0)
     write_model(root / "expert", 1)
     for name, text in RECIPES.items():

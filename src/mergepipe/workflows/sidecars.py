@@ -89,7 +89,7 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
         left -= len(contents[name])
         if left < 0:
             message = (
-                f"the small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
+                f"its small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
             )
             raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
     return contents

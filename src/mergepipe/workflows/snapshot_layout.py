@@ -172,7 +172,7 @@ def file_digest(path: Path, size_bytes: int) -> tuple[int, str]:
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
-        while size == size_bytes and (part := os.pread(descriptor, _READ_BYTES, done)):
+        while size == size_bytes and (part := os.pread(descriptor, min(_READ_BYTES, size - done), done)):
             hasher.update(part)
             done += len(part)
     except OSError as error:
