@@ -23,7 +23,11 @@ FEW = [
     ("lone surrogate", "tokenizer_config.json", "base", "rewriting"),
     ("odd values of known keys", "generation_config.json", "base", "plain"),
 ]
-ALL = list(itertools.product(KINDS, NAMES, ("base", "expert"), RECIPES))
+ALL = [
+    (*case, *rest)
+    for case in itertools.product(KINDS, NAMES)
+    for rest in (*(("base", recipe) for recipe in RECIPES), ("expert", "tokenizers"))
+]
 
 
 @pytest.mark.parametrize(("kind", "name", "model", "recipe"), FEW)

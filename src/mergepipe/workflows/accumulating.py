@@ -319,7 +319,7 @@ def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
         if any(blake3(content).hexdigest(16) != records[name].blake3 for name, content in raw.items()):
             return None
         return _parsed(path, manifest.sid, json.loads(raw[ACCUMULATORS_RECORD_NAME]), raw[ACCUMULATORS_BLOCKS_NAME])
-    except (MergePipeError, OSError, ValueError, KeyError, TypeError):
+    except (MergePipeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
