@@ -91,7 +91,7 @@ def test_chosen_template__is_jinja_text_or_a_name() -> None:
     ids=lambda text: text[:12],
 )
 def test_chosen_template__refuses_text_that_no_parser_can_take(text: str) -> None:
-    with pytest.raises(RecipeError, match="^recipe.yml: the chat_template cannot be parsed: ") as caught:
+    with pytest.raises(RecipeError, match=r"^recipe\.yml: the chat_template cannot be parsed: ") as caught:
         chosen_template(text, [], LocalStore(), where="recipe.yml")
     assert caught.value.code == "chat_template.syntax"
 
