@@ -9,21 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final
 
 from blake3 import blake3
 
 from mergepipe.block_digests import DIGEST_BYTES, root_of
 from mergepipe.budget import EXPERT_PURPOSES, Purpose
 from mergepipe.canonical import canonical_json
+from mergepipe.errors import MergePipeError
+from mergepipe.storage.limits import JOURNAL_BYTES
 from mergepipe.storage.local import os_error
+from mergepipe.storage.regular import read_small
 from mergepipe.writer import TensorDigest
 
 JOURNAL_NAME = "journal"
 JOURNAL_FORMAT = "mergepipe-journal/2"
 _CHECK_DIGITS = 16
 _DOING = "writing the journal"
-MAX_JOURNAL_BYTES: Final = 256 << 20
 
 FileUse = tuple[str, Purpose, int]
 
@@ -116,12 +117,12 @@ def read_journal(path: Path) -> JournalState | None:
     Anything else than this version's format counts as nothing: what was being made is then made anew.
     """
     try:
-        raw = path.read_bytes()
-    except OSError:
+        raw = read_small(path, JOURNAL_BYTES)
+    except MergePipeError:
         return None
     state: JournalState | None = None
     check, position = "", 0
-    while len(raw) <= MAX_JOURNAL_BYTES and (end := raw.find(b"\n", position)) >= 0:
+    while (end := raw.find(b"\n", position)) >= 0:
         payload = raw[position + _CHECK_DIGITS + 1 : end]
         check = _checksum(check, payload)
         if raw[position : end - len(payload)] != check.encode() + b" ":

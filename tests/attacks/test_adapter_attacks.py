@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.readers.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, read_adapter_config
+from mergepipe.readers.adapter_config import AdapterConfig, read_adapter_config
 from mergepipe.readers.delta_mark import DeltaMark, mark_of
 from mergepipe.sources.opening import open_model
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.testing.safetensors_bytes import file_bytes, record
 from mergepipe.testing.stores import InMemoryStore, MetadataStore
 from mergepipe.testing.torch_bytes import Call, torch_bytes
@@ -80,7 +81,7 @@ def test_read_adapter_config__refuses_patterns_that_could_explode(pattern: str) 
 
 
 def test_read_adapter_config__does_not_read_what_is_too_long() -> None:
-    store = InMemoryStore({PATH: b"{" + b" " * MAX_CONFIG_BYTES + b"}"})
+    store = InMemoryStore({PATH: b"{" + b" " * ADAPTER_CONFIG_BYTES + b"}"})
     with pytest.raises(CorruptError, match="at most"):
         read_adapter_config(store, PATH)
     assert store.reads == []

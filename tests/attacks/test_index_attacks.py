@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.readers.hf import MAX_INDEX_BYTES, MAX_PROBLEMS, open_checkpoint
+from mergepipe.readers.hf import MAX_PROBLEMS, open_checkpoint
+from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 from mergepipe.testing.safetensors_bytes import file_bytes, honest_file
 from mergepipe.testing.stores import MetadataStore
 
@@ -97,11 +98,11 @@ def test_open_checkpoint__a_shard_name_too_long_for_the_system_is_a_typed_error(
 
 def test_open_checkpoint__an_index_over_the_cap_is_not_read(root: Path) -> None:
     with (root / INDEX).open("wb") as file:
-        file.truncate(MAX_INDEX_BYTES + 1)
+        file.truncate(WEIGHT_INDEX_BYTES + 1)
     store = MetadataStore()
     with pytest.raises(CorruptError) as caught:
         open_checkpoint(store, root)
-    assert (caught.value.code, store.reads) == ("checkpoint.index.too_long", [])
+    assert (caught.value.code, store.reads) == ("storage.too-large", [])
 
 
 def test_open_checkpoint__names_all_missing_shards(root: Path) -> None:

@@ -271,7 +271,7 @@ def test_open__a_catalog_that_is_a_directory_is_a_storage_error(tmp_path: Path) 
     (tmp_path / CATALOG_NAME).mkdir()
     with pytest.raises(StorageError) as caught:
         Catalog.open(tmp_path)
-    assert caught.value.code == "catalog.permission"
+    assert caught.value.code == "catalog.not-a-file"
 
 
 def test_open_if_usable__says_why_there_is_no_catalog(tmp_path: Path) -> None:

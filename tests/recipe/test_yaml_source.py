@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
-from mergepipe.recipe.yaml_source import MAX_BYTES, MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, StorageError
+from mergepipe.recipe.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
+from mergepipe.storage.limits import RECIPE_BYTES
 
 EXPONENT = re.compile(r"[0-9][.]?[eE][-+]?[0-9]")  # a dump leaves these texts bare, and bare they mean numbers here
 PLAIN_TEXT = st.text(
@@ -155,7 +156,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" * 500_000, "recipe.yaml.too-deep", "recipe.yml:1: nested deeper than 64 levels"),
         ("a: &a [*a]\n", "recipe.yaml.too-deep", None),
         ("a: &a [*a, *a, *a]\n", "recipe.yaml.too-deep", None),
-        ("a: " + "x" * MAX_BYTES, "recipe.file.too-large", "recipe.yml: a recipe may have at most 1048576 bytes"),
     ],
     ids=lambda value: shortened(value if isinstance(value, str) else repr(value), 24),
 )
@@ -185,7 +185,11 @@ def test_read_yaml__tells_missing_files_from_unreadable_ones(folder: Path) -> No
     assert directory.value.code == "recipe.file.not-a-file"
     with pytest.raises(StorageError) as unreadable:
         read_yaml(folder / ("x" * 5000))
-    assert unreadable.value.code == "recipe.file.unreadable"
+    assert unreadable.value.code == "storage.io"
+    with pytest.raises(CorruptError) as large:
+        refusal(folder, "a: " + "x" * RECIPE_BYTES)
+    assert large.value.code == "storage.too-large"
+    assert "recipe.yml: has 1048579 bytes, at most 1048576 " in str(large.value)
 
 
 FRAGMENTS = (

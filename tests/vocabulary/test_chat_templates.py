@@ -80,6 +80,22 @@ def test_chosen_template__is_jinja_text_or_a_name() -> None:
     assert (caught.value.code, str(caught.value)) == ("chat_template.unknown", message)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+        "{% if a %}" * 500 + "{% endif %}" * 500,
+        "{{ " + "not " * 2000 + "a }}",
+        "{{ " + "7" * 5000 + " }}",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_chosen_template__refuses_text_that_no_parser_can_take(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"^recipe\.yml: the chat_template cannot be parsed: ") as caught:
+        chosen_template(text, [], LocalStore(), where="recipe.yml")
+    assert caught.value.code == "chat_template.syntax"
+
+
 def test_chosen_template__refuses_text_that_no_loader_can_parse() -> None:
     with pytest.raises(RecipeError) as caught:
         chosen_template("{{ a }}\n{% for x in %}", [], LocalStore(), where="recipe.yml")

@@ -185,7 +185,7 @@ class Catalog:
         Raises:
             CorruptError: `manifest.*`.
             NotFoundError: `manifest.missing`.
-            StorageError: `manifest.unreadable`.
+            StorageError: it cannot be read.
             UnsupportedError: `manifest.newer`, `catalog.path-encoding`.
         """
         found = read_manifest(path)

@@ -30,11 +30,14 @@ from mergepipe.errors import (
     CorruptError,
     MergePipeError,
     MismatchError,
+    NotFoundError,
     StorageError,
     UnsupportedError,
 )
+from mergepipe.storage.regular import regular_status
 
 LOCK_TIMEOUT_SECONDS = 10.0
+SIDE_SUFFIXES = ("", "-wal", "-shm", "-journal")
 PAGE_BYTES = 1024  # most rows are a few hundred bytes: 4096 costs a fifth more space and reads only a quarter faster
 CHECKPOINT_BYTES = 4 << 20
 REBUILD_HINT = "run `mergepipe catalog rebuild`"
@@ -117,13 +120,14 @@ def open_database(
         CorruptError: `catalog.corrupt`, not a sound SQLite file or tables are missing.
         MismatchError: `catalog.foreign`, a SQLite file of another application, which is left alone.
         UnsupportedError: `catalog.newer`, made by a newer version.
-        StorageError: `catalog.permission`, `catalog.no-space` or `catalog.io`.
+        StorageError: `catalog.not-a-file`, `catalog.permission`, `catalog.no-space` or `catalog.io`.
     """
     path = home / CATALOG_NAME
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise os_trouble(error, home) from error
+    check_regular_files(path)
     with typed_errors(path):
         connection = sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False)
         try:
@@ -132,6 +136,24 @@ def open_database(
             connection.close()
             raise
     return Database(path, connection)
+
+
+def check_regular_files(path: Path) -> None:
+    """Refuse a catalog's file, or one beside it, that is a FIFO or a device: SQLite would wait for it.
+
+    Raises:
+        StorageError: `catalog.not-a-file`.
+    """
+    for suffix in SIDE_SUFFIXES:
+        file = path.with_name(path.name + suffix)
+        try:
+            regular_status(file)
+        except NotFoundError:
+            continue
+        except StorageError as error:
+            if error.code == "storage.not-a-file":
+                hint = "remove it, or choose another home with --home"
+                raise StorageError.of("catalog.not-a-file", file, error.problems[0].message, hint) from None
 
 
 def _prepare(

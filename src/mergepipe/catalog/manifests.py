@@ -11,13 +11,14 @@ from typing import NoReturn
 from blake3 import blake3
 
 from mergepipe.canonical import canonical_json
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem, StorageError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.manifest_reading import manifest_version
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.regular import read_small
 
-MAX_MANIFEST_BYTES = 256 << 20
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _SID_DIGITS = 32
 
@@ -159,20 +160,15 @@ def read_manifest(directory: Path) -> SnapshotRecord:
 
     Raises:
         NotFoundError: `manifest.missing`.
-        CorruptError: `manifest.*`; also where it is absurdly large.
-        StorageError: `manifest.unreadable`.
+        CorruptError: `manifest.*`, `storage.too-large`.
+        StorageError: `storage.*`, it cannot be read.
         UnsupportedError: `manifest.newer`.
     """
     path = directory / MANIFEST_NAME
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_MANIFEST_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError) as error:
+        raw = read_small(path, MANIFEST_BYTES)
+    except NotFoundError as error:
         raise NotFoundError.of("manifest.missing", path, "no such file") from error
-    except OSError as error:
-        raise StorageError.of("manifest.unreadable", path, error.strerror or str(error)) from error
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise CorruptError.of("manifest.too-large", path, f"more than {MAX_MANIFEST_BYTES} bytes")
     return parse_manifest(raw, path)
 
 

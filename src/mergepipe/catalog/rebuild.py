@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, os_trouble, typed_errors
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, check_regular_files, os_trouble, typed_errors
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
@@ -89,6 +89,7 @@ def _move_aside(path: Path) -> Path:
 
 def _refuse_if_in_use(path: Path) -> None:
     """Raise `catalog.locked` if another process is writing; damage itself is no hindrance."""
+    check_regular_files(path)
     with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
         try:
             with typed_errors(path):

@@ -30,8 +30,7 @@ from mergepipe.readers.hf import SIDECAR_NAMES
 from mergepipe.readers.strict_json import shown
 from mergepipe.storage.base import Store
 from mergepipe.storage.file_version import version_of
-
-MAX_HEADER_BYTES = 64 * 1024 * 1024
+from mergepipe.storage.limits import STORE_HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +67,12 @@ def read_store(store: Store, path: Path) -> OpenedStore:
 def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
     """All but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
-    size_bytes = store.size_bytes(header_path)
-    if size_bytes > MAX_HEADER_BYTES:
-        raise corrupt(header_path, f"a header of {size_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
-    header = parse_header(store.read_metadata(header_path, 0, size_bytes), header_path)
+    raw = store.read_small(header_path, STORE_HEADER_BYTES)
+    header = parse_header(raw, header_path)
     n_rows = sum(tensor.n_rows for tensor in header.tensors)
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
-    sizes |= {HEADER_NAME: size_bytes, INDEX_NAME: n_rows * ROW_BYTES}
+    sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
     sizes |= {kept.name: kept.size_bytes for kept in header.kept}
     prints = tuple(_fingerprint(path, name, size, header) for name, size in sorted(sizes.items()))
     found = {file.name: file.size_bytes for file in prints}

@@ -19,6 +19,7 @@ from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, P
 from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
+from mergepipe.storage.regular import read_head
 
 CHUNK_BYTES = 1 << 20
 GROWING_FILES = (*PIECE_NAMES.values(), HEADERS_NAME, INDEX_NAME)
@@ -173,11 +174,7 @@ class _GrowingFile:
 def read_rows(directory: Path, n_rows: int) -> bytes:
     """The first rows of the index of a store; fewer where it ends before."""
     path = directory / INDEX_NAME
-    try:
-        with path.open("rb") as stream:
-            return stream.read(n_rows * ROW_BYTES)
-    except OSError as error:
-        raise os_error(error, path, "reading what was written before") from error
+    return read_head(path, n_rows * ROW_BYTES)
 
 
 def index_digest(content: bytes) -> str:

@@ -13,10 +13,10 @@ from typing import TypeVar
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 
 T = TypeVar("T")
 
-MAX_CONFIG_BYTES = 4 << 20
 MERGE_HINT = "merge it into its base with peft first, and use the result as an expert"
 _MAX_PATTERN = 256
 _MAX_NAME = 512
@@ -74,10 +74,7 @@ def read_adapter_config(store: Store, path: Path) -> AdapterConfig:
         CorruptError: it contradicts itself or is no configuration.
         NotFoundError, StorageError: from the store.
     """
-    size_bytes = store.size_bytes(path)
-    if size_bytes > MAX_CONFIG_BYTES:
-        raise CorruptError.of("adapter.config.too_long", path, f"{size_bytes} bytes, at most {MAX_CONFIG_BYTES}")
-    config = parse_object(store.read_metadata(path, 0, size_bytes), where=path, code="adapter.config")
+    config = parse_object(store.read_small(path, ADAPTER_CONFIG_BYTES), where=path, code="adapter.config")
     _check_kind(config, path)
     rank = _rank(config.get("r", 8), "r", path)
     ranks = {key: _rank(value, key, path) for key, value in _patterns(config, "rank_pattern", path)}

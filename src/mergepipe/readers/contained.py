@@ -7,7 +7,7 @@ import stat
 import unicodedata
 from pathlib import Path
 
-from mergepipe.errors import CorruptError, StorageError
+from mergepipe.errors import CorruptError, StorageError, UnsupportedError
 from mergepipe.readers.strict_json import shown
 
 
@@ -16,6 +16,20 @@ def is_plain_name(name: str) -> bool:
     if name in ("", ".", "..") or "/" in name or "\\" in name:
         return False
     return not any(unicodedata.category(c) in ("Cc", "Cs") for c in name)
+
+
+def require_text_path(path: Path) -> None:
+    """Check that the absolute form of a path can be written into a record of what was read.
+
+    Raises:
+        UnsupportedError: `path.encoding`, it has bytes that are not UTF-8.
+    """
+    text = os.path.abspath(path)  # noqa: PTH100 - without following links
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = "has bytes that are not UTF-8, which no record of ours can state"
+        raise UnsupportedError.of("path.encoding", ascii(text), message, "rename it") from None
 
 
 def stat_regular(root: Path, name: str) -> os.stat_result | None:

@@ -21,8 +21,8 @@ from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.readers.torch_weights import read_torch_weights
 from mergepipe.storage.base import Store
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 
-MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_PROBLEMS = 20
 TEMPLATE_FOLDER = "additional_chat_templates"
 # Code (*.py named by auto_map) is left out on purpose: nothing executable passes from an input to an output.
@@ -154,12 +154,7 @@ def read_weight_file(store: Store, root: Path, name: str, found: os.stat_result)
 def _read_index(store: Store, root: Path, name: str) -> dict[str, str]:
     stat_present(root, name)
     path = root / name
-    size_bytes = store.size_bytes(path)
-    if size_bytes > MAX_INDEX_BYTES:
-        raise CorruptError.of(
-            "checkpoint.index.too_long", path, f"the index has {size_bytes} bytes, at most {MAX_INDEX_BYTES} are read"
-        )
-    raw = store.read_metadata(path, 0, size_bytes)
+    raw = store.read_small(path, WEIGHT_INDEX_BYTES)
     return _weight_map(path, parse_object(raw, where=path, code="checkpoint.index"))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.readers.inert_values import Record, construct, put_item, resolve_global, storage_of
+from mergepipe.storage.limits import PICKLE_BYTES
 
 _LONGEST_INTEGER_BYTES = 32
 
@@ -21,7 +22,7 @@ _LONGEST_INTEGER_BYTES = 32
 class PickleLimits:
     """What a pickle may cost. The defaults fit the metadata of a sharded checkpoint of some 100 000 pieces."""
 
-    max_bytes: int = 256 << 20
+    max_bytes: int = PICKLE_BYTES
     max_opcodes: int = 20_000_000
     max_marks: int = 1_000
     max_stack: int = 100_000

@@ -10,9 +10,9 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.readers.base import Checkpoint, Readable
 from mergepipe.readers.strict_json import parse_object, shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import CONFIG_BYTES
 
 _CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 16 << 20
 _HINT = "convert it to bfloat16 first, with the tool that made it"
 # The last parts of names that stand for codes by themselves.
 _CODES = (
@@ -73,7 +73,7 @@ def _declared(store: Store, checkpoint: Checkpoint) -> str:
     if coded is None or _CONFIG_NAME not in checkpoint.sidecars:
         return ""
     path = checkpoint.root / _CONFIG_NAME
-    raw = store.read_metadata(path, 0, min(store.size_bytes(path), _MAX_CONFIG_BYTES))
+    raw = store.read_small(path, CONFIG_BYTES)
     config = parse_object(raw, where=path, code="checkpoint.config").get("quantization_config")
     if not isinstance(config, dict):
         return ""

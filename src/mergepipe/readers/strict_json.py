@@ -40,7 +40,7 @@ def parse_object(
     """
     rules = _Rules(where, code, max_integer_digits)
     text = rules.decode(raw)
-    if _is_too_deep(raw):
+    if is_too_deep(raw):
         rules.refuse("too_deep", f"JSON is nested deeper than {MAX_DEPTH} levels")
     try:
         document: JsonValue = json.loads(
@@ -108,7 +108,7 @@ class _Rules:
             self.refuse("lone_surrogate", "a string holds half of a surrogate pair, which is no character")
 
 
-def _is_too_deep(raw: bytes) -> bool:
+def is_too_deep(raw: bytes) -> bool:
     """Whether brackets nest past `MAX_DEPTH` before the first syntax error, found without recursion."""
     if b"\\" in raw:
         raw = _ESCAPE.sub(b"", raw)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.limits import ZIP_DIRECTORY_BYTES
 
 
 class MetadataSource(Protocol):
@@ -26,7 +27,6 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
-_MAX_DIRECTORY_BYTES = 128 << 20
 _MAX_NAME_BYTES = 1024
 _ALL_ONES_16, _ALL_ONES_32 = 0xFFFF, 0xFFFFFFFF
 _FLAG_DESCRIPTOR, _FLAG_UTF8 = 0x0008, 0x0800
@@ -111,7 +111,7 @@ class _Directory:
             stop, disk, first_disk, here, count, nbytes, start = self._end64(end_offset, (here, count, nbytes, start))
         if disk or first_disk or here != count:
             raise UnsupportedError.of("zip.volumes", self._window.path, "the archive has several volumes")
-        if start + nbytes != stop or nbytes > _MAX_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
+        if start + nbytes != stop or nbytes > ZIP_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
             raise self._corrupt("directory", f"a directory of {nbytes} bytes at {start} does not end at {stop}")
         return start, stop, count
 

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import yaml
 
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
+from mergepipe.storage.limits import RECIPE_BYTES
+from mergepipe.storage.regular import read_small
 
-MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 MAX_DEPTH = 64
 MAX_DOCUMENTS = 100
@@ -74,8 +75,9 @@ def read_yaml(path: Path) -> YamlSource:
 
     Raises:
         NotFoundError: there is no such file.
-        StorageError: it cannot be read.
-        RecipeError: it is too large, not UTF-8, not YAML, empty, several documents, or uses what is refused here:
+        StorageError: it cannot be read, or is no regular file.
+        CorruptError: `storage.too-large`.
+        RecipeError: it is not UTF-8, not YAML, empty, several documents, or uses what is refused here:
             duplicate keys, tags, too many nodes after aliases are expanded, too deep nesting.
     """
     return parse_yaml(path, _read_text(path))
@@ -134,8 +136,6 @@ def _line(node: yaml.Node) -> int:
 
 def _read_text(path: Path) -> str:
     raw = _read_bytes(path)
-    if len(raw) > MAX_BYTES:
-        raise _refusal("recipe.file.too-large", path.name, f"a recipe may have at most {MAX_BYTES} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -146,15 +146,15 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(Problem("recipe.file.not-found", str(path), "there is no such recipe")) from None
-    except IsADirectoryError:
-        message, hint = "is a folder, not a recipe", "give the YAML file in it"
-        raise _refusal("recipe.file.not-a-file", str(path), message, hint) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
-        raise StorageError(Problem("recipe.file.unreadable", repr(str(path)), f"cannot be read: {error}")) from error
+        return read_small(path, RECIPE_BYTES)
+    except NotFoundError as error:
+        where = error.problems[0].where
+        raise NotFoundError.of("recipe.file.not-found", where, "there is no such recipe") from None
+    except StorageError as error:
+        if error.code == "storage.not-a-file" and path.is_dir():
+            message, hint = "is a folder, not a recipe", "give the YAML file in it"
+            raise _refusal("recipe.file.not-a-file", str(path), message, hint) from None
+        raise
 
 
 class _BoundedLoader(yaml.SafeLoader):

@@ -23,6 +23,7 @@ from mergepipe.sources.low_rank import LowRankDelta
 from mergepipe.sources.naming import base_names
 from mergepipe.storage.base import Store
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?(embedding)|\.weight)")
@@ -89,7 +90,7 @@ def _read_config(store: Store, path: Path) -> tuple[AdapterConfig, FileFingerpri
         raise NotFoundError.of("adapter.config", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
     found = stat_present(path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
-    raw = store.read_metadata(path / ADAPTER_CONFIG_NAME, 0, found.st_size)
+    raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
     digest = blake3(raw).hexdigest(length=16)
     version = version_of(path / ADAPTER_CONFIG_NAME, found)
     return config, FileFingerprint(ADAPTER_CONFIG_NAME, found.st_size, version, digest)

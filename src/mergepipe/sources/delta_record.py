@@ -11,10 +11,10 @@ from mergepipe.blocks import DTYPES, DType
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import DELTA_RECORD_BYTES
 
 RECORD_NAME = "mergepipe-delta.json"
 RECORD_FORMAT = "mergepipe-delta/1"
-MAX_RECORD_BYTES = 256 << 20
 _DIGEST_DIGITS = 32
 
 
@@ -72,10 +72,7 @@ def read_delta_record(store: Store, path: Path) -> DeltaRecord:
     Raises:
         CorruptError: it is not one. UnsupportedError: it is of a newer version. StorageError: from the store.
     """
-    size_bytes = store.size_bytes(path)
-    if size_bytes > MAX_RECORD_BYTES:
-        raise CorruptError.of("delta.record.too_long", path, f"{size_bytes} bytes, at most {MAX_RECORD_BYTES} are read")
-    return record_of_json(store.read_metadata(path, 0, size_bytes), path)
+    return record_of_json(store.read_small(path, DELTA_RECORD_BYTES), path)
 
 
 def record_of_json(raw: bytes, where: Path) -> DeltaRecord:

@@ -16,6 +16,7 @@ from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.readers.base import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.readers.choosing import ADAPTER_NAMES, is_adapter
+from mergepipe.readers.contained import require_text_path
 from mergepipe.readers.hf import list_names, open_checkpoint
 from mergepipe.readers.quantised import refuse_quantised
 from mergepipe.sources.adapted import Adapted
@@ -49,9 +50,13 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None) -> Chec
 
     Raises:
         NotFoundError, CorruptError, StorageError: as `readers.hf.open_checkpoint`.
-        UnsupportedError: quantised weights, a composite, an adapter that is no plain LoRA, or a delta as the base.
+        UnsupportedError: a path that is not UTF-8, quantised weights, a composite, an adapter that is no plain LoRA,
+            or a delta as the base.
         MismatchError: an adapter or a delta that belongs to another base.
     """
+    for path in (model.path, model.adapter):
+        if path is not None:
+            require_text_path(path)
     if model.adapter is None:
         return _open(store, model.path, base, is_delta=model.is_delta)
     if base is not None and _is_same(model.path, base) and not _is_adapted(base):

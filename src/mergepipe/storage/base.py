@@ -61,6 +61,16 @@ class Store(Protocol):
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
         ...
 
+    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+        """Read a whole file of at most `limit_bytes`, charged as metadata.
+
+        Raises:
+            NotFoundError: there is no such file.
+            StorageError: it cannot be read, or is not a regular file.
+            CorruptError: `storage.too-large`, it is larger; nothing was read.
+        """
+        ...
+
     def size_bytes(self, path: Path) -> int:
         """Size of the file.
 

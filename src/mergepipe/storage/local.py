@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from pathlib import Path
 
 from mergepipe.budget import Ledger, Purpose
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
+from mergepipe.errors import CorruptError
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
 from mergepipe.storage.residency import resident_fraction
+
+__all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
 
 DIRECT_ALIGNMENT_BYTES = 4096
 RESIDENT_ENOUGH_FRACTION = 0.5
-
-
-def os_error(error: OSError, path: Path, doing: str) -> MergePipeError:
-    """Turn an `OSError` into the typed error of the same meaning, naming the file and what was being done."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return NotFoundError.of("storage.not-found", path, "no such file", "check the path")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError.of("storage.no-space", path, f"{doing} failed: {reason}", "free some space and run again")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StorageError.of("storage.permission", path, f"{doing} failed: {reason}", "check the permissions")
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return StorageError.of("storage.too-many-files", path, f"{doing} failed: {reason}", "raise `ulimit -n`")
-    return StorageError.of("storage.io", path, f"{doing} failed: {reason}", "check the disk, then run again")
 
 
 class LocalFile:
@@ -113,22 +101,16 @@ class LocalStore:
 
     def size_bytes(self, path: Path) -> int:
         """Size of a regular file."""
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise os_error(error, path, "looking it up") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise StorageError.of("storage.not-a-file", path, "not a regular file", "give a file")
-        return status.st_size
+        return regular_status(path).st_size
 
     def open(self, path: Path, *, direct: bool = False, cached: bool = True) -> LocalFile:
         """Open `path` for positional reads; `direct` bypasses the page cache unless most of the file lies in it.
 
         Without `cached` it does so wherever the file lies.
         """
-        size = self.size_bytes(path)
-        descriptor = _open_read_only(path)
+        descriptor = open_regular(path)
         try:
+            size = os.fstat(descriptor).st_size
             use_direct = (
                 direct
                 and size > 0
@@ -144,10 +126,9 @@ class LocalStore:
 
     def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset`, charged as metadata."""
-        size = self.size_bytes(path)
-        wanted = max(0, min(nbytes, size - offset))
-        descriptor = _open_read_only(path)
+        descriptor = open_regular(path)
         try:
+            wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             parts = []
             while wanted > 0:
@@ -167,12 +148,11 @@ class LocalStore:
         self._ledger.charge(str(path), Purpose.METADATA, len(data))
         return data
 
-
-def _open_read_only(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise os_error(error, path, "opening it") from error
+    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+        """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `regular.read_small` does."""
+        data = read_small(path, limit_bytes)
+        self._ledger.charge(str(path), Purpose.METADATA, len(data))
+        return data
 
 
 def _switch_to_direct(descriptor: int) -> bool:

@@ -12,6 +12,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mergepipe.errors import MergePipeError
+from mergepipe.storage.limits import OWNER_BYTES
+from mergepipe.storage.regular import read_small
+
 OWNER_NAME = "owner.json"
 ACCOUNT_NAME = "reads"
 SILENCE_SECONDS = 900.0
@@ -51,9 +55,9 @@ def is_alive(owner: Owner, silent_seconds: float) -> bool:
 def read_owner(directory: Path) -> Owner | None:
     """The owner noted in a directory; None where there is no such note or it makes no sense."""
     try:
-        content = json.loads((directory / OWNER_NAME).read_bytes())
+        content = json.loads(read_small(directory / OWNER_NAME, OWNER_BYTES))
         return Owner(int(content["pid"]), str(content["started"]), str(content["boot"]), str(content["host"]))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (MergePipeError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
 

@@ -9,6 +9,7 @@ from mergepipe.readers.contained import is_plain_name
 from mergepipe.readers.inert_pickle import load_inert
 from mergepipe.readers.inert_values import Record
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.pickle_node import Node
 from mergepipe.tailor.torch_writer import Size
@@ -27,7 +28,7 @@ _MAX_NAMED = 3
 def read_dcp_metadata(store: Store, folder: Path) -> object:
     """Read `.metadata`; shapes are `Size`, so that it can be written back."""
     path = folder / METADATA_NAME
-    metadata = load_inert(store.read_metadata(path, 0, store.size_bytes(path)), str(path))
+    metadata = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
     _restore_sizes(metadata)
     return metadata
 

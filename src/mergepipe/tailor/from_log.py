@@ -10,15 +10,16 @@ from pathlib import Path
 
 import yaml
 
-from mergepipe.errors import NotFoundError, UnsupportedError
+from mergepipe.errors import NotFoundError
+from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
+from mergepipe.storage.regular import read_small
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.partial_manifest import MANIFEST_NAME
 from mergepipe.tailor.save_log import SaveLog, SaveRecord, read_log
 from mergepipe.tailor.trainer_files import TRAINER_STATE_NAME
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
-_MAX_LOG_BYTES = 256 << 20
 _PARTIAL_PREFIX = "partial-"
 _STATE_MARKS = (TRAINER_STATE_NAME, METADATA_NAME)
 _FULL_NAMES = ("checkpoint-{}", "full-{}", "global_step{}", "step-{}")
@@ -213,17 +214,13 @@ def composition_from_log_file(
 
     Raises:
         NotFoundError, StorageError: the log or the run cannot be read.
-        UnsupportedError: the log is larger than any log.
-        CorruptError: as `compose_from_log`.
+        CorruptError: the log is larger than any log; or as `compose_from_log`.
     """
+    text = read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
     try:
-        size = log.stat().st_size
-        if size > _MAX_LOG_BYTES:
-            raise UnsupportedError.of("tailor.log.too_large", log, f"has {size} bytes")
-        text = log.read_text(encoding="utf-8", errors="surrogateescape")
         folders = frozenset(entry.name for entry in run.iterdir() if entry.is_dir())
     except OSError as error:
-        raise os_error(error, log, "reading it") from error
+        raise os_error(error, run, "listing it") from error
     stateless = frozenset(name for name in folders if _is_stateless(run / name))
     return compose_from_log(text, run, at, folders=folders, units=units, stateless=stateless)
 

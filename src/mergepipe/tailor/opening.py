@@ -10,6 +10,7 @@ from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.readers.contained import is_plain_name
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import LATEST_BYTES
 from mergepipe.tailor.checkpoint import EXPORT, Format, Framework, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import METADATA_NAME, read_dcp
 from mergepipe.tailor.formats.deepspeed import list_zero_files, read_zero
@@ -19,7 +20,6 @@ from mergepipe.tailor.partial_manifest import MANIFEST_NAME
 from mergepipe.tailor.trainer_files import TRAINER_STATE_NAME, read_global_step, weight_state
 
 LATEST_NAME = "latest"
-_MAX_TAG_BYTES = 200
 
 
 def open_training_checkpoint(store: Store, path: Path, home: Path | None = None) -> TrainingCheckpoint:
@@ -90,9 +90,9 @@ def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckp
 
 def _latest(store: Store, path: Path) -> Path:
     """The tag directory that `latest` names."""
-    raw = store.read_metadata(path / LATEST_NAME, 0, _MAX_TAG_BYTES + 1)
+    raw = store.read_small(path / LATEST_NAME, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()
-    if len(raw) > _MAX_TAG_BYTES or not is_plain_name(tag):
+    if not is_plain_name(tag):
         raise CorruptError.of("tailor.latest", path / LATEST_NAME, "does not name a directory beside it")
     if not (path / tag).is_dir():
         raise NotFoundError.of("tailor.latest", path / LATEST_NAME, f"names {tag!r}, which is not there")

@@ -104,7 +104,7 @@ def read_log(text: str, where: object = "log", n_layers: int | None = None) -> S
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe.readers.contained import require_text_path
 from mergepipe.storage.base import Store
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.opening import open_training_checkpoint
@@ -17,6 +18,7 @@ def open_source(store: Store, path: Path) -> TrainingCheckpoint:
     Raises:
         MergePipeError: see `open_training_checkpoint`.
     """
+    require_text_path(path)
     opened = open_training_checkpoint(store, path)
     if not (path / MANIFEST_NAME).is_file():
         return opened

@@ -6,24 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mergepipe.blocks import Span
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import CorruptError
 from mergepipe.readers.base import TensorEntry
 from mergepipe.readers.strict_json import JsonValue, parse_object
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import TRAINER_JSON_BYTES
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
 TRAINER_STATE_NAME = "trainer_state.json"
-_MAX_JSON_BYTES = 256 << 20  # trainer_state.json logs every step
 
 
 def read_json(store: Store, path: Path) -> dict[str, JsonValue]:
     """Read a JSON object of the checkpoint directory, strictly."""
-    size = store.size_bytes(path)
-    if size > _MAX_JSON_BYTES:
-        raise UnsupportedError.of(
-            "tailor.json.too_large", path, f"has {size} bytes; at most {_MAX_JSON_BYTES} are read"
-        )
-    return parse_object(store.read_metadata(path, 0, size), where=path, code="tailor.json")
+    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.json")
 
 
 def read_global_step(store: Store, folder: Path) -> int:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.storage.regular import too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class MetadataStore:
             os.close(descriptor)
         self.ledger.charge(str(path), Purpose.METADATA, len(content))
         return content
+
+    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+        return _read_small(self, path, limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,20 @@ class InMemoryStore:
         self.ledger.charge(str(path), Purpose.METADATA, len(content))
         return content
 
+    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+        return _read_small(self, path, limit_bytes)
+
     def _content(self, path: Path) -> bytes:
         if path not in self.files:
             raise NotFoundError.of("storage.not_found", path, "there is no such file")
         return self.files[path]
+
+
+def _read_small(store: MetadataStore | InMemoryStore, path: Path, limit_bytes: int) -> bytes:
+    size_bytes = store.size_bytes(path)
+    if size_bytes > limit_bytes:
+        raise too_large(path, size_bytes, limit_bytes)
+    return store.read_metadata(path, 0, size_bytes)
 
 
 def _stat(path: Path) -> os.stat_result:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
+from mergepipe.storage.regular import read_small
 from mergepipe.tailor.save_log import SaveLog, SaveRecord, read_log, start_line
 
 LOG_NAME = "partial-saves.jsonl"
@@ -20,11 +22,8 @@ def read_journal(run: Path) -> SaveLog:
         StorageError: the log cannot be read.
     """
     path = run / LOG_NAME
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape") if path.exists() else ""
-    except OSError as error:
-        raise os_error(error, path, "reading it") from error
-    return read_log(text, path.name)
+    raw = read_small(path, SAVE_LOG_BYTES) if path.exists() else b""
+    return read_log(raw.decode("utf-8", errors="surrogateescape"), path.name)
 
 
 def note_save(run: Path, record: SaveRecord) -> None:

@@ -17,6 +17,7 @@ from mergepipe.errors import MergePipeError, Problem, StorageError
 from mergepipe.publish import Staging
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
+from mergepipe.storage.regular import open_regular
 from mergepipe.tailor.partial_manifest import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.units import Unit
 from mergepipe.train.engine_view import EngineView, LocalCounter, Ranks
@@ -189,7 +190,7 @@ def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
 
 def _make_durable(path: Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             os.fsync(descriptor)
             return os.fstat(descriptor).st_size

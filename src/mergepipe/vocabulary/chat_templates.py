@@ -16,6 +16,7 @@ TEMPLATE_NAME = "chat_template.jinja"
 TEMPLATE_JSON_NAME = "chat_template.json"
 TEMPLATE_KEY = "chat_template"
 _DEFAULT_NAME = "default"
+_SYNTAX_HINT = "correct it, or give one of the known names"
 
 _CHATML = """\
 {% for message in messages %}
@@ -140,8 +141,12 @@ def _check_syntax(template: str, where: object) -> None:
             return
         raise RecipeError.of(
             "chat_template.syntax", where, f"the chat_template is no Jinja text, line {error.lineno}: {error.message}",
-            "correct it, or give one of the known names",
+            _SYNTAX_HINT,
         ) from None  # fmt: skip
+    except (RecursionError, ValueError, OverflowError) as error:  # nested hundreds deep, numbers of thousands of digits
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        message = f"the chat_template cannot be parsed: {why}"
+        raise RecipeError.of("chat_template.syntax", where, message, _SYNTAX_HINT) from None
 
 
 def template_of(model: Checkpoint, store: Store) -> str | None:

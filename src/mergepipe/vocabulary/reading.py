@@ -10,6 +10,7 @@ from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import sidecar_limit
 from mergepipe.vocabulary.sentencepiece import read_pieces
 from mergepipe.vocabulary.tokens import MAX_TOKEN_ID, AddedToken, Vocabulary
 
@@ -18,7 +19,6 @@ SETTINGS_NAME = "tokenizer_config.json"
 ADDED_NAME = "added_tokens.json"
 CONFIG_NAME = "config.json"
 DECODER_KEY = "added_tokens_decoder"
-MAX_FILE_BYTES = 128 << 20
 _MAX_INTEGER_DIGITS = 40  # settings state "no maximal length" as int(1e30)
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 # Their ids are not the places of their pieces.
@@ -61,11 +61,7 @@ class TokenizerFiles:
 
     def raw(self, name: str) -> bytes:
         """All bytes of one file."""
-        path = self.path(name)
-        size_bytes = self._store.size_bytes(path)
-        if size_bytes > MAX_FILE_BYTES:
-            raise self.error(name, "too_large", f"{size_bytes} bytes, at most {MAX_FILE_BYTES} are read")
-        return self._store.read_metadata(path, 0, size_bytes)
+        return self._store.read_small(self.path(name), sidecar_limit(name))
 
     def document(self, name: str) -> dict[str, JsonValue]:
         """One file as a JSON object; empty if it is not there."""

@@ -26,7 +26,9 @@ from mergepipe.readers.base import Checkpoint, KeptTotal, TensorEntry, Unchanged
 from mergepipe.readers.safetensors import read_header
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.regular import read_small
 from mergepipe.workflows.block_keys import SourceNames
 from mergepipe.workflows.reusing import Snapshots
 from mergepipe.workflows.scanning import scan_snapshot
@@ -314,11 +316,12 @@ def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
     if ACCUMULATORS_RECORD_NAME not in records or not path.is_file():
         return None
     try:
-        raw = {name: (directory / name).read_bytes() for name in (ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)}
+        names = (ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
+        raw = {name: read_small(directory / name, BLOCK_TABLE_BYTES) for name in names}
         if any(blake3(content).hexdigest(16) != records[name].blake3 for name, content in raw.items()):
             return None
         return _parsed(path, manifest.sid, json.loads(raw[ACCUMULATORS_RECORD_NAME]), raw[ACCUMULATORS_BLOCKS_NAME])
-    except (MergePipeError, OSError, ValueError, KeyError, TypeError):
+    except (MergePipeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

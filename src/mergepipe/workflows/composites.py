@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from blake3 import blake3
-
 from mergepipe.canonical import digest_of
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.readers.strict_json import JsonValue, parse_object
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
-from mergepipe.storage.local import os_error
-from mergepipe.workflows.snapshot_layout import read_small_file
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.regular import read_head, read_small
+from mergepipe.workflows.snapshot_layout import file_digest
 
 _FORMAT: Final = "mergepipe-composite/1"
-_READ_BYTES = 8 << 20
-MAX_MANIFEST_BYTES = 256 << 20
+_HEAD_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +32,8 @@ class _Recorded:
 def is_composite(path: Path) -> bool:
     """Whether the manifest in a directory says that it is a composite's."""
     try:
-        with (path / MANIFEST_NAME).open("rb") as stream:
-            return f'"format": "{_FORMAT}"'.encode() in stream.read(400)
-    except OSError:
+        return f'"format": "{_FORMAT}"'.encode() in read_head(path / MANIFEST_NAME, _HEAD_BYTES)
+    except MergePipeError:
         return False
 
 
@@ -47,7 +44,7 @@ def verify_composite(path: Path, threads: int, *, started: float, on_progress: P
         CorruptError: the manifest is damaged.
     """
     manifest = path / MANIFEST_NAME
-    content = parse_object(read_small_file(manifest, MAX_MANIFEST_BYTES), where=manifest, code="manifest")
+    content = parse_object(read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
     files = tuple(_recorded(content.get("files"), manifest))
     identity = {"version": content.get("version"), "recipe": content.get("recipe"), "files": content.get("files")}
     sid = digest_of(identity)
@@ -82,7 +79,7 @@ def _is_inside(name: str) -> bool:
 
 def _damage_of(directory: Path, file: _Recorded) -> Damage | None:
     try:
-        size, digest = _digest(directory / file.name)
+        size, digest = file_digest(directory / file.name, file.size_bytes)
     except MergePipeError as error:
         return Damage("missing", file.name, "", 0, file.size_bytes, error.problems[0].message)
     if size != file.size_bytes:
@@ -91,15 +88,3 @@ def _damage_of(directory: Path, file: _Recorded) -> Damage | None:
     if digest != file.blake3:
         return Damage("small-file", file.name, "", 0, file.size_bytes, "is not what was written")
     return None
-
-
-def _digest(path: Path) -> tuple[int, str]:
-    hasher, size = blake3(), 0
-    try:
-        with path.open("rb", buffering=0) as stream:
-            while part := stream.read(_READ_BYTES):
-                hasher.update(part)
-                size += len(part)
-    except OSError as error:
-        raise os_error(error, path, "reading it") from error
-    return size, hasher.hexdigest(16)

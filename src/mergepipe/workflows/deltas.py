@@ -30,6 +30,7 @@ from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import write_durably
 from mergepipe.workflows.inputs import check_unchanged, open_files
+from mergepipe.workflows.sidecars import read_sidecars
 from mergepipe.writer import INDEX_NAME, ShardLayout, ShardWriter, TensorSpec, index_json, plan_shards
 
 CHUNK_ELEMENTS = 1 << 20
@@ -419,10 +420,7 @@ def _write_small_files(
     stem: str,
 ) -> None:
     """Write the model's configuration and tokenizer, the index and what is given."""
-    contents = dict(own)
-    for name in model.sidecars:
-        path = model.root / name
-        contents[name] = store.read_metadata(path, 0, store.size_bytes(path))
+    contents = {**own, **read_sidecars(model, store)}
     if len(shards) > 1:
         contents[INDEX_NAME.replace("model", stem, 1)] = index_json(shards)
     for name, content in sorted(contents.items()):

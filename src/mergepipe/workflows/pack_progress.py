@@ -16,8 +16,10 @@ from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows
 from mergepipe.errors import MergePipeError
 from mergepipe.publish import CONTENT_NAME
+from mergepipe.storage.limits import PACK_PROGRESS_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory, write_durably
+from mergepipe.storage.regular import read_small
 
 PROGRESS_NAME = "pack.progress"
 _NEW_NAME = "pack.progress.new"
@@ -74,12 +76,12 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
 
 def _read(directory: Path) -> PackProgress | None:
     try:
-        document = json.loads((directory / PROGRESS_NAME).read_bytes())
+        document = json.loads(read_small(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES))
         claimed = document.pop("digest")
         if digest_of(document) != claimed or document["format"] != _FORMAT:
             return None
         return None if document["content"] != _identity(directory) else _progress(document)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (MergePipeError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None  # torn or foreign: nothing to go on with
 
 

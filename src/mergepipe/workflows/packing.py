@@ -17,6 +17,7 @@ from mergepipe.deltastore.opening import read_store
 from mergepipe.errors import MergePipeError, OutputError, RecipeError, UnsupportedError
 from mergepipe.publish import check_free_space, check_target, remove_dead, staging_directory
 from mergepipe.readers.base import Checkpoint, CheckpointKind, FileFingerprint
+from mergepipe.readers.contained import require_text_path
 from mergepipe.readers.hf import open_checkpoint, stat_present
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.storage.file_version import version_of
@@ -103,6 +104,7 @@ def open_base(store: LocalStore, path: Path) -> Checkpoint:
     Raises:
         UnsupportedError: it holds differences.
     """
+    require_text_path(path)
     base = open_checkpoint(store, path)
     if base.kind is not CheckpointKind.FULL:
         raise UnsupportedError.of("pack.kind", path, "holds differences from a base, not weights", "name its base")
@@ -117,6 +119,7 @@ def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
         CorruptError: a file of its directory is no regular file, or a link out of it.
         OutputError: the store would lie in an input.
     """
+    require_text_path(expert.path)
     reason = reason_against(expert)
     if reason:
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")

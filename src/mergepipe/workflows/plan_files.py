@@ -8,6 +8,7 @@ from pathlib import Path
 from mergepipe.errors import OutputError
 from mergepipe.plan import PLAN_NAME, Plan
 from mergepipe.storage.local import os_error
+from mergepipe.storage.regular import read_head
 
 _HEAD_BYTES = 400
 _DOING = "writing the plan"
@@ -38,7 +39,4 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def _is_plan(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        return f'"format": "{PLAN_NAME}/'.encode() in stream.read(_HEAD_BYTES)
+    return path.is_file() and f'"format": "{PLAN_NAME}/'.encode() in read_head(path, _HEAD_BYTES)

@@ -26,7 +26,9 @@ from mergepipe.recipe.references import reference_text
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.statistics import TensorStatistics
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.limits import PLAN_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.regular import read_small
 from mergepipe.workflows.merging import MergeSettings, publish_merge
 from mergepipe.workflows.opening import Inputs, PairStatistics, open_inputs, open_recipes
 from mergepipe.workflows.planned_reuse import ReusingPlanner
@@ -36,7 +38,6 @@ from mergepipe.workflows.side_reads import find_unread
 from mergepipe.workflows.speeds import BY_BYTES, PriceRequest
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
-MAX_PLAN_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,7 @@ def read_plan(path: Path) -> Plan:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_PLAN_BYTES + 1)
-    except OSError as error:
-        raise os_error(error, path, "reading the plan") from error
-    return parse_plan(raw, path)
+    return parse_plan(read_small(path, PLAN_BYTES), path)
 
 
 def _open_planned(plan: Plan, store: LocalStore) -> Inputs:

@@ -18,6 +18,7 @@ from mergepipe.publish import Staging, check_free_space
 from mergepipe.reports import ProgressCallback, RepairReport
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.storage.output import sync_directory, write_durably
+from mergepipe.storage.regular import regular_status
 from mergepipe.workflows.block_keys import KEYS_NAME
 from mergepipe.workflows.overlays import refuse_overlay
 from mergepipe.workflows.rebuilding import Rebuilt, open_recorded, rebuild_keys, rebuild_tensors
@@ -152,7 +153,7 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch]) -
 
 def _patch_file(path: Path, size_bytes: int, patches: Sequence[_Patch]) -> int:
     try:
-        times = path.stat() if path.exists() else None
+        times = regular_status(path) if path.exists() else None
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(descriptor, size_bytes)

@@ -25,6 +25,8 @@ from mergepipe.readers.hf import open_checkpoint
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage.base import Store
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
+from mergepipe.storage.regular import read_small
 from mergepipe.workflows.block_keys import KEYS_NAME, NO_KEY
 from mergepipe.workflows.recording import CatalogLink
 from mergepipe.workflows.snapshots import read_manifest_value
@@ -210,7 +212,7 @@ def lost_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> s
 def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
     """A table as the manifest records it."""
     path = directory / name
-    raw = path.read_bytes()
+    raw = read_small(path, BLOCK_TABLE_BYTES)
     records = (*manifest.sidecars, *((manifest.blocks,) if manifest.blocks else ()))
     if not any(record.name == name and record.blake3 == blake3(raw).hexdigest(16) for record in records):
         raise CorruptError.of("reuse.table", path, "is not what the manifest records", "`mergepipe repair` it")

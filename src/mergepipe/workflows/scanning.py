@@ -16,6 +16,7 @@ from mergepipe.block_digests import block_digest
 from mergepipe.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.budget import Purpose
 from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.readers.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
 from mergepipe.storage.base import RangeFile, Store
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.workflows.snapshot_layout import PlacedBlock, PlacedFile, SnapshotLayout
@@ -81,6 +82,8 @@ def _open(store: Store, path: Path, scan: Scan, file: PlacedFile) -> RangeFile |
 
 
 def _header_digest(store: Store, path: Path, file: PlacedFile) -> bytes | None:
+    if file.data_start > PREFIX_BYTES + MAX_HEADER_BYTES:
+        return None
     header = store.read_metadata(path, 0, file.data_start)
     return block_digest(header) if len(header) == file.data_start else None
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from mergepipe.blocks import DType
-from mergepipe.errors import MismatchError
+from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.manifest import Manifest
 from mergepipe.readers.base import Checkpoint
+from mergepipe.readers.config_json import Json, config_bytes, parse_config
 from mergepipe.recipe.tasks import LayerCount
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.vocabulary.alignment import Alignment
 from mergepipe.vocabulary.chat_templates import TEMPLATE_JSON_NAME, TEMPLATE_KEY, TEMPLATE_NAME, chosen_template
 from mergepipe.vocabulary.embeddings import VOCAB_SIZE_KEY
@@ -33,8 +34,6 @@ _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
 _SECTION_SUFFIX, _TOKEN_ID_SUFFIX = "_config", "_token_id"
 
-Json = dict[str, Any]
-
 
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     """Name and content of every small file but the manifest, the index and the card: known before the merge.
@@ -42,12 +41,15 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     Configuration comes from the first model, the tokenizer from the one that the recipe wants.
 
     Raises:
+        CorruptError: a small file is too large, or the configuration is not a JSON object.
         RecipeError, MismatchError: a chat template that is none, a configuration that has no place for its layers.
     """
     recipe, models, alignment = inputs.recipe, inputs.checkpoints, inputs.alignment
     lender = models[alignment.lender if alignment else 0]
-    contents = {name: content for name, content in _read(models[0], store) if not _is_tokenizers(name)}
-    contents |= {name: content for name, content in _read(lender, store) if _is_tokenizers(name)}
+    contents = {name: content for name, content in read_sidecars(models[0], store).items() if not _is_tokenizers(name)}
+    contents |= {name: content for name, content in read_sidecars(lender, store).items() if _is_tokenizers(name)}
+    if CONFIG_NAME in contents:
+        parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
     if alignment is not None:
         contents |= alignment.files
         _align_configuration(contents, alignment, lender, store)
@@ -73,10 +75,24 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     return config
 
 
-def _read(model: Checkpoint, store: Store) -> Iterator[tuple[str, bytes]]:
+def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
+    """Name and content of every small file of a model. Memory: at most `SIDECARS_BYTES` and one more file.
+
+    Raises:
+        CorruptError: `storage.too-large`, one of them or all together.
+        NotFoundError, StorageError: one cannot be read.
+    """
+    contents: dict[str, bytes] = {}
+    left = SIDECARS_BYTES
     for name in model.sidecars:
-        path = model.root / name
-        yield name, store.read_metadata(path, 0, store.size_bytes(path))
+        contents[name] = store.read_small(model.root / name, sidecar_limit(name))
+        left -= len(contents[name])
+        if left < 0:
+            message = (
+                f"its small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
+            )
+            raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
+    return contents
 
 
 def _is_tokenizers(name: str) -> bool:
@@ -95,7 +111,7 @@ def with_dtype(config: bytes, dtype: DType) -> bytes:
             if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
                 section[key] = dtype.recipe_name
                 changed = True
-    return _written(content) if changed else config
+    return config_bytes(content) if changed else config
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
@@ -122,7 +138,7 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
             listed = section.get(name)
             if isinstance(listed, list) and len(listed) == layers.before:
                 section[name] = [listed[origin % layers.before] for origin in layers.origins]
-    return _written(content)
+    return config_bytes(content)
 
 
 def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
@@ -151,7 +167,7 @@ def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lende
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = with_vocab_size(contents[CONFIG_NAME], alignment.n_rows)
     if alignment.lender != 0:
-        lent = dict(_read(lender, store))
+        lent = read_sidecars(lender, store)
         for name in (CONFIG_NAME, GENERATION_NAME):
             if name in contents and name in lent:
                 contents[name] = with_token_ids(contents[name], lent[name])
@@ -165,7 +181,7 @@ def with_vocab_size(config: bytes, n_rows: int) -> bytes:
         return config
     for section in stating:
         section[VOCAB_SIZE_KEY] = n_rows
-    return _written(content)
+    return config_bytes(content)
 
 
 def with_token_ids(config: bytes, lent: bytes) -> bytes:
@@ -174,7 +190,7 @@ def with_token_ids(config: bytes, lent: bytes) -> bytes:
     if content is None or other is None:
         return config
     ids = {key: other[key] for key in content if key.endswith(_TOKEN_ID_SUFFIX) and key in other}
-    return config if all(content[key] == ids[key] for key in ids) else _written({**content, **ids})
+    return config if all(content[key] == ids[key] for key in ids) else config_bytes({**content, **ids})
 
 
 def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str, bytes]:
@@ -183,7 +199,7 @@ def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str
     changed[TEMPLATE_NAME] = template.encode()
     settings = _parsed(contents[SETTINGS_NAME]) if SETTINGS_NAME in contents else None
     if settings is not None:
-        changed[SETTINGS_NAME] = _written({**settings, TEMPLATE_KEY: template})
+        changed[SETTINGS_NAME] = config_bytes({**settings, TEMPLATE_KEY: template})
     return changed
 
 
@@ -195,14 +211,9 @@ def _text_sections(content: Json) -> list[Json]:
 def _parsed(raw: bytes) -> Json | None:
     """A JSON object; None if it is none: such a file is passed on as it is."""
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
+        return parse_config(raw, "")
+    except CorruptError:
         return None
-    return content if isinstance(content, dict) else None
-
-
-def _written(content: Json) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def model_card(manifest: Manifest) -> bytes:

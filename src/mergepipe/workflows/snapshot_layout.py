@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,9 +13,11 @@ from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, e
 from mergepipe.canonical import digest_of
 from mergepipe.errors import CorruptError
 from mergepipe.manifest import MANIFEST_NAME, Manifest, OutputTensor
-from mergepipe.storage.local import os_error
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
+from mergepipe.storage.regular import open_regular, os_error, read_small
 
 _HINT = "the manifest is damaged: merge again"
+_READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +156,30 @@ def read_table(directory: Path, manifest: Manifest) -> BlockTable | None:
 
 
 def read_small_file(path: Path, size_bytes: int) -> bytes:
-    """At most one byte more than a file should have."""
+    """Read a file of a snapshot that should have `size_bytes`. Raises as `read_small` does."""
+    return read_small(path, min(size_bytes, BLOCK_TABLE_BYTES))
+
+
+def file_digest(path: Path, size_bytes: int) -> tuple[int, str]:
+    """Size and BLAKE3-128 of a file in 8 MiB of memory; of another size than `size_bytes` it is not read.
+
+    Raises:
+        NotFoundError, StorageError: it cannot be read, or is not a regular file.
+    """
+    from blake3 import blake3
+
+    hasher, done = blake3(), 0
+    descriptor = open_regular(path)
     try:
-        with path.open("rb") as stream:
-            return stream.read(size_bytes + 1)
+        size = os.fstat(descriptor).st_size
+        while size == size_bytes and (part := os.pread(descriptor, min(_READ_BYTES, size - done), done)):
+            hasher.update(part)
+            done += len(part)
     except OSError as error:
         raise os_error(error, path, "reading it") from error
+    finally:
+        os.close(descriptor)
+    return size, hasher.hexdigest(16)
 
 
 def small_digest(content: bytes) -> str:

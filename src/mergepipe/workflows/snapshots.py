@@ -12,14 +12,15 @@ from typing import TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.manifests import MAX_MANIFEST_BYTES, SnapshotRecord, read_manifest, sid_of_input
+from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_input
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
 from mergepipe.errors import NotFoundError
 from mergepipe.manifest import MANIFEST_NAME, Manifest
 from mergepipe.manifest_reading import manifest_of_json
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.storage.file_version import modified_at
-from mergepipe.storage.local import os_error
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.regular import read_small
 
 T = TypeVar("T")
 
@@ -102,14 +103,10 @@ def read_manifest_value(directory: Path) -> Manifest:
     Raises:
         NotFoundError: it is not there.
         CorruptError, UnsupportedError: as `manifest_of_json`.
+        StorageError: it cannot be read.
     """
     path = directory / MANIFEST_NAME
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise os_error(error, path, "reading the manifest") from error
-    return manifest_of_json(raw, path)
+    return manifest_of_json(read_small(path, MANIFEST_BYTES), path)
 
 
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.budget import Purpose
+from mergepipe.errors import MergePipeError
 from mergepipe.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
 from mergepipe.readers.base import files_of
+from mergepipe.storage.limits import SPEEDS_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.regular import read_small
 from mergepipe.storage.timing import MOST_BYTES, READERS, measure_reading
 from mergepipe.workflows.opening import Inputs
 
 SPEEDS_NAME = "speeds.json"
 SPEEDS_FORMAT = "mergepipe-speeds/1"
-_MOST_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +179,8 @@ class _Kept:
         if self._path is None:
             return {}
         try:
-            with self._path.open("rb") as stream:
-                document = json.loads(stream.read(_MOST_FILE_BYTES))
-        except (OSError, ValueError, RecursionError):
+            document = json.loads(read_small(self._path, SPEEDS_BYTES))
+        except (MergePipeError, ValueError, RecursionError):
             return {}
         is_known = isinstance(document, dict) and document.get("format") == SPEEDS_FORMAT
         return document if is_known else {}

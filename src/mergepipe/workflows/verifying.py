@@ -18,7 +18,9 @@ from mergepipe.manifest import MANIFEST_NAME, Manifest, SmallFileRecord
 from mergepipe.overlay_table import OVERLAY_NAME, OVERLAY_TABLE_NAME, SIDECAR_FOLDER
 from mergepipe.readers.safetensors import read_header
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
+from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.regular import read_small
 from mergepipe.workflows.accumulating import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_NAME, read_totals
 from mergepipe.workflows.composites import is_composite, verify_composite
 from mergepipe.workflows.config_checks import config_findings
@@ -30,17 +32,15 @@ from mergepipe.workflows.snapshot_layout import (
     PlacedFile,
     PlacedTensor,
     SnapshotLayout,
+    file_digest,
     layout_of,
-    read_small_file,
     read_table,
-    small_digest,
     weight_map,
 )
 from mergepipe.workflows.snapshots import read_manifest_value
 from mergepipe.writer import INDEX_NAME
 
 CONFIG_NAME = "config.json"
-LARGEST_SMALL_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +259,15 @@ def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[
 
 def _small_file_trouble(path: Path, record: SmallFileRecord) -> str:
     try:
-        content = read_small_file(path, record.size_bytes)
+        found = file_digest(path, record.size_bytes)
     except MergePipeError as error:
         return error.problems[0].message
-    if small_digest(content) != record.blake3:
-        return "is not what was written"
-    return ""
+    return "" if found == (record.size_bytes, record.blake3) else "is not what was written"
 
 
 def _index_trouble(path: Path, manifest: Manifest) -> str:
     try:
-        content = json.loads(read_small_file(path, LARGEST_SMALL_FILE_BYTES))
+        content = json.loads(read_small(path, MANIFEST_BYTES))
     except MergePipeError as error:
         return error.problems[0].message
     except (ValueError, RecursionError):

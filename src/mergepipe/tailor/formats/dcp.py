@@ -14,12 +14,13 @@ from types import MappingProxyType
 from mergepipe.blocks import DType, Span, element_count
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.readers.contained import is_plain_name
-from mergepipe.readers.inert_pickle import DEFAULT_LIMITS, load_inert
+from mergepipe.readers.inert_pickle import load_inert
 from mergepipe.readers.inert_values import TORCH_DTYPES, PickledTensor, Record
 from mergepipe.readers.strict_json import shown
 from mergepipe.readers.torch_zip import read_torch_zip
 from mergepipe.readers.zip_directory import Window, read_zip_directory
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -125,10 +126,7 @@ def _read_metadata(store: Store, folder: Path) -> Node:
     path = folder / METADATA_NAME
     if not path.is_file():
         raise NotFoundError.of("tailor.dcp.none", folder, "there is no .metadata file")
-    size = store.size_bytes(path)
-    if size > DEFAULT_LIMITS.max_bytes:
-        raise UnsupportedError.of("pickle.too_large", path, f"has {size} bytes")
-    root = load_inert(store.read_metadata(path, 0, size), str(path))
+    root = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
     return Node(root, str(path)).fields("Metadata")
 
 

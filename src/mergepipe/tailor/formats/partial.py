@@ -8,12 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.blocks import DTYPES, Span
-from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.errors import CorruptError
 from mergepipe.readers.base import TensorEntry
 from mergepipe.readers.contained import stat_regular
 from mergepipe.readers.safetensors import read_header
 from mergepipe.readers.strict_json import shown
 from mergepipe.storage.base import Store
+from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
 from mergepipe.tailor.checkpoint import AdamStep, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.partial_manifest import (
     MANIFEST_NAME,
@@ -25,7 +26,6 @@ from mergepipe.tailor.partial_manifest import (
 from mergepipe.tailor.scalars import read_scalar
 from mergepipe.tailor.units import ModelUnits, model_units
 
-_MAX_MANIFEST_BYTES = 256 << 20
 _COUNTER_DTYPE = DTYPES["F32"]
 
 _Entries = dict[str, TensorEntry]
@@ -38,10 +38,7 @@ def read_partial_manifest(store: Store, folder: Path) -> PartialManifest:
         CorruptError, UnsupportedError: it is none that this version reads.
     """
     path = folder / MANIFEST_NAME
-    size = store.size_bytes(path)
-    if size > _MAX_MANIFEST_BYTES:
-        raise UnsupportedError.of("tailor.partial.too_large", path, f"has {size} bytes")
-    return parse_manifest(store.read_metadata(path, 0, size), path)
+    return parse_manifest(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
 
 
 def read_partial(store: Store, folder: Path) -> TrainingCheckpoint:

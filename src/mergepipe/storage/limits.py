@@ -1,0 +1,52 @@
+"""How many bytes are read at most of each kind of small file, which is held in memory whole.
+
+Each is several times what the largest real file of its kind has. A larger one is refused by `storage.too-large`
+before anything of it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+# -- files of models --
+CONFIG_BYTES: Final = 16 * _MIB  # two names for each of 22,000 classes take 3 MB
+TEMPLATE_BYTES: Final = 4 * _MIB  # chat templates that write tools and images have 30 kB
+TOKENIZER_BYTES: Final = 128 * _MIB  # tokenizer.json of 262,000 tokens with their merges has 35 MB
+SIDECARS_BYTES: Final = 256 * _MIB  # of one model together: a tokenizer in three forms has 50 MB
+WEIGHT_INDEX_BYTES: Final = 64 * _MIB  # one line a tensor: a million of stacked experts take 100 bytes each
+ADAPTER_CONFIG_BYTES: Final = 4 * _MIB  # names modules, each at most once
+
+# -- files of training checkpoints --
+TRAINER_JSON_BYTES: Final = 256 * _MIB  # trainer_state.json logs every step
+LATEST_BYTES: Final = 200  # the name of one directory
+PICKLE_BYTES: Final = 256 * _MIB  # .metadata of DCP, data.pkl of torch: one record a tensor and rank
+ZIP_DIRECTORY_BYTES: Final = 128 * _MIB  # a member a tensor: a million of 100 bytes
+SAVE_LOG_BYTES: Final = 256 * _MIB  # one line a save
+PARTIAL_MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor and shard
+
+# -- files of ours --
+RECIPE_BYTES: Final = 1 * _MIB  # written by hand
+PLAN_BYTES: Final = 256 * _MIB  # one record a tensor, with the blocks that are read
+MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor
+BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10**13 elements
+DELTA_RECORD_BYTES: Final = 256 * _MIB  # one record a tensor
+STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
+PACK_PROGRESS_BYTES: Final = 16 * _MIB  # one cut a group of tensors
+JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block
+OWNER_BYTES: Final = 64 * _KIB  # four short values
+SPEEDS_BYTES: Final = 1 * _MIB  # a few numbers a disk
+
+_TEMPLATE_NAMES = ("chat_template.json",)
+_CONFIG_NAMES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+def sidecar_limit(name: str) -> int:
+    """How many bytes a file may have that a checkpoint holds beside its weights, by its name."""
+    if name.endswith(".jinja") or name in _TEMPLATE_NAMES:
+        return TEMPLATE_BYTES
+    return CONFIG_BYTES if name in _CONFIG_NAMES else TOKENIZER_BYTES

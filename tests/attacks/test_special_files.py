@@ -1,0 +1,198 @@
+"""FIFOs, devices, sockets and directories where files are expected: every command ends at once and names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from odd_models import RECIPES, write_models
+
+from mergepipe.cli import main
+from mergepipe.testing.training_trees import (
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_zero3,
+)
+
+GUARD_SECONDS = 100  # nothing here takes one; a read that never ends fails instead of hanging the suite
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # a socket's path has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": make_socket,
+    "directory": Path.mkdir,
+}
+
+# What a command reads, or * for each file of that folder; then the command.
+MODELS = (
+    ("base/model-00001-of-00002.safetensors", "merge plain.yml again"),
+    ("base/model.safetensors.index.json", "merge plain.yml again"),
+    ("base/config.json", "merge plain.yml again"),
+    ("base/config.json", "check plain.yml"),
+    ("base/chat_template.jinja", "plan plain.yml --out again --budget 50%"),
+    ("expert/tokenizer.json", "merge tokenizers.yml again"),
+    ("expert/model-00002-of-00002.safetensors", "analyze base expert"),
+    ("expert/generation_config.json", "pack base expert --out again"),
+    ("expert/model-00002-of-00002.safetensors", "delta base expert --out again"),
+    ("expert/tokenizer_config.json", "run plan.json again"),
+    ("adapter/adapter_config.json", "merge adapter.yml again"),
+    ("plain.yml", "merge plain.yml again"),
+    ("plain.yml", "check plain.yml"),
+    ("plan.json", "run plan.json again"),
+    ("home/catalog.sqlite3", "ls"),
+    ("home/catalog.sqlite3", "catalog rebuild ."),
+    ("home/catalog.sqlite3-wal", "gc"),
+)
+SNAPSHOT = (
+    ("out/*", "verify out"),
+    ("out/model.safetensors", "diff out same"),
+    ("out/model.safetensors", "repair out"),
+    ("out/mergepipe.json", "verify out"),
+    ("out/mergepipe.json", "show out"),
+    ("out/mergepipe.json", "replay out again"),
+    ("out/mergepipe.json", "explain out"),
+    ("out/mergepipe.blocks", "repair out"),
+)
+STORES = (
+    ("packs/expert/*", "unpack packs/expert --out again"),
+    ("packs/expert/mergepipe-store.*", "merge packed.yml again"),
+)
+TRAINING = (
+    ("hf/*", "tailor inspect hf"),
+    ("dcp/*", "tailor diff dcp dcp"),
+    ("zero/*", "tailor inspect zero"),
+    ("zero/step/*optim_states.pt", "tailor diff zero zero"),
+    ("hf/*", "tailor compose hf.yml again"),
+    ("composite/*", "verify composite"),
+    ("hf.yml", "tailor check hf.yml"),
+    ("flags.jsonl", "tailor recipe --from-log flags.jsonl --run . --at 9"),
+)
+# What says what a folder is: without it the folder is named, not the file.
+MARKS = ("mergepipe.json", "mergepipe-store.json", ".metadata", "trainer_state.json", "optimizer.pt", "latest")
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Fail where the block does not end by itself."""
+
+    def fail(*_: object) -> None:
+        pytest.fail("the command hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(GUARD_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
+    """Exit code and all that was printed."""
+    with guarded():
+        exit_code = main(command.split())
+    captured = capsys.readouterr()
+    return exit_code, captured.out + captured.err
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def check_all(
+    root: Path, capsys: pytest.CaptureFixture[str], cases: tuple[tuple[str, str], ...], kinds: tuple[str, ...]
+) -> int:
+    """Replace each file in turn and run its command; return how many were refused."""
+    n_refused = 0
+    for pattern, command in cases:
+        paths = [path for path in sorted(root.glob(pattern)) if path.is_file()]
+        assert paths or "catalog" in pattern, pattern
+        for path in paths or [root / pattern]:
+            for kind in kinds:
+                aside = root / "aside"
+                if path.exists():
+                    path.rename(aside)
+                KINDS[kind](path)
+                exit_code, printed = run(capsys, command)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                if aside.exists():
+                    aside.rename(path)
+                shutil.rmtree(root / "again", ignore_errors=True)
+                case = (path.name, kind, command, exit_code, printed)
+                assert 2 <= exit_code <= 10, case
+                assert (path.parent.name if path.name in MARKS else path.name) in printed, case
+                n_refused += 1
+    return n_refused
+
+
+def write_training(root: Path) -> None:
+    for step in (7, 9):
+        known = known_states(decoder_shapes(), seed=step, step=step)
+        write_hf(root / f"checkpoint-{step}", known)
+    (root / "checkpoint-7").rename(root / "hf")
+    write_dcp(root / "dcp", known, 2)
+    write_zero3(root / "zero" / "step", known, decay_groups(known.shapes), 2)
+    (root / "zero" / "latest").write_text("step")
+    (root / "hf.yml").write_text("default: hf\ntake: [{from: checkpoint-9, units: [layers even]}]\n")
+    (root / "flags.jsonl").write_text('{"step": 7, "flag": [0]}\n')
+
+
+@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
+def test_commands__refuse_special_files_in_models_plans_recipes_and_the_catalog(
+    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
+) -> None:
+    write_models(place)
+    assert run(capsys, "analyze base expert")[0] == 0
+    assert run(capsys, "plan plain.yml --out plan.json --budget 50%")[0] == 0
+    assert check_all(place, capsys, MODELS, kinds) == len(MODELS) * len(kinds)
+
+
+@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
+def test_commands__refuse_special_files_in_snapshots(
+    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
+) -> None:
+    write_models(place)
+    assert run(capsys, "merge rewriting.yml out --no-catalog")[0] == 0
+    shutil.copytree(place / "out", place / "same")
+    n_files = len(list((place / "out").iterdir()))
+    assert check_all(place, capsys, SNAPSHOT, kinds) == (n_files + len(SNAPSHOT) - 1) * len(kinds)
+
+
+@pytest.mark.slow
+def test_commands__refuse_special_files_in_packed_stores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_models(place)
+    assert run(capsys, "pack base expert --out packs")[0] == 0
+    (place / "packed.yml").write_text(RECIPES["plain"].replace("model: expert", "model: packs/expert"))
+    assert check_all(place, capsys, STORES, tuple(KINDS)) >= 40
+
+
+@pytest.mark.parametrize("kinds", [("FIFO",), pytest.param(tuple(KINDS)[1:], marks=pytest.mark.slow)])
+def test_commands__refuse_special_files_in_training_checkpoints(
+    place: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...]
+) -> None:
+    write_training(place)
+    assert run(capsys, "tailor compose hf.yml composite --quiet")[0] == 0
+    assert check_all(place, capsys, TRAINING, kinds) >= 20 * len(kinds)
