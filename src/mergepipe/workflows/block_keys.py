@@ -28,7 +28,7 @@ from mergepipe.readers.base import Checkpoint, Source, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import Action, MergeTask
 
 KEYS_NAME = "mergepipe.keys"
-KEY_VERSION = 1
+KEY_VERSION = 2
 NO_KEY = bytes(16)  # of a block that reads no expert, or whose sources cannot be told by file and place alone
 
 Described = Mapping[str, object]
