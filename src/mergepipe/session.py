@@ -14,6 +14,7 @@ from mergepipe.asked import (
     engine_options,
     home_asked,
     positive,
+    seed_asked,
 )
 from mergepipe.errors import RecipeError
 
@@ -428,7 +429,7 @@ def _merge_settings(
 
     return MergeSettings(
         engine=engine_options(threads, memory_bytes),
-        seed=seed,
+        seed=seed_asked(seed),
         force=force,
         shard_bytes=positive("--shard-size", shard_bytes),
         home=home_asked(home) if catalog else None,
@@ -485,6 +486,6 @@ def _plan_request(
     return PlanRequest(
         parse_budget(budget if budget is not None else "100%"),
         choice("--select", select, Policy),
-        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed, target_error),
+        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed_asked(seed), target_error),
         None if block_elements is None else block_elements_asked(block_elements),
     )
