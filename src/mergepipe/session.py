@@ -13,9 +13,9 @@ from mergepipe.asked import (
     choice,
     engine_options,
     home_asked,
-    positive,
     seed_asked,
 )
+from mergepipe.bounds import positive
 from mergepipe.errors import RecipeError
 
 if TYPE_CHECKING:

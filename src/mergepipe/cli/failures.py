@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
-from mergepipe.report.text import printable
+from mergepipe.escaping import printable
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"

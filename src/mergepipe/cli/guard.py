@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 from mergepipe.cli.failures import Failure, failure_of
 from mergepipe.cli.interrupts import Interrupts
+from mergepipe.escaping import json_line, printable_lines
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -41,7 +41,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
         if "--debug" in options:
             import traceback
 
-            traceback.print_exception(error)
+            print(printable_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return _tell(failure, as_json="--json" in options)
 
 
@@ -64,7 +64,7 @@ def _tell(failure: Failure, *, as_json: bool) -> int:
         print(line, file=sys.stderr or open(os.devnull, "w"))  # noqa: PTH123, SIM115 - the process is about to end
     if as_json:
         try:
-            print(json.dumps(failure.to_json()), flush=True)
+            print(json_line(failure.to_json()), flush=True)
         except OSError:  # the failure has been told, and its exit code is the one that matters
             _forget_output()
     return failure.exit_code

@@ -138,8 +138,10 @@ def recipe(
         return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
     if from_log is None or at is None:
         raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
+    from mergepipe.escaping import printable
+
     text, notes = recipe_from_log(from_log, run, at=at, folder=folder)
-    return "".join(f"# {note}\n" for note in notes) + text
+    return "".join(f"# {printable(note)}\n" for note in notes) + text
 
 
 def recipe_text(

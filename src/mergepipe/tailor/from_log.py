@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import yaml
-
 from mergepipe.errors import NotFoundError, UnsupportedError
+from mergepipe.escaping import yaml_document
 from mergepipe.storage.local import os_error
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.partial_manifest import MANIFEST_NAME
@@ -65,7 +64,7 @@ class LoggedComposition:
         document: dict[str, object] = {"default": written(self.default)}
         document |= {"take": take} if take else {}
         document["state_from"] = written(self.state_from)
-        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+        return yaml_document(document, width=120)
 
 
 def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
