@@ -110,7 +110,7 @@ def test_merge__takes_these_parameters() -> None:
     assert list(parameters) == [
         "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "target_error",
         "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed", "home", "catalog",
-        "statistics", "resume", "reuse", "keep_accumulators", "within_ulp", "overlay", "pack", "allow_dropped",
+        "statistics", "resume", "reuse", "keep_accumulators", "overlay", "pack", "allow_dropped",
         "on_progress",
     ]  # fmt: skip
     keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]

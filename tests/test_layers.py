@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -13,7 +16,7 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
-    {"blocks", "budget", "canonical", "outcome", "prices", "sizes"},
+    {"blocks", "budget", "canonical", "outcome", "prices", "sizes", "bounds", "escaping"},
     {"operators", "kernels", "storage", "statistics", "budget_request"}
     | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
     {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "read_account", "cost", "deltastore"}
@@ -71,6 +74,21 @@ def imports_of(source: Path, tree: ast.AST, *, is_lazy: bool = False) -> Iterato
             yield from imports_of(source, node, is_lazy=inner)
 
 
+def called_imports_of(source: Path, tree: ast.AST) -> Iterator[Import]:
+    """What `import_module("name")` imports; taken for lazy, as it is nowhere done at import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function, name = node.func, node.args[0].value
+            called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(name, str):
+                yield Import(source, name, node.lineno, is_lazy=True)
+
+
+def all_called_imports() -> list[Import]:
+    trees = ((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sources())
+    return [each for path, tree in trees for each in called_imports_of(path, tree)]
+
+
 def all_imports() -> list[Import]:
     return [each for path in sources() for each in imports_of(path, ast.parse(path.read_text(encoding="utf-8")))]
 
@@ -124,7 +142,34 @@ def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(packag
     assert len({each.source for each in importing}) <= 1
 
 
+def test_layers__third_party_imports_are_declared() -> None:
+    project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {_import_name(each) for each in project["dependencies"]}
+    extras = {_import_name(each) for name in ("torch", "train") for each in project["optional-dependencies"][name]}
+    core |= {"llvmlite"}  # numba's own half, of the version that numba needs
+    extras |= {"deepspeed"}  # never installed by us: it is read where a training run has it
+    foreign = [each for each in (*all_imports(), *all_called_imports()) if _is_foreign(each)]
+    assert {each.module.split(".")[0] for each in foreign} >= {"numpy", "numba", "torch"}
+    assert [str(each) for each in foreign if each.module.split(".")[0] not in core | extras] == []
+    assert [str(each) for each in foreign if each.module.split(".")[0] in extras - core and not each.is_lazy] == []
+
+
+def _import_name(requirement: str) -> str:
+    name = re.split("[<>=!~ ;[]", requirement)[0]
+    return {"PyYAML": "yaml"}.get(name, name)
+
+
+def _is_foreign(each: Import) -> bool:
+    """Whether it is another project's, and users meet it: what is in `testing` is for developers."""
+    return each.component != ANYTHING_GOES and each.module.split(".")[0] not in {*sys.stdlib_module_names, "mergepipe"}
+
+
 def test_imports_of__sees_lazy_nested_and_from_imports() -> None:
     text = "import a.b\ndef f():\n    if True:\n        from c import d\nclass X:\n    import e\n"
     found = [(each.module, each.is_lazy) for each in imports_of(Path("x.py"), ast.parse(text))]
     assert found == [("a.b", False), ("c", True), ("c.d", True), ("e", False)]
+
+
+def test_called_imports_of__sees_names_that_are_strings() -> None:
+    text = "def f():\n    g = import_module('h.i')\n    i.import_module(name)\n    i.import_module('j')\n"
+    assert [each.module for each in called_imports_of(Path("x.py"), ast.parse(text))] == ["h.i", "j"]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from mergepipe.bounds import positive, shown_number
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
 
 if TYPE_CHECKING:
     from mergepipe.engine.execute import EngineOptions
 
 C = TypeVar("C", bound=StrEnum)
+
+MOST_THREADS = 1024
+MOST_BLOCK_ELEMENTS = 1 << 40
+COMPILER_ADDRESS_BYTES = 1 << 30  # LLVM and numpy, mapped; most of it is never touched
+THREAD_ADDRESS_BYTES = 64 << 20  # a stack, and an arena of the C library
 
 
 def default_memory_bytes() -> int:
@@ -26,15 +33,15 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def positive(option: str, value: int) -> int:
-    """`value`, which is above zero.
+def seed_asked(seed: int) -> int:
+    """A seed that 64 bits hold, signed or not.
 
     Raises:
-        LimitError: it is not.
+        RecipeError: `option.seed`.
     """
-    if value < 1:
-        raise LimitError.of("option.not-positive", option, f"{value} was given", "give a number above zero")
-    return value
+    if not -(2**63) <= seed < 2**64:
+        raise RecipeError.of("option.seed", "--seed", f"{shown_number(seed)} was given", "give an integer of 64 bits")
+    return seed
 
 
 def threads_asked(threads: int | None) -> int:
@@ -42,8 +49,34 @@ def threads_asked(threads: int | None) -> int:
 
     Raises:
         LimitError: a number that is not above zero.
+        RecipeError: more than `MOST_THREADS`.
+        LimitError: `memory.address-space`, as `check_address_space`.
     """
-    return positive("--threads", default_threads() if threads is None else threads)
+    n_threads = positive("--threads", default_threads() if threads is None else threads, MOST_THREADS)
+    check_address_space(n_threads)
+    return n_threads
+
+
+def address_space_limit_bytes() -> int | None:
+    """The most address space this process may have (`ulimit -v`); None where there is no limit."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check_address_space(threads: int) -> None:
+    """Refuse a limit on address space under which the compiler, once loaded, would end the process by force.
+
+    Raises:
+        LimitError: `memory.address-space`.
+    """
+    limit = address_space_limit_bytes()
+    needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
+    if limit is None or limit >= needed or "llvmlite" in sys.modules:
+        return
+    message = f"{limit >> 20} MiB of address space are allowed, {threads} threads need {needed >> 20} MiB"
+    raise LimitError.of("memory.address-space", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
 
 
 def engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:
@@ -51,6 +84,7 @@ def engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptio
 
     Raises:
         LimitError: a number that is not above zero.
+        RecipeError: a number that is too large.
     """
     from mergepipe.engine.execute import EngineOptions
 
@@ -64,14 +98,14 @@ def block_elements_asked(asked: int | None) -> int:
     """Elements of a block; 256 Ki where none were given.
 
     Raises:
-        LimitError: no multiple of what cuts fall on.
+        LimitError: no multiple of what cuts fall on, or more than `MOST_BLOCK_ELEMENTS`.
     """
     from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 
     value = DEFAULT_BLOCK_ELEMENTS if asked is None else asked
-    if value < 1 or value % GRAIN_ELEMENTS:
-        hint = f"give a multiple of {GRAIN_ELEMENTS}"
-        raise LimitError.of("option.block-elements", "block_elements", f"{value} was given", hint)
+    if value < 1 or value % GRAIN_ELEMENTS or value > MOST_BLOCK_ELEMENTS:
+        hint = f"give a multiple of {GRAIN_ELEMENTS}, {MOST_BLOCK_ELEMENTS} at most"
+        raise LimitError.of("option.block-elements", "block_elements", f"{shown_number(value)} was given", hint)
     return value
 
 

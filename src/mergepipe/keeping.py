@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergepipe.asked import engine_options, home_asked
+from mergepipe.asked import engine_options, home_asked, threads_asked
 from mergepipe.errors import LimitError
 
 if TYPE_CHECKING:
@@ -126,11 +126,12 @@ def materialise(
         MergePipeError: see `mergepipe.errors`; nothing was published.
     """
     started = time.perf_counter()
+    n_threads = threads_asked(threads)
     from mergepipe.workflows.materialising import MaterialiseSettings, materialise_overlay
 
     path = _path(overlay, home)
     settings = MaterialiseSettings(
-        engine_options(threads, None).threads,
+        n_threads,
         force,
         home_asked(home) if catalog else None,
         Path(base) if base is not None else None,

@@ -148,4 +148,4 @@ class Manifest:
         """Readable JSON with a stable order of keys."""
         content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
         content["digest"] = digest_of(content)
-        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

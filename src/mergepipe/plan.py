@@ -257,7 +257,7 @@ class Plan:
 
     def to_json(self) -> bytes:
         """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
-        return (json.dumps(self.content(), indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def content(self) -> dict[str, object]:
         """What `to_json` writes, as plain values."""

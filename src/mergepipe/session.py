@@ -13,8 +13,9 @@ from mergepipe.asked import (
     choice,
     engine_options,
     home_asked,
-    positive,
+    seed_asked,
 )
+from mergepipe.bounds import positive
 from mergepipe.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -86,7 +87,6 @@ def merge(
     resume: bool | None = None,
     reuse: bool = True,
     keep_accumulators: bool = False,
-    within_ulp: bool = False,
     overlay: bool = False,
     pack: str | Path | None = None,
     allow_dropped: Sequence[str] = (),
@@ -112,8 +112,6 @@ def merge(
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
         keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
             merge with experts added at the end reads those alone. Not under a budget.
-        within_ulp: let kept sums be corrected, too, where experts were dropped or weights changed. Then results may
-            be off by a unit in the last place of their largest term.
         overlay: store only blocks that differ from the base, without reuse or resuming; see `keeping.materialise`.
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             who cannot be is named in the report. Nothing is reused or resumed then. Not under a budget.
@@ -135,23 +133,21 @@ def merge(
         reuse=reuse and not overlay,
         overlay=overlay,
         keeps_accumulators=keep_accumulators,
-        within_ulp=within_ulp,
         allow_dropped=tuple(allow_dropped),
         pack=None if pack is None else Path(pack),
         pricing=_price_request(price, storage_speed),
     )
     if overlay:
-        _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--within-ulp": within_ulp, "--resume": resume})
+        _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--resume": resume})
     is_planned = budget is not None or target_error is not None
     if pack is not None and (is_planned or resume):
         planned_by = "--target-error" if budget is None else "--budget"
         other, why = (planned_by, "which reads parts") if is_planned else ("--resume", "which reads what is left")
         message = f"packs what is read in full: it does not go with {other}, {why}"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-    if (keep_accumulators or within_ulp) and is_planned:
-        option = "--keep-accumulators" if keep_accumulators else "--within-ulp"
+    if keep_accumulators and is_planned:
         message = "sums are kept, and gone on with, by merges in full alone"
-        raise RecipeError.of("option.pair", option, message, "merge without --budget")
+        raise RecipeError.of("option.pair", "--keep-accumulators", message, "merge without --budget")
     if not is_planned:
         return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.workflows.planning import run_budgeted
@@ -432,7 +428,7 @@ def _merge_settings(
 
     return MergeSettings(
         engine=engine_options(threads, memory_bytes),
-        seed=seed,
+        seed=seed_asked(seed),
         force=force,
         shard_bytes=positive("--shard-size", shard_bytes),
         home=home_asked(home) if catalog else None,
@@ -489,6 +485,6 @@ def _plan_request(
     return PlanRequest(
         parse_budget(budget if budget is not None else "100%"),
         choice("--select", select, Policy),
-        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed, target_error),
+        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed_asked(seed), target_error),
         None if block_elements is None else block_elements_asked(block_elements),
     )

@@ -92,7 +92,7 @@ def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes
             "data_offsets": [offset, offset + spec.nbytes],
         }
         offset += spec.nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     padded = text.ljust(round_up(len(text) + 8, DATA_ALIGNMENT_BYTES) - 8)
     return len(padded).to_bytes(8, "little") + padded
 
@@ -102,7 +102,7 @@ def index_json(shards: Sequence[ShardLayout]) -> bytes:
     weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
     total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,11 @@ def test_failure_of__interruptions_exit_as_the_signal_says(exit_code: int) -> No
         (OSError(errno.EACCES, "Permission denied", "/x/y"), "storage.permission", 8),
         (OSError(errno.EIO, "Input/output error"), "storage.io", 8),
         (MemoryError(), "storage.out-of-memory", 8),
+        (OSError(errno.ENOMEM, "Cannot allocate memory", "/x/y"), "storage.out-of-memory", 8),
+        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "storage.out-of-memory", 8),
+        (RuntimeError("can't start new thread"), "storage.out-of-memory", 8),
+        (RuntimeError("can't allocate lock"), "storage.out-of-memory", 8),
+        (OSError("Could not find/load shared object file 'libllvmlite.so'"), "storage.io", 8),
     ],
 )
 def test_failure_of__what_the_system_refused_is_a_storage_error(error: Exception, code: str, exit_code: int) -> None:

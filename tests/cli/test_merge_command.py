@@ -122,7 +122,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
     budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
     rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog"]
-    more = ["--gather", "--block-elements", 65536, "--resume", "--no-reuse", "--keep-accumulators", "--within-ulp"]
+    more = ["--gather", "--block-elements", 65536, "--resume", "--no-reuse", "--keep-accumulators"]
     more += ["--overlay", "--pack", "stores"]
     given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     assert given.options == {
@@ -145,7 +145,6 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         "resume": True,
         "reuse": False,
         "keep_accumulators": True,
-        "within_ulp": True,
         "overlay": True,
         "pack": "stores",
         "allow_dropped": (),

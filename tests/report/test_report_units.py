@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.report.text import printable
+from mergepipe.escaping import printable
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
 
 

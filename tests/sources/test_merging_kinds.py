@@ -218,3 +218,54 @@ def test_merge__an_adapter_under_a_budget_is_read_or_left_out(root: Path) -> Non
     changed = [n for n, t in big.items() if not np.array_equal(out[n], t.astype(ml_dtypes.bfloat16).astype(np.float32))]
     assert len(changed) == 1
     assert report.expert_bytes < stored
+
+
+def sliced(method: str, *pieces: list[tuple[str, int, int]], **more: object) -> dict[str, Any]:
+    """A recipe of slices; a model `base+part` is the adapter `part` applied to the base."""
+    slices = [{"sources": [{"model": m, "layer_range": [a, b]} for m, a, b in piece]} for piece in pieces]
+    return {"merge_method": method, "slices": slices, "dtype": "float32", **more}
+
+
+SLICED = {
+    "adapted last": sliced("passthrough", [("base", 0, 1)], [("base+part", 0, 2)]),
+    "adapted first": sliced("passthrough", [("base+part", 0, 2)], [("base", 0, 2)]),
+    "same layers": sliced("task_arithmetic", [("base", 0, 2), ("base+part", 0, 2)], base_model="base",
+                          parameters={"weight": 0.5}),
+    "other layers": sliced("task_arithmetic", [("base", 0, 1), ("base+part", 1, 2)],
+                           [("base", 1, 2), ("base+part", 0, 1)], base_model="base", parameters={"weight": 0.5}),
+    "modules": {"merge_method": "passthrough", "dtype": "float32", "modules": {
+        "text_decoder": {"slices": sliced("", [("base", 0, 1)], [("base+part", 0, 2)])["slices"]}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLICED)
+def test_merge__slices_of_an_adapted_base_are_those_of_its_weights(
+    root: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "model.layers.1.q"  # layer 0 has no adapter
+    factors = lora(module, *MODULES[module])
+    write_adapter(root / "part", factors)
+    applied = base_tensors()
+    applied[f"{module}.weight"] = (applied[f"{module}.weight"] + 2 * product(factors, module)).astype(np.float32)
+    write_model(root / "applied", applied)
+    monkeypatch.chdir(root)
+    text = yaml.safe_dump(SLICED[case])
+    for name, recipe in (("one", text), ("other", text.replace("base+part", "applied"))):
+        (root / f"{name}.yml").write_text(recipe)
+        mergepipe.merge(root / f"{name}.yml", root / name, catalog=False)
+    one, other = (load_file(root / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces", [[("base", 0, 1)], [("part", 0, 2)]])
+def test_merge__slices_of_a_bare_adapter_are_refused(
+    root: Path, pieces: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(root / "part", lora("model.layers.1.q", *MODULES["model.layers.1.q"]))
+    monkeypatch.chdir(root)
+    (root / "bare.yml").write_text(yaml.safe_dump(sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)))
+    with pytest.raises(UnsupportedError) as caught:
+        mergepipe.merge(root / "bare.yml", root / "out", catalog=False)
+    assert caught.value.code == "merge.base.delta"

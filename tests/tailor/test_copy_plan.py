@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, DTYPES, F16, F32, ByteRange, DType, Span
+from mergepipe.blocks import BF16, DTYPES, F16, F32, F64, ByteRange, DType, Span
 from mergepipe.budget import Purpose
 from mergepipe.errors import CorruptError, LimitError, UnsupportedError
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.archives import stale_checksums
-from mergepipe.tailor.casting import cast_bytes, numpy_type
+from mergepipe.tailor.casting import cast_bytes, values_of
 from mergepipe.tailor.checkpoint import Piece, StoredState
 from mergepipe.tailor.chunks import buffer_bytes_for, cut_chunks
 from mergepipe.tailor.copy_plan import (
@@ -243,9 +243,24 @@ def test_cast_bytes__rounds_to_nearest_even(wanted: DType, kind: type) -> None:
     assert cast_bytes(values.view(np.uint8), F32, wanted, "x").tobytes() == expected
 
 
-def test_numpy_type__refuses_what_training_does_not_use() -> None:
+@pytest.mark.parametrize("stored", [F32, F64])
+def test_cast_bytes__makes_the_bfloat16_of_ml_dtypes(stored: DType) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    tails = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    values = (patterns[:, None] | tails).ravel().view(np.float32)
+    with np.errstate(invalid="ignore"):
+        values = values if stored == F32 else values.astype(np.float64)
+        expected = values.astype(ml_dtypes.bfloat16)
+    cast = cast_bytes(values.view(np.uint8), stored, BF16, "x")
+    assert cast.tobytes() == expected.tobytes()
+    for wide, kind in ((F32, np.float32), (F16, np.float16)):
+        with np.errstate(all="ignore"):
+            assert cast_bytes(cast, BF16, wide, "x").tobytes() == expected.astype(kind).tobytes(), wide
+
+
+def test_values_of__refuses_what_training_does_not_use() -> None:
     with pytest.raises(UnsupportedError):
-        numpy_type(DTYPES["F8_E4M3"], "x")
+        values_of(np.zeros(1, np.uint8), DTYPES["F8_E4M3"], "x")
 
 
 def test_stale_checksums__names_the_touched_members_alone(tmp_path: Path) -> None:

@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from reuse_cases import RECIPES, Bench, Recipe, make_bench
 from safetensors.numpy import load_file, save_file
 
 from mergepipe import keeping
 from mergepipe.errors import CorruptError, RecipeError
-from mergepipe.workflows.accumulating import ACCUMULATORS_NAME
+from mergepipe.workflows.accumulating import (
+    ACCUMULATORS_FORMAT,
+    ACCUMULATORS_NAME,
+    ACCUMULATORS_RECORD_NAME,
+    read_totals,
+)
+from mergepipe.workflows.snapshots import read_manifest_value
 
 ADDITIVE = ("task_arithmetic", "linear_sum", "dare_linear")
 WEIGHTS = (0.6, 0.3, 0.2, 0.1)
@@ -110,6 +117,52 @@ def test_merge__goes_on_with_values_of_every_kind(tmp_path: Path) -> None:
     assert bench.digest("three") == bench.digest("scratch")
 
 
+NAN_EXPERT, OTHER_NAN_EXPERT = 2, 4
+
+
+@pytest.mark.parametrize("experts", [(1,), (1, 3), (3, 1), (1, 3, NAN_EXPERT)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_merge__leaves_nothing_of_a_dropped_or_replaced_expert_with_nan(
+    bench: Bench, experts: tuple[int, ...], keeps: bool
+) -> None:
+    for expert, special in ((NAN_EXPERT, np.nan), (OTHER_NAN_EXPERT, np.inf)):
+        path = bench.only_file(f"expert{expert}")
+        tensors = load_file(path)
+        save_file({n: np.full_like(t, special) if n != "ids" else t for n, t in tensors.items()}, path)
+    bench.merge(of("task_arithmetic", 1, NAN_EXPERT), "with-nan", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, OTHER_NAN_EXPERT), "with-inf", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", *experts), "without", keep_accumulators=keeps)
+    bench.scratch(of("task_arithmetic", *experts), "scratch")
+    assert bench.digest("without") == bench.digest("scratch")
+    is_finite = all(np.isfinite(t.astype(np.float64)).all() for t in load_file(bench.only_file("without")).values())
+    assert is_finite == (NAN_EXPERT not in experts)
+
+
+def test_merge__replaced_bytes_of_an_expert_with_nan_leave_nothing_behind(bench: Bench) -> None:
+    path = bench.only_file("expert2")
+    sound = load_file(path)
+    save_file({n: np.full_like(t, np.nan) if n != "ids" else t for n, t in sound.items()}, path)
+    bench.merge(of("task_arithmetic", 1, 2), "out", keep_accumulators=True)
+    save_file(sound, path)
+    bench.merge(of("task_arithmetic", 1, 2, 3), "after", keep_accumulators=True)
+    bench.scratch(of("task_arithmetic", 1, 2, 3), "scratch")
+    assert bench.digest("after") == bench.digest("scratch")
+
+
+def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> None:
+    bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    record = bench.folder / "first" / ACCUMULATORS_RECORD_NAME
+    older = record.read_bytes().replace(ACCUMULATORS_FORMAT.encode(), b"mergepipe-accumulators/1")
+    manifest = read_manifest_value(bench.folder / "first")
+    records = tuple(
+        replace(each, blake3=blake3(older).hexdigest(16)) if each.name == record.name else each
+        for each in manifest.sidecars
+    )
+    assert read_totals(record.parent, manifest) is not None
+    record.write_bytes(older)
+    assert read_totals(record.parent, replace(manifest, sidecars=records)) is None
+
+
 def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench) -> None:
     bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
     path = bench.folder / "first" / ACCUMULATORS_NAME
@@ -129,55 +182,3 @@ def test_merge__sums_under_a_budget_are_refused(bench: Bench) -> None:
     with pytest.raises(RecipeError) as caught:
         bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True, budget="50%")
     assert caught.value.problems[0].code == "option.pair"
-
-
-# --- within a unit in the last place ---
-
-
-CORRECTED = {
-    "weight": ((1, 2, 3), (0.6, 0.25, 0.2)),
-    "dropped": ((1, 3), (0.6, 0.2)),
-    "exchanged": ((1, 4, 3), (0.6, 0.3, 0.2)),
-}
-READ_EXPERTS = {"weight": 1, "dropped": 1, "exchanged": 2}
-
-
-def ulp_of_largest_term(bench: Bench, name: str, dtype: type[np.floating[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The unit in the last place, in `dtype`, of a bound on what is summed for each element."""
-    base = load_file(bench.only_file("base"))[name].astype(np.float32)
-    experts = [load_file(bench.only_file(f"expert{i}"))[name].astype(np.float32) for i in (1, 2, 3, 4)]
-    largest = np.abs(base) + sum(np.abs(each - base) for each in experts)
-    return np.asarray(np.spacing(largest.astype(dtype)).astype(np.float64))
-
-
-@pytest.mark.parametrize("change", CORRECTED)
-@pytest.mark.parametrize("out_dtype", [None, "float32"])
-def test_merge__of_a_corrected_sum_is_within_a_unit_in_the_last_place(
-    bench: Bench, change: str, out_dtype: str | None
-) -> None:
-    experts, weights = CORRECTED[change]
-    bench.merge(of("task_arithmetic", 1, 2, 3), "first", keep_accumulators=True)
-    changed = replace(of("task_arithmetic", *experts, out_dtype=out_dtype), weights=weights)
-    assert bench.merge(changed, "not-asked-for").expert_bytes > expert_bytes(bench, READ_EXPERTS[change])
-    report = bench.merge(changed, "near", within_ulp=True, reuse=True, home=bench.folder / "home2")
-    assert report.reused_bytes == 0  # another catalog knows of no sums
-    shutil.rmtree(bench.folder / "near")
-    shutil.rmtree(bench.folder / "not-asked-for")
-    report = bench.merge(changed, "near", within_ulp=True, keep_accumulators=True)
-    assert 0 < report.expert_bytes <= expert_bytes(bench, READ_EXPERTS[change])
-    assert any("corrected sums" in notice for notice in report.notices)
-    bench.scratch(changed, "scratch", catalog=False)
-    near, scratch = (load_file(bench.only_file(name)) for name in ("near", "scratch"))
-    dtype = np.float32 if out_dtype else np.float16
-    for name in ("embed.weight", "layers.0.weight", "layers.1.weight", "norm.weight"):
-        off = np.abs(near[name].astype(np.float64) - scratch[name].astype(np.float64))
-        assert (off <= (2 if out_dtype else 1) * ulp_of_largest_term(bench, name, dtype)).all()
-    assert bench.merge(changed, "again").reused_bytes == 0  # what is not exact is nobody's exact result
-    assert bench.digest("again") == bench.digest("scratch")
-
-
-def test_merge__of_a_dropped_expert_that_is_gone_begins_anew(bench: Bench) -> None:
-    bench.merge(of("task_arithmetic", 1, 2, 3), "first", keep_accumulators=True)
-    shutil.rmtree(bench.folder / "expert2")
-    changed = replace(of("task_arithmetic", 1, 3), weights=(0.6, 0.2))
-    assert bench.merge(changed, "near", within_ulp=True).reused_bytes == 0

@@ -8,6 +8,7 @@ import typer
 
 from mergepipe.cli.options import AllowDropped, AsJson, Debug, RecipePath, ShardSize
 from mergepipe.cli.sizes import parse_size
+from mergepipe.escaping import printable_lines
 
 
 def register(app: typer.Typer) -> None:
@@ -61,4 +62,4 @@ def check(
     else:
         from mergepipe.report.tables import check_table
 
-        print(check_table(report, free_bytes))
+        print(printable_lines(check_table(report, free_bytes)))

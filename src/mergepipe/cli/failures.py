@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
-from mergepipe.report.text import printable
+from mergepipe.escaping import printable
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"
@@ -44,8 +44,8 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     if isinstance(error, MergePipeError):
         kept = tuple(Problem("run.kept", "", note) for note in _notes(error))
         return Failure("error", (*error.problems, *kept), error.exit_code)
-    if isinstance(error, MemoryError):
-        hint = "close other programs, or lower --memory or --threads"
+    if isinstance(error, MemoryError) or _is_lack_of_memory(error):
+        hint = "close other programs, raise `ulimit -v`, or lower --memory or --threads"
         problem = Problem("storage.out-of-memory", "", "the system has no more memory", hint)
         return Failure("error", (problem,), StorageError.exit_code)
     if isinstance(error, OSError):
@@ -59,6 +59,17 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
 def _notes(error: BaseException) -> tuple[str, ...]:
     """What is to be told beside the error itself."""
     return tuple(getattr(error, "__notes__", ()))
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Whether the interpreter or the loader says in its own words that the system gave no memory."""
+    from mergepipe.asked import address_space_limit_bytes
+
+    text = str(error)
+    if isinstance(error, RuntimeError):
+        return text.startswith(("can't start new thread", "can't allocate lock"))
+    is_unloaded = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    return is_unloaded and "shared object" in text and address_space_limit_bytes() is not None
 
 
 def _system_failure(error: OSError) -> Failure:

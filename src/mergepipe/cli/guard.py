@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TextIO
 from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
+from mergepipe.escaping import json_line, printable_lines
 from mergepipe.outcome import committed_places, published_error
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -48,11 +48,11 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
             if "--debug" in options:
                 import traceback
 
-                _write(sys.stderr, "".join(traceback.format_exception(error)))
+                _write(sys.stderr, printable_lines("".join(traceback.format_exception(error))))
     if failure is not None:
         _write(sys.stderr, "".join(f"{line}\n" for line in failure.lines()))
         if "--json" in options:
-            printed.write(json.dumps(failure.to_json()) + "\n")
+            printed.write(json_line(failure.to_json()) + "\n")
     refusal = _write(sys.stdout, printed.getvalue())
     if refusal is not None:
         exit_code = _without_report(refusal, exit_code, is_committed=bool(committed))

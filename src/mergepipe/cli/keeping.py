@@ -11,6 +11,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Home, Memory, NoCatalog, OutPath, Quiet, Threads
 from mergepipe.cli.running import optional_size, print_merge_report, print_report, progress_shown, truthful_about
 from mergepipe.cli.snapshots import SnapshotName
+from mergepipe.escaping import printable_lines
 from mergepipe.outcome import note_committed
 
 DAMAGED_EXIT_CODE = 4
@@ -81,7 +82,7 @@ def verify(
     elif not quiet or not report.is_sound:
         from mergepipe.report.keeping_tables import verify_table
 
-        print(verify_table(report))
+        print(printable_lines(verify_table(report)))
     if not report.is_sound:
         raise typer.Exit(DAMAGED_EXIT_CODE)
 

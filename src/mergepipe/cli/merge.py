@@ -57,13 +57,6 @@ KeepAccumulators = Annotated[
         help="Keep the sums of additive operators (4 bytes a parameter): experts added later are read alone.",
     ),
 ]
-WithinUlp = Annotated[
-    bool,
-    typer.Option(
-        "--within-ulp",
-        help="Go on with kept sums also where experts or weights went away: off by a unit in the last place.",
-    ),
-]
 Overlay = Annotated[
     bool,
     typer.Option(
@@ -98,7 +91,6 @@ def merge(
     resume: Resume = None,
     no_reuse: NoReuse = False,
     keep_accumulators: KeepAccumulators = False,
-    within_ulp: WithinUlp = False,
     overlay: Overlay = False,
     pack: PackAlong = None,
     threads: Threads = None,
@@ -153,7 +145,6 @@ def merge(
             resume=resume,
             reuse=not no_reuse,
             keep_accumulators=keep_accumulators,
-            within_ulp=within_ulp,
             overlay=overlay,
             pack=pack,
             on_progress=on_progress,

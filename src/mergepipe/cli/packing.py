@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mergepipe.asked import threads_asked
 from mergepipe.cli.analyze import BasePath
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Quiet, Threads
@@ -50,6 +51,7 @@ def pack(
     goes on where it was.
     """
     session: Session = context.obj
+    threads = threads_asked(threads)  # before anything compiled is loaded
     from mergepipe.workflows import packing
 
     with naming_what_stands(), progress_shown(session, silent=quiet or as_json) as on_progress:
@@ -72,6 +74,7 @@ def unpack(
 ) -> None:
     """Restore the files that STORE was made from, byte for byte."""
     session: Session = context.obj
+    threads = threads_asked(threads)  # before anything compiled is loaded
     from mergepipe.workflows import unpacking
 
     with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:

@@ -36,6 +36,7 @@ from mergepipe.cli.options import (
     adjust_min_density,
 )
 from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.escaping import json_line, printable_lines
 from mergepipe.outcome import note_committed
 
 Budget = Annotated[
@@ -102,11 +103,11 @@ def plan(
         api.store_plan(decided, plan_out)
         note_committed(Path(plan_out))
     if as_json:
-        print(decided.to_json().decode(), end="")
+        print(json_line(decided.content(), indent=1))
     else:
         from mergepipe.report.plan_tables import plan_table
 
-        print(plan_table(decided, None if plan_out is None else Path(plan_out)))
+        print(printable_lines(plan_table(decided, None if plan_out is None else Path(plan_out))))
 
 
 def run(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from mergepipe.escaping import printable
 from mergepipe.report.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class LineDisplay(NoDisplay):
     def update(self, progress: Progress) -> None:
         """Write a line if it is time to."""
         for notice in progress.notices:
-            self._write(notice)
+            self._write(printable(notice))
         now = self._clock()
         if now < self._due and progress.phase == self._phase:
             return
@@ -160,7 +161,7 @@ class BarDisplay(NoDisplay):
 
     def _draw(self, progress: Progress) -> None:
         for notice in progress.notices:
-            self._bars.console.print(notice, markup=False, highlight=False)
+            self._bars.console.print(printable(notice), markup=False, highlight=False)
         now = self._clock()
         if now < self._due:
             return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.sizes import parse_size
+from mergepipe.escaping import printable_lines
 
 if TYPE_CHECKING:
     from mergepipe.reports import MergeReport, Progress
@@ -83,7 +84,7 @@ def print_report(report: Report, table: Callable[[Report], str], *, as_json: boo
 
         print(to_json(report))
     elif not quiet:
-        print(table(report))
+        print(printable_lines(table(report)))
 
 
 def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
@@ -95,4 +96,4 @@ def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> No
     elif not quiet:
         from mergepipe.report.tables import merge_table
 
-        print(merge_table(report))
+        print(printable_lines(merge_table(report)))

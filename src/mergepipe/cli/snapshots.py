@@ -8,6 +8,7 @@ import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
 from mergepipe.cli.running import print_report
+from mergepipe.escaping import printable_lines
 
 SnapshotName = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
@@ -40,7 +41,7 @@ def list_snapshots(
     else:
         from mergepipe.report.catalog_tables import snapshots_table
 
-        print(snapshots_table(found))
+        print(printable_lines(snapshots_table(found)))
 
 
 def show(
@@ -78,8 +79,8 @@ def lineage(
     elif dot:
         from mergepipe.report.keeping_tables import lineage_dot
 
-        print(lineage_dot(nodes))
+        print(printable_lines(lineage_dot(nodes)))
     else:
         from mergepipe.report.catalog_tables import lineage_tree
 
-        print(lineage_tree(nodes))
+        print(printable_lines(lineage_tree(nodes)))

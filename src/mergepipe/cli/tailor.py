@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, RecipePath
 from mergepipe.cli.sizes import parse_size
+from mergepipe.escaping import json_line, printable_lines
 
 if TYPE_CHECKING:
     from mergepipe.tailor.compose import CompositionReport
@@ -71,7 +71,7 @@ def inspect(
     from mergepipe.tailor import api
 
     report = api.inspect(*checkpoints)
-    print(json.dumps(report.to_json()) if as_json else inspect_table(report))
+    print(json_line(report.to_json()) if as_json else printable_lines(inspect_table(report)))
 
 
 def check(
@@ -153,7 +153,8 @@ def recipe(
     """
     from mergepipe.tailor import api
 
-    print(api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd()), end="")
+    text = api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd())
+    print(printable_lines(text), end="")
 
 
 def diff(
@@ -173,13 +174,13 @@ def diff(
     from mergepipe.tailor import api
 
     report = api.diff(first, second, on_bytes=lambda *_: session.interrupts.report())
-    print(json.dumps(report.to_json()) if as_json else diff_table(report))
+    print(json_line(report.to_json()) if as_json else printable_lines(diff_table(report)))
 
 
 def _print(report: CompositionReport, *, as_json: bool) -> None:
     from mergepipe.report.tailor import composition_json, composition_table
 
-    print(composition_json(report) if as_json else composition_table(report))
+    print(composition_json(report) if as_json else printable_lines(composition_table(report)))
 
 
 def _require(value: str, known: tuple[str, ...], option: str) -> None:

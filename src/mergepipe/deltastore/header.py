@@ -103,7 +103,8 @@ class StoreHeader:
         """Readable JSON with a digest of itself."""
         content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
         content["tensors"] = [{**asdict(each), "dtype": each.dtype.name} for each in self.tensors]
-        return (json.dumps({**content, "digest": digest_of(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+        document = {**content, "digest": digest_of(content)}
+        return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def parse_header(raw: bytes, path: Path) -> StoreHeader:

@@ -3,8 +3,8 @@
 A tile is at most `TILE_ELEMENTS` consecutive elements: small enough to stay in the first-level cache between decode,
 arithmetic and encode. `code` is `DType.kernel_code`. Offsets are bytes into a flat `uint8` buffer, of any alignment.
 Encoding rounds to nearest, ties to even; every NaN becomes the quiet NaN of the target with a clear sign, so that
-results do not depend on how a processor propagates payloads. Nothing saturates: what rounds beyond the largest number
-becomes infinity, or NaN in E4M3, which has no infinity (as torch and ml_dtypes convert).
+results do not depend on how a processor propagates payloads. What rounds beyond the largest number becomes infinity.
+E4M3 has no infinity: there it becomes the largest number, 448, as infinities do (docs/decisions/014-fp8-overflow.md).
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def _encode_less_common(tile: Floats, n: int, raw: Bytes, offset: int, code: int
         halves = raw[offset : offset + 2 * n].view(np.uint16)
         _encode_f16(tile, bits, n, halves)
     elif code == CODE_E4M3:
-        _encode_f8(tile, bits, n, raw[offset : offset + n], 20, np.float32(2.0**14), np.uint32(0x43E80001))
+        _encode_f8(tile, bits, n, raw[offset : offset + n], 20, np.float32(2.0**14))
     elif code == CODE_E5M2:
-        _encode_f8(tile, bits, n, raw[offset : offset + n], 21, np.float32(2.0**7), np.uint32(0x47700000))
+        _encode_f8(tile, bits, n, raw[offset : offset + n], 21, np.float32(2.0**7))
     else:
         doubles = raw[offset : offset + 8 * n].view(np.uint64)
         values = raw[offset : offset + 8 * n].view(np.float64)
@@ -178,15 +178,15 @@ def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) 
 
 
 @kernel
-def _encode_f8(
-    tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, lifter: np.float32, too_large: np.uint32
-) -> None:
+def _encode_f8(tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, lifter: np.float32) -> None:
     # As _encode_f16: `lifter` is the float32 whose unit in the last place is the smallest subnormal, `shift` the number
-    # of mantissa bits that go, `too_large` the first magnitude that has no number.
+    # of mantissa bits that go. From `too_large` on a magnitude is stored as `beyond`: 464, the middle of 448 and what
+    # would be the next number of E4M3, and 61440, from which on the nearest number of E5M2 is infinity.
     lost = np.uint32(shift)
     is_e4m3 = shift == 20
     rebias = np.uint32(0x3C000000) if is_e4m3 else np.uint32(0x38000000)
-    beyond = np.uint32(0x7F) if is_e4m3 else np.uint32(0x7C)
+    too_large = np.uint32(0x43E80000) if is_e4m3 else np.uint32(0x47700000)
+    beyond = np.uint32(0x7E) if is_e4m3 else np.uint32(0x7C)
     nan = np.uint32(0x7F) if is_e4m3 else np.uint32(0x7E)
     below_half = (np.uint32(1) << (lost - np.uint32(1))) - np.uint32(1)
     raised = np.empty(TILE_ELEMENTS + 1, np.float32)
@@ -202,7 +202,7 @@ def _encode_f8(
         normal = (magnitude - rebias + below_half + odd) >> lost
         small = raised_bits[i] - lifted
         rounded = small if magnitude < rebias + np.uint32(0x00800000) else normal
-        is_nan = magnitude > np.uint32(0x7F800000) or (is_e4m3 and magnitude >= too_large)
+        is_nan = magnitude > np.uint32(0x7F800000)
         rounded = beyond if magnitude >= too_large else rounded
         stored[i] = np.uint8(nan if is_nan else (sign | rounded))
 

@@ -29,7 +29,7 @@ class DeltaMark:
 
     def to_metadata(self) -> dict[str, str]:
         """The entries of the file's metadata."""
-        return {KIND_KEY: DELTA_KIND, BASE_KEY: self.base, FULL_KEY: json.dumps(sorted(self.full))}
+        return {KIND_KEY: DELTA_KIND, BASE_KEY: self.base, FULL_KEY: json.dumps(sorted(self.full), allow_nan=False)}
 
 
 def mark_of(metadata: Mapping[str, str], path: Path) -> DeltaMark | None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from mergepipe.errors import MismatchError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.spec import BaseRole
 from mergepipe.readers.base import CheckpointKind, Readable
+from mergepipe.recipe.anchors import anchor_of, base_key
 from mergepipe.recipe.layers import (
     LayerList,
     depth_of,
@@ -142,16 +143,14 @@ class Arrangement:
     ) -> Group:
         """Tell the anchor from the experts: the base where it is listed (or lends names only), else the first model."""
         role = self._recipe.operator.base_role
-        base_index = None if base is None or role is BaseRole.NONE else self._index.get(base.key)
-        listed = next((member for member in members if member.model == base_index), None)
-        if listed is None and base_index is not None and not is_slice:
-            listed, is_listed = Member(base_index, {}), False
-        else:
-            listed, is_listed = listed or members[0], True
-        is_origin = role is BaseRole.REQUIRED or (role is BaseRole.ORIGIN and base_index is not None)
-        experts = tuple(member for member in members if member.model != listed.model)
-        self._check_is_full(listed.model)
-        return Group(listed, experts, shared, not is_origin, is_listed)
+        key = base_key(self._recipe, base)
+        keys = [self._models[member.model].input.key for member in members]
+        anchor = self._index[anchor_of(keys, key, is_slice=is_slice)]
+        listed = next((member for member in members if member.model == anchor), None)
+        is_origin = role is BaseRole.REQUIRED or (role is BaseRole.ORIGIN and key is not None)
+        experts = tuple(member for member in members if member.model != anchor)
+        self._check_is_full(anchor)
+        return Group(listed or Member(anchor, {}), experts, shared, not is_origin, listed is not None)
 
     def _check_is_full(self, index: int) -> None:
         model = self._models[index]
@@ -241,6 +240,8 @@ class Arrangement:
 
     def _of_slice(self, piece: OutputSlice, group: Group, layers: LayerList, first: int) -> Iterator[Wanted]:
         members = (group.anchor, *group.experts)
+        if self._models[group.anchor.model].kind is not CheckpointKind.FULL:
+            return  # noted with the group: differences may lack any layer
         anchor_tensors = self._models[group.anchor.model].tensors
         by_layer: dict[int, list[str]] = {}
         for name in anchor_tensors:

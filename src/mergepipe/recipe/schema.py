@@ -39,7 +39,7 @@ def recipe_schema() -> Schema:
 
 def schema_text() -> str:
     """The schema as it is stored and printed."""
-    return json.dumps(recipe_schema(), indent=1) + "\n"
+    return json.dumps(recipe_schema(), indent=1, allow_nan=False) + "\n"
 
 
 def _top_level(key: str) -> Schema:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import yaml
 
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
+from mergepipe.escaping import printable
 from mergepipe.storage.limits import RECIPE_BYTES
 from mergepipe.storage.regular import read_small
 
@@ -67,7 +68,7 @@ def key_path_text(key_path: KeyPath) -> str:
 def shortened(text: str, limit: int = 60) -> str:
     """Return `text` on one line: cut to `limit` characters with an ellipsis, unprintable characters escaped."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)
+    return printable(cut)
 
 
 def read_yaml(path: Path) -> YamlSource:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+from mergepipe.escaping import printable
 from mergepipe.report.layout import columns_text, facts_text, share_text
-from mergepipe.report.text import printable
 from mergepipe.report.units import format_bytes, plural
 from mergepipe.reports import SnapshotReport
 

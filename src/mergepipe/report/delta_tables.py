@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe.report.text import printable
+from mergepipe.escaping import printable
 from mergepipe.report.units import format_bytes, format_seconds, plural
 from mergepipe.workflows.deltas import DeltaReport
 

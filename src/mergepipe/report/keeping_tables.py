@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from mergepipe.catalog.rows import LineageNode
+from mergepipe.escaping import printable
 from mergepipe.report.layout import columns_text, facts_text, number_text
-from mergepipe.report.text import printable
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import Damage, GcReport, MaterialiseReport, RepairReport, SnapshotDiff, VerifyReport
 
@@ -129,4 +129,4 @@ def _dot_lines(nodes: Sequence[LineageNode]) -> Iterator[str]:
 
 def _quoted(*lines: str) -> str:
     """A string of the DOT language."""
-    return json.dumps("\n".join(printable(line) for line in lines), ensure_ascii=False)
+    return json.dumps("\n".join(printable(line) for line in lines), ensure_ascii=False, allow_nan=False)

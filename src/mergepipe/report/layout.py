@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe.report.text import printable
+from mergepipe.escaping import printable
 
 Fact = tuple[str, str]
 
@@ -17,7 +17,7 @@ def facts_text(facts: Sequence[Fact]) -> str:
 
 def columns_text(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A table: the first `left` columns flush left, the others flush right."""
-    cells = [list(head), *([printable(cell) for cell in row] for row in rows)]
+    cells = [[printable(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return "\n".join(
         "  ".join(

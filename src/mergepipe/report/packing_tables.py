@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mergepipe.escaping import printable
 from mergepipe.report.layout import Fact
 from mergepipe.report.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
@@ -19,7 +20,7 @@ def pack_table(report: PackReport) -> str:
                 f"{expert.expert} was removed; `mergepipe unpack {expert.store} -o {place}` "
                 f"brings it back and needs the base {report.base}"
             )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def along_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
@@ -45,6 +46,7 @@ def _size_text(expert: PackedExpert) -> str:
 
 
 def unpack_line(report: UnpackReport) -> str:
-    """One line."""
+    """What was restored, in one line."""
     speed = format_rate(report.tensor_bytes / report.seconds) if report.seconds else "no time"
-    return f"{report.out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"
+    out = printable(str(report.out))
+    return f"{out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from mergepipe.escaping import printable
 from mergepipe.plan import Plan, expected_error_of
 from mergepipe.report.layout import Fact, columns_text, facts_text, listed, number_text, share_text
 from mergepipe.report.level_tables import error_table, error_text, levels_text, price_facts
@@ -87,7 +88,7 @@ def explain_table(found: Explanation) -> str:
     parts.extend([facts_text(tail)] if tail else [])
     for tensor in found.tensors:
         rows = [[use.model, use.use, _shortened(use.blocks), use.reason] for use in tensor.uses]
-        title = f"{tensor.name}: {tensor.blocks} blocks, touched: {_shortened(tensor.touched) or 'none'}"
+        title = f"{printable(tensor.name)}: {tensor.blocks} blocks, touched: {_shortened(tensor.touched) or 'none'}"
         parts.append(f"{title}\n{columns_text(['expert', 'use', 'blocks', 'why'], rows, left=4)}")
     return "\n\n".join(parts)
 

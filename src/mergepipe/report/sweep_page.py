@@ -7,6 +7,7 @@ from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
 
+from mergepipe.escaping import as_line
 from mergepipe.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, draw_chart
 from mergepipe.report.layout import number_text, share_text
 from mergepipe.report.level_tables import levels_text
@@ -22,7 +23,9 @@ _LEVEL_STYLES = 6  # classes in the template
 
 def sweep_page(report: SweepReport) -> str:
     """Render the page; it loads nothing from anywhere, and follows the reader's dark or light setting."""
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True)
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line
+    )
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": number_text}
     environment.globals |= {"share": share_text, "levels_of": levels_text, "expected_of": expected_text}
     template = resources.files("mergepipe.report").joinpath(_TEMPLATE).read_text(encoding="utf-8")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.report.text import printable
+from mergepipe.escaping import json_line, printable
 from mergepipe.report.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def composition_json(report: CompositionReport) -> str:
         "seconds": round(report.seconds, 3),
         "units": [unit.to_json() for unit in plan.staleness],
     }
-    return json.dumps(content)
+    return json_line(content)
 
 
 def diff_table(report: DiffReport) -> str:

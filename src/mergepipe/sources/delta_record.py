@@ -63,7 +63,8 @@ class DeltaRecord:
 
     def to_json(self) -> bytes:
         """Readable JSON with a stable order of keys."""
-        return (json.dumps({"format": RECORD_FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n").encode()
+        document = {"format": RECORD_FORMAT, **asdict(self)}
+        return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def read_delta_record(store: Store, path: Path) -> DeltaRecord:

@@ -42,11 +42,12 @@ class NamedModel(Protocol):
     def is_delta(self) -> bool: ...
 
 
-def open_model(store: Store, model: NamedModel, base: Checkpoint | None) -> Checkpoint:
+def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
     """Open one model of a recipe; reads headers, configurations and names, of a delta's base a few samples.
 
     `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
-    base itself, which must be full weights.
+    base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
+    unless `as_weights`.
 
     Raises:
         NotFoundError, CorruptError, StorageError: as `readers.hf.open_checkpoint`.
@@ -59,7 +60,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None) -> Chec
             require_text_path(path)
     if model.adapter is None:
         return _open(store, model.path, base, is_delta=model.is_delta)
-    if base is not None and _is_same(model.path, base) and not _is_adapted(base):
+    if base is not None and not as_weights and _is_same(model.path, base) and not _is_adapted(base):
         return open_adapter(store, model.adapter, base)
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:

@@ -63,7 +63,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 def write_owner(directory: Path) -> None:
     """Note this process as the owner. It need not be durable: after a power failure nobody of that boot lives."""
-    (directory / OWNER_NAME).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
+    (directory / OWNER_NAME).write_text(json.dumps(asdict(this_process()), allow_nan=False), encoding="utf-8")
 
 
 def try_lock(descriptor: int) -> bool | None:

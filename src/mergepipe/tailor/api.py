@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 DEFAULT_ENDS = 2
+MOST_RANKS = 1 << 20
 
 
 def inspect(*paths: str | Path) -> InspectReport:
@@ -78,12 +79,14 @@ def compose(
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
+    from mergepipe.bounds import positive
     from mergepipe.tailor.compose import ComposeOptions
     from mergepipe.tailor.compose import compose as run
     from mergepipe.tailor.self_check import Thoroughness
 
     options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES if memory_bytes is None else memory_bytes, force=force, world_size=_ranks(world_size),
+        DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
+        force=force, world_size=_ranks(world_size),
         linked=link, state_from=None if state_from is None else absolute(state_from),
         thoroughness=Thoroughness(self_check),
     )  # fmt: skip
@@ -135,8 +138,10 @@ def recipe(
         return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
     if from_log is None or at is None:
         raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
+    from mergepipe.escaping import printable
+
     text, notes = recipe_from_log(from_log, run, at=at, folder=folder)
-    return "".join(f"# {note}\n" for note in notes) + text
+    return "".join(f"# {printable(note)}\n" for note in notes) + text
 
 
 def recipe_text(
@@ -152,8 +157,12 @@ def recipe_text(
     Raises:
         MergePipeError: there are too few checkpoints.
     """
+    from mergepipe.bounds import shown_number
     from mergepipe.storage.local import LocalStore
     from mergepipe.tailor.strategies import Strategy, find_checkpoints, strategy_recipe
+
+    if ends < 0:
+        raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
 
     found = find_checkpoints(LocalStore(), absolute(run), at)
     return strategy_recipe(Strategy(strategy), found, ends, Path(folder))
@@ -188,6 +197,6 @@ def absolute(path: str | Path) -> Path:
 
 
 def _ranks(world_size: int | None) -> int | None:
-    if world_size is not None and not 1 <= world_size <= 1 << 20:
-        raise LimitError.of("option.not-positive", "--world-size", f"{world_size} was given", "give a number of ranks")
-    return world_size
+    from mergepipe.bounds import positive
+
+    return None if world_size is None else positive("--world-size", world_size, MOST_RANKS)

@@ -104,7 +104,7 @@ class CompositeManifest:
             "realized": dict(self.realized),
             "run": {"seconds": self.seconds},
         }
-        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _input_json(source: CompositeInput) -> JsonValue:

@@ -13,7 +13,7 @@ from mergepipe.blocks import Span
 from mergepipe.errors import MismatchError
 from mergepipe.readers.strict_json import JsonValue
 from mergepipe.storage.base import Store
-from mergepipe.tailor.casting import numpy_type
+from mergepipe.tailor.casting import values_of
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.planning import unpacked
 from mergepipe.tailor.values import StateReader
@@ -136,4 +136,4 @@ class _Comparison:
 
     def _values(self, state: StoredState, span: Span) -> NDArray[np.float64]:
         raw = self.reader.read(state, span)
-        return raw.view(numpy_type(state.dtype, state.parameter)).astype(np.float64)
+        return values_of(raw, state.dtype, state.parameter).astype(np.float64)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import yaml
-
 from mergepipe.errors import NotFoundError
+from mergepipe.escaping import yaml_document
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.regular import read_small
@@ -66,7 +65,7 @@ class LoggedComposition:
         document: dict[str, object] = {"default": written(self.default)}
         document |= {"take": take} if take else {}
         document["state_from"] = written(self.state_from)
-        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+        return yaml_document(document, width=120)
 
 
 def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:

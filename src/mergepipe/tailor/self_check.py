@@ -14,7 +14,7 @@ from mergepipe.blocks import Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.base import Store
 from mergepipe.tailor.assignment import DERIVED_KINDS, Assignment, giving_state
-from mergepipe.tailor.casting import cast_bytes, numpy_type
+from mergepipe.tailor.casting import cast_bytes, values_of
 from mergepipe.tailor.checkpoint import FP32, Format, StoredState, TrainingCheckpoint
 from mergepipe.tailor.planning import unpacked
 from mergepipe.tailor.staleness import StepChoice
@@ -133,8 +133,7 @@ def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> boo
     """Whether the bytes are equal, or differ in nothing but which NaN they hold."""
     if np.array_equal(a, b):
         return True
-    kind = numpy_type(state.dtype, state.parameter)
-    x, y = a.view(kind).astype(np.float64), b.view(kind).astype(np.float64)
+    x, y = (values_of(each, state.dtype, state.parameter).astype(np.float64) for each in (a, b))
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-import yaml
-
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.escaping import yaml_document
 from mergepipe.storage.base import Store
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.sources import open_source
@@ -95,7 +94,7 @@ def _recipe(newest: Path, older: Path | None, units: list[str], folder: Path) ->
     content: dict[str, object] = {"default": _relative(newest, folder)}
     if older is not None and units:
         content["take"] = [{"from": _relative(older, folder), "units": units}]
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+    return yaml_document(content, width=110)
 
 
 def _relative(path: Path, folder: Path) -> str:

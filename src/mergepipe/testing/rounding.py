@@ -19,6 +19,8 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 
+LARGEST_E4M3 = np.float32(448.0)
+
 
 def decode(raw: bytes | NDArray[Any], dtype: DType) -> NDArray[np.float32]:
     """The stored elements as float32."""
@@ -27,8 +29,10 @@ def decode(raw: bytes | NDArray[Any], dtype: DType) -> NDArray[np.float32]:
 
 
 def encode(values: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
-    """Float32 numbers rounded to nearest even into `dtype`."""
+    """Float32 numbers rounded to nearest even into `dtype`; what is too large for E4M3 becomes its largest number."""
     with np.errstate(all="ignore"):
+        if dtype.name == "F8_E4M3":
+            values = np.clip(values, -LARGEST_E4M3, LARGEST_E4M3)  # NaN stays NaN
         return values.astype(NUMPY_DTYPES[dtype.name])
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 import mergepipe
 from mergepipe.block_digests import BlockTable, block_table_of
-from mergepipe.blocks import DELTA_FLAG, DTYPES, F32, element_count
+from mergepipe.blocks import F32, element_count
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.canonical import canonical_json, digest_of
 from mergepipe.engine.execute import MergeWork, OutputPlan, operator_input
@@ -22,10 +21,9 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.manifest import Manifest
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.readers.base import Checkpoint, KeptTotal, TensorEntry, Unchanged
+from mergepipe.readers.base import Checkpoint, KeptTotal, Unchanged
 from mergepipe.readers.safetensors import read_header
 from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
-from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.regular import read_small
@@ -43,38 +41,25 @@ ACCUMULATORS_FORMAT = "mergepipe-accumulators/2"
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """One contribution: `what` digests the expert's bytes and how they are thinned, `place` says where they are."""
+    """One contribution: `what` digests the expert's bytes and how they are thinned."""
 
     what: str
     coefficient: float  # exactly a float32
-    place: tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """What the sum of one tensor is made of: where it starts, and its additions in order.
 
-    Exact sums of equal `start` and additions are equal to the bit. One that is not exact had coefficients changed.
+    Sums of equal `start` and additions are equal to the bit.
     """
 
     start: str
     additions: tuple[Addition, ...]
-    is_exact: bool = True
 
     def begins(self, other: Sum) -> bool:
         """Whether `other` goes on from here, bit for bit."""
-        own, others = ([(a.what, a.coefficient) for a in each.additions] for each in (self, other))
-        return self.is_exact and self.start == other.start and others[: len(own)] == own
-
-    def corrections(self, other: Sum) -> tuple[tuple[Addition, float], ...]:
-        """What to add with which coefficient to come from here to `other`, but for rounding."""
-        now = {each.what: each for each in other.additions}
-        then = {each.what: each for each in self.additions}
-        changes = {
-            what: (now[what].coefficient if what in now else 0.0) - (then[what].coefficient if what in then else 0.0)
-            for what in {**then, **now}
-        }
-        return tuple((now.get(what) or then[what], change) for what, change in changes.items() if change)
+        return self.start == other.start and other.additions[: len(self.additions)] == self.additions
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +99,7 @@ def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> Runn
         if place is None:
             return None
         what = digest_of([place, int(rule.keep), *(a[e].tobytes().hex() if a is not None else None for a in arrays)])
-        additions.append(Addition(what, float(rule.coefficients_E[e]), place))
+        additions.append(Addition(what, float(rule.coefficients_E[e])))
     start = digest_of([mergepipe.__version__, base, list(task.shape), rule.anchor_scale, int(rule.keep)])
     return RunningTotal(Sum(start, tuple(additions)), rule, experts)
 
@@ -124,26 +109,19 @@ def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> Runn
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A sum that an earlier merge kept, and what is missing from it to the sum wanted."""
+    """A sum that an earlier merge kept: of the first `n_additions` of the sum wanted."""
 
     entry: KeptTotal
-    missing: tuple[tuple[Addition, float], ...]
-    is_exact: bool
+    n_additions: int
     sid: str
-
-    @property
-    def sources(self) -> tuple[TensorEntry, ...]:
-        """Where what is missing is read."""
-        return tuple(_entry_at(addition.place, self.entry) for addition, _ in self.missing)
 
 
 def find_kept(
-    totals: Mapping[str, RunningTotal], snapshots: Snapshots, ledger: Ledger, threads: int, *, within_ulp: bool
+    totals: Mapping[str, RunningTotal], snapshots: Snapshots, ledger: Ledger, threads: int
 ) -> dict[str, Kept]:
     """Look in earlier snapshots for sums from which the least is missing to those wanted, of each tensor.
 
-    A sum that has to be corrected, instead of only added to, is taken `within_ulp` alone. What is taken is read once
-    here, to be compared with its digests.
+    What is taken is read once here, to be compared with its digests.
 
     Raises:
         CorruptError: `accumulators.damaged`.
@@ -154,8 +132,8 @@ def find_kept(
         if kept is None:
             continue
         for name, total in totals.items():
-            found = kept.find(name, total, within_ulp=within_ulp)
-            if found is not None and (name not in best or len(found.missing) < len(best[name][0].missing)):
+            found = kept.find(name, total)
+            if found is not None and (name not in best or found.n_additions > best[name][0].n_additions):
                 best[name] = (found, kept)
     for kept in {id(kept): kept for _, kept in best.values()}.values():
         kept.check([name for name, (_, own) in best.items() if own is kept], ledger, threads)
@@ -164,48 +142,28 @@ def find_kept(
 
 def continued(task: MergeTask, total: RunningTotal, kept: Kept) -> tuple[MergeTask, BlockFunction]:
     """The task that adds only what is missing, and the function that does so."""
-    if not kept.missing:
+    missing = list(total.experts[kept.n_additions :])
+    if not missing:
         return rounded(task, kept.entry)
-    whats = [addition.what for addition in total.sum.additions]
-    taken = [total.experts[whats.index(a.what)] if a.what in whats else total.experts[0] for a, _ in kept.missing]
-    taken = [taken[0], *taken]  # the first entry stands for the sum so far, and is not looked at
+    taken = [missing[0], *missing]  # the first entry stands for the sum so far, and is not looked at
     made = replace(
         task,
-        experts=(kept.entry, *kept.sources),
+        experts=(kept.entry, *(task.experts[e] for e in missing)),
         expert_models=tuple(task.expert_models[e] for e in taken),
         parameters=TensorParameters({}, {}, ({},) * len(taken)),
     )
-    coefficients_E = np.array([0.0, *(coefficient for _, coefficient in kept.missing)], np.float32)
-    return made, _of_experts(total.rule, taken, coefficients_E)
+    return made, _of_experts(total.rule, taken)
 
 
-def _of_experts(rule: ElementwiseRule, taken: list[int], coefficients_E: NDArray[np.float32]) -> ElementwiseRule:
+def _of_experts(rule: ElementwiseRule, taken: list[int]) -> ElementwiseRule:
     return replace(
         rule,
         goes_on=True,
-        coefficients_E=coefficients_E,
+        coefficients_E=rule.coefficients_E[taken],
         stream_keys_E=None if rule.stream_keys_E is None else rule.stream_keys_E[taken],
         cuts_E=None if rule.cuts_E is None else rule.cuts_E[taken],
         scales_E=None if rule.scales_E is None else rule.scales_E[taken],
     )
-
-
-def _entry_at(place: Sequence[str | int], like: TensorEntry) -> TensorEntry:
-    """The tensor that a place (see `SourceNames`) is the place of; of the shape of `like`."""
-    file, _, _, _, offset, code = place
-    dtype = next(each for each in DTYPES.values() if each.kernel_code == int(code) & ~DELTA_FLAG)
-    nbytes = like.n_elements * dtype.itemsize
-    return TensorEntry(like.name, dtype, like.shape, Path(str(file)), int(offset), nbytes, bool(int(code) & DELTA_FLAG))
-
-
-def _is_there(place: Sequence[str | int]) -> bool:
-    """Whether the file is the one that was read then."""
-    try:
-        path = Path(str(place[0]))
-        status = path.stat()
-    except OSError:
-        return False
-    return [status.st_size, version_of(path, status)] == list(place[1:3])
 
 
 def rounded(task: MergeTask, entry: KeptTotal) -> tuple[MergeTask, BlockFunction]:
@@ -240,18 +198,14 @@ def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
 
 
 def total_files(
-    totals: Mapping[str, RunningTotal],
-    inexact: Collection[str],
-    output: OutputPlan,
-    digests: tuple[TensorDigest, ...],
+    totals: Mapping[str, RunningTotal], output: OutputPlan, digests: tuple[TensorDigest, ...]
 ) -> dict[str, bytes]:
     """The small files that go with the sums: what each is made of, and the digests of its blocks."""
     tensors = []
     for spec in output.shards[0].tensors:
         made = totals[spec.name].sum
-        additions = [[a.what, a.coefficient, list(a.place)] for a in made.additions]
-        is_exact = spec.name not in inexact
-        tensors.append([spec.name, list(spec.shape), made.start, is_exact, additions])
+        additions = [[addition.what, addition.coefficient] for addition in made.additions]
+        tensors.append([spec.name, list(spec.shape), made.start, additions])
     record = {"format": ACCUMULATORS_FORMAT, "tensors": tensors}
     return {
         ACCUMULATORS_RECORD_NAME: canonical_json(record) + b"\n",
@@ -269,19 +223,12 @@ class KeptTotals:
     entries: Mapping[str, KeptTotal]
     table: BlockTable
 
-    def find(self, name: str, wanted: RunningTotal, *, within_ulp: bool) -> Kept | None:
-        """The sum here, if from it less is missing than the whole."""
-        have, want = self.sums.get(name), wanted.sum
-        if have is None or have.start != want.start:
+    def find(self, name: str, wanted: RunningTotal) -> Kept | None:
+        """The sum here, if it is the beginning of the sum wanted."""
+        have = self.sums.get(name)
+        if have is None or not have.begins(wanted.sum):
             return None
-        if have.begins(want):
-            rest = want.additions[len(have.additions) :]
-            return Kept(self.entries[name], tuple((each, each.coefficient) for each in rest), True, self.sid)
-        missing = have.corrections(want)
-        is_worth_it = within_ulp and wanted.rule.keep is Keep.ALL and len(missing) < len(want.additions)
-        if not is_worth_it or not all(_is_there(addition.place) for addition, _ in missing):
-            return None
-        return Kept(self.entries[name], missing, False, self.sid)
+        return Kept(self.entries[name], len(have.additions), self.sid)
 
     def check(self, names: Iterable[str], ledger: Ledger, threads: int) -> None:
         """Read the sums and compare them with their digests.
@@ -330,8 +277,8 @@ def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | No
     if record["format"] != ACCUMULATORS_FORMAT:
         return None
     sums = {
-        name: Sum(start, tuple(Addition(what, number, tuple(place)) for what, number, place in additions), is_exact)
-        for name, _, start, is_exact, additions in record["tensors"]
+        name: Sum(start, tuple(Addition(what, coefficient) for what, coefficient in additions))
+        for name, _, start, additions in record["tensors"]
     }
     shapes = {name: tuple(shape) for name, shape, *_ in record["tensors"]}
     table = block_table_of(blocks, path, 1, [element_count(shape) for shape in shapes.values()])

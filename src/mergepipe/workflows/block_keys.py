@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +46,6 @@ def block_keys(work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterabl
         runs = tuple(work.access.runs_of(index, task) if work.access else full_access(index, task))
         keys.append(tuple(_Keys(work, files, block_elements, task, runs)))
     return BlockTable(block_elements, (), tuple(keys))
-
-
-def without_keys(keys: BlockTable, unknown: Sequence[bool]) -> BlockTable:
-    """The same, with no keys for some of the tensors."""
-    pairs = zip(keys.tensors, unknown, strict=True)
-    return replace(keys, tensors=tuple((NO_KEY,) * len(own) if is_unknown else own for own, is_unknown in pairs))
 
 
 class SourceNames:

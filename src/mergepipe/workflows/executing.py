@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from mergepipe.workflows.accumulating import (
     total_files,
     total_output,
 )
-from mergepipe.workflows.block_keys import KEYS_NAME, block_keys, without_keys
+from mergepipe.workflows.block_keys import KEYS_NAME, block_keys
 from mergepipe.workflows.inputs import open_files
 from mergepipe.workflows.reusing import Reuse, Snapshots, as_planned, find_reuse, lost_files
 from mergepipe.writer import DurableProgress, TensorDigest
@@ -38,12 +38,11 @@ Replaced = Mapping[str, tuple[MergeTask, BlockFunction]]
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What earlier merges may lend: where to look, whether sums are looked for, and corrected; and if sums are kept."""
+    """What earlier merges may lend: where to look, whether sums are looked for; and if sums are kept."""
 
     snapshots: Snapshots
     goes_on: bool
     keeps_accumulators: bool
-    within_ulp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Made:
     digests: tuple[TensorDigest, ...]
     reuse: Reuse
     small: Mapping[str, bytes]
-    n_corrected: int = 0  # tensors that need not be those of a merge from scratch, to the bit
     continued_sids: tuple[str, ...] = ()  # snapshots on whose sums this one went on
 
 
@@ -92,21 +90,18 @@ class Execution:
             reuse = Reuse({name: known for name, known in reuse.known.items() if name not in totals})
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
-        kept = find_kept(
-            totals, earlier.snapshots, self.store.ledger, self.engine.threads, within_ulp=earlier.within_ulp
-        )
+        kept = find_kept(totals, earlier.snapshots, self.store.ledger, self.engine.threads)
         with contextlib.ExitStack() as stack:
             opened, reuse, kept = self._opened(stack, files, earlier.snapshots, reuse, kept)
-            inexact = {name for name, each in kept.items() if not each.is_exact}
             replaced: Replaced = {t.name: continued(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept}
-            small = {KEYS_NAME: without_keys(keys, [t.name in inexact for t in tasks]).to_bytes()}
+            small = {KEYS_NAME: keys.to_bytes()}
             if earlier.keeps_accumulators and totals:
-                replaced, about = self._accumulate(work, totals, inexact, replaced, opened)
+                replaced, about = self._accumulate(work, totals, replaced, opened)
                 small |= about
                 opened |= stack.enter_context(open_files(self.store, {self.directory / ACCUMULATORS_NAME}))
             work = replace(work, reusable=reuse.reusable)
             digests = self._execute(work, self.output, replaced, opened, progress, self.overlay)
-        return Made(digests, reuse, small, len(inexact), tuple({each.sid for each in kept.values()}))
+        return Made(digests, reuse, small, tuple({each.sid for each in kept.values()}))
 
     def _opened(
         self,
@@ -117,21 +112,19 @@ class Execution:
         kept: Mapping[str, Kept],
     ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, Kept]]:
         """Open what earlier snapshots lend, but for what was replaced or removed since it was looked at."""
-        wanted = reuse.files | {e.file for each in kept.values() for e in (each.entry, *each.sources)}
+        wanted = reuse.files | {each.entry.file for each in kept.values()}
         gone = {path for path in wanted if not path.exists()}
         opened = {**files, **stack.enter_context(open_files(self.store, wanted - gone - files.keys()))}
         lost = gone | lost_files(wanted, snapshots)
         left = reuse.without(lost)
         if self.plan is not None and lost:
             left = as_planned(left, self.plan)  # which says what is gone
-        sources = {name: {e.file for e in (each.entry, *each.sources)} for name, each in kept.items()}
-        return opened, left, {name: each for name, each in kept.items() if not sources[name] & lost}
+        return opened, left, {name: each for name, each in kept.items() if each.entry.file not in lost}
 
     def _accumulate(
         self,
         work: MergeWork,
         totals: Mapping[str, RunningTotal],
-        inexact: Collection[str],
         replaced: Replaced,
         files: Mapping[Path, RangeFile],
     ) -> tuple[Replaced, dict[str, bytes]]:
@@ -141,7 +134,7 @@ class Execution:
         as_sums = {name: (replace(task, dtype=output.tasks[0].dtype), f) for name, (task, f) in replaced.items()}
         digests = self._execute(work, output, as_sums, files, None)
         entries = kept_entries(self.directory, output)
-        return {t.name: rounded(t, entries[t.name]) for t in summed}, total_files(totals, inexact, output, digests)
+        return {t.name: rounded(t, entries[t.name]) for t in summed}, total_files(totals, output, digests)
 
     def _execute(
         self,

@@ -75,7 +75,7 @@ def _snapshot(path: Path) -> _Subject:
     manifest = read_manifest_value(path)
     plan = None
     if manifest.plan is not None:
-        plan = parse_plan(json.dumps(manifest.plan).encode(), f"{path / MANIFEST_NAME}: plan")
+        plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), f"{path / MANIFEST_NAME}: plan")
     return _Subject(path, plan, manifest)
 
 

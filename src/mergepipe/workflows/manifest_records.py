@@ -18,12 +18,11 @@ def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
     """For the manifest: what was taken from which earlier snapshots."""
     if not usage[Purpose.REUSE]:
         return {}
-    facts: dict[str, float | int | str] = {
+    return {
         "reused_bytes": usage[Purpose.REUSE],
         "reused_from": ",".join(sorted({*made.reuse.sids, *made.continued_sids})),
         "reused_by": _REUSED_BY,
     }
-    return {**facts, "corrected_tensors": made.n_corrected} if made.n_corrected else facts
 
 
 def realized(usage: Usage) -> RealizedBytes:

@@ -73,11 +73,10 @@ class MergeSettings:
 
     `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway; with `reuse` it copies
     what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
-    `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on; `within_ulp` such sums
-    are corrected, too, where experts or weights went away. An `overlay` stores only blocks that differ from the base;
-    it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed into `pack` on the way; for that
-    all is read: nothing is reused, nor resumed. With a `pricing` by time a merge in full reads each packed expert in
-    the form that is faster.
+    `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on. An `overlay` stores only
+    blocks that differ from the base; it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed
+    into `pack` on the way; for that all is read: nothing is reused, nor resumed. With a `pricing` by time a merge in
+    full reads each packed expert in the form that is faster.
     """
 
     engine: EngineOptions
@@ -89,7 +88,6 @@ class MergeSettings:
     resume: Resume = Resume.AUTO
     reuse: bool = False
     keeps_accumulators: bool = False
-    within_ulp: bool = False
     overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
@@ -231,7 +229,7 @@ def _earlier(plan: Plan | None, out: Path, settings: MergeSettings, store: Local
         snapshots = Snapshots(store, [Path(each.path) for each in plan.reuse])
         return Earlier(snapshots, goes_on=False, keeps_accumulators=False)
     places = candidates(link, out if settings.force else None) if settings.reuse else ()
-    return Earlier(Snapshots(store, places), settings.reuse, settings.keeps_accumulators, settings.within_ulp)
+    return Earlier(Snapshots(store, places), settings.reuse, settings.keeps_accumulators)
 
 
 class _Run:
@@ -284,9 +282,6 @@ class _Run:
         self.tick("publish")
         check_unchanged(checkpoints)
         made.reuse.check(made.digests)
-        if made.n_corrected:
-            message = "as near to those of a merge from scratch as a unit in the last place of their largest term"
-            self._link.notices.append(f"{made.n_corrected} tensors are corrected sums of an earlier merge, {message}")
         if recorder:
             recorder.flush()
         if overlay is not None:

@@ -14,6 +14,7 @@ from mergepipe.operators.base import Operator, OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.hf import open_checkpoint
+from mergepipe.recipe.anchors import weights_needed
 from mergepipe.recipe.load import load_recipes
 from mergepipe.recipe.model import ModelInput, Recipe
 from mergepipe.recipe.resolve import resolve
@@ -148,8 +149,11 @@ def _opened(recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Ma
     models = recipe.inputs()
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
     base = intermediates[0].checkpoint if 0 in intermediates else open_model(store, models[0], None)
+    whole = weights_needed(recipe)
     others = [
-        intermediates[i].checkpoint if i in intermediates else open_model(store, model, base)
+        intermediates[i].checkpoint
+        if i in intermediates
+        else open_model(store, model, base, as_weights=model.key in whole)
         for i, model in enumerate(models)
         if i > 0
     ]

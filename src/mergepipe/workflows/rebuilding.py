@@ -51,7 +51,7 @@ def recorded_plan(manifest: Manifest) -> Plan | None:
     """
     if manifest.plan is None:
         return None
-    plan = parse_plan(json.dumps(manifest.plan).encode(), "the manifest's plan")
+    plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), "the manifest's plan")
     if not plan.reuse:
         return plan
     limit = max(plan.budget_bytes, plan.full_cost_bytes)  # nothing is free now, whatever was saved then

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import resources
 
@@ -10,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from mergepipe.blocks import DType
 from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.escaping import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.manifest import Manifest
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.config_json import Json, config_bytes, parse_config
@@ -219,8 +219,10 @@ def _parsed(raw: bytes) -> Json | None:
 def model_card(manifest: Manifest) -> bytes:
     """A model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
     template = resources.files("mergepipe.report").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line
+    )
+    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
     names = list(dict.fromkeys(record.model for record in manifest.inputs))
     text = environment.from_string(template).render(manifest=manifest, models=names)
     return text.encode()

@@ -170,7 +170,7 @@ class _Kept:
         content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
         with contextlib.suppress(OSError):  # it is measured again, then
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+            _replace(self._path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
     def _of_machine(self) -> Mapping[str, object]:
         return _inside(self._document(), "machines", self._machine)

@@ -59,6 +59,7 @@ def unpack(
         OutputError, StorageError: the files cannot go there; nothing was published.
     """
     started = time.perf_counter()
+    workers = threads_asked(threads)
     store, root, target = LocalStore(), Path(path), Path(out)
     opened = read_store(store, root)
     base_checkpoint = _open_base(store, opened, None if base is None else Path(base))
@@ -67,7 +68,7 @@ def unpack(
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(target, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
-    reader = _Reader(opened, checkpoint, threads_asked(threads))
+    reader = _Reader(opened, checkpoint, workers)
     inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
     with inputs as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)

@@ -1,0 +1,104 @@
+"""Text that inputs bring, made safe for what shows it: one function for each of terminal, Markdown, YAML and JSON.
+
+Names come from files, and files from strangers: they may hold line breaks, terminal commands and characters that turn
+the direction of writing. HTML is what `printable` leaves, escaped by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import datetime
+from pathlib import Path
+
+_YAML_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+_MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]<>|#&!])")
+_BACKTICKS = re.compile("`+")
+
+
+def printable(text: str) -> str:
+    """`text` as one line for a terminal: whatever could break it, turn it or command a terminal is written escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, for text of several lines: line feeds stay."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def as_line(value: object) -> object:
+    """As `printable` for text and paths, anything else as it is: what templates are to do with every expression."""
+    is_text = isinstance(value, str | Path) and not hasattr(value, "__html__")  # markup was escaped before
+    return printable(str(value)) if is_text else value
+
+
+def markdown_text(text: str) -> str:
+    """`text` as running text in Markdown, without formatting or HTML of its own."""
+    return _MARKDOWN_SPECIAL.sub(r"\\\1", printable(text))
+
+
+def markdown_code(text: str) -> str:
+    """`text` as a code span that may stand in a table."""
+    shown = printable(text).replace("|", "\\|")
+    fence = "`" * (1 + max((len(run) for run in _BACKTICKS.findall(shown)), default=0))
+    space = " " if shown[:1] in ("`", "") or shown[-1:] == "`" else ""
+    return f"{fence}{space}{shown}{space}{fence}"
+
+
+def yaml_scalar(text: str) -> str:
+    """`text` as a double-quoted YAML string that reads back as it is."""
+    return f'"{"".join(map(_yaml_character, text))}"'
+
+
+def _yaml_character(character: str) -> str:
+    if character in _YAML_ESCAPES:
+        return _YAML_ESCAPES[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if code <= 0xFF:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def yaml_document(content: object, width: int) -> str:
+    """`content` in block style, in the order it has; characters beyond ASCII as they are where all can be shown."""
+    import yaml
+
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=width)
+    if text == printable_lines(text):
+        return text
+    escaped: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=False, width=width)
+    return escaped
+
+
+def json_line(value: object, indent: int | None = None) -> str:
+    """`value` as JSON in ASCII: dataclasses as objects, paths as strings, times in ISO 8601.
+
+    NaN and infinities, which JSON has not, become null.
+
+    Raises:
+        TypeError: something else is in it.
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    raise TypeError(f"not for JSON: {type(value).__name__}")

@@ -1,0 +1,153 @@
+"""Names from inputs that try to break lines, turn them around, colour them or leave their cell."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import unicodedata
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from command_line import Ran
+from safetensors.numpy import save_file
+
+from mergepipe.cli import main
+from mergepipe.report.sweep_page import sweep_page
+from mergepipe.reports import SweepPoint, SweepReport
+
+NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
+FOLDER = "expert\u202ex\u2028y\nINJECTED|`<b>&\x85[bold]\u2066"  # recipes hold no other control characters
+TENSOR = "layers.\u202e0\u2028x.<b>|`[bold]\u2066.weight"  # control characters are refused in headers
+LINE = re.compile(r"^\W*INJECTED", re.MULTILINE)
+
+
+class Strict(json.JSONDecoder):
+    """Refuses NaN and infinities."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_constant=self._refuse)
+
+    @staticmethod
+    def _refuse(constant: str) -> object:
+        raise ValueError(constant)
+
+
+@pytest.fixture(name="place", scope="module")
+def make_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile")
+    rng = np.random.default_rng(0)
+    base = {TENSOR: rng.standard_normal((64, 96)).astype(np.float32), "norm": np.ones(8, np.float32)}
+    for name in ("base", FOLDER, f"{FOLDER}2"):
+        tensors = {n: (t + 0.01 * rng.standard_normal(t.shape)).astype(np.float32) for n, t in base.items()}
+        (root / name).mkdir()
+        save_file({**tensors, "extra\u202e": np.ones(3, np.float32)} if name != "base" else tensors,
+                  root / name / "model.safetensors")  # fmt: skip
+        (root / name / "config.json").write_text(json.dumps({"model_type": "test"}))
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": "base",
+        "models": [{"model": name, "parameters": {"weight": 0.5}} for name in (FOLDER, f"{FOLDER}2")],
+    }
+    (root / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+COMMANDS: dict[str, list[str]] = {
+    "check": ["check", "recipe.yml", "--allow-dropped", "extra*"],
+    "check-dropped": ["check", "recipe.yml"],
+    "plan": ["plan", "recipe.yml", "--budget", "60%", "--allow-dropped", "extra*", "--out", "p.plan.json"],
+    "merge": ["merge", "recipe.yml", "out\u202e", "--allow-dropped", "extra*", "--force", "--no-reuse"],
+    "merge-dropped": ["merge", "recipe.yml", "other"],
+    "run": ["run", "p.plan.json", "planned", "--force"],
+    "explain": ["explain", "planned"],
+    "show": ["explain", "planned", "--tensor", "layers*"],
+    "verify": ["verify", "out\u202e"],
+    "diff": ["diff", "out\u202e", "planned"],
+    "lineage": ["lineage", "out\u202e"],
+    "ls": ["ls"],
+    "shown": ["show", "out\u202e"],
+    "analyze": ["analyze", "base", FOLDER],
+    "pack": ["pack", "base", FOLDER, "--out", "packed"],
+    "sweep": ["sweep", "recipe.yml", "--budgets", "50%", "--allow-dropped", "extra*", "--html", "sweep.html"],
+    "missing": ["merge", NASTY.replace("\n", ""), "x"],
+    "option": ["merge", "recipe.yml", "x", "--threads", NASTY],
+}
+
+
+def raw_characters(text: str) -> list[str]:
+    """Control, format and separating characters that are there as they are; line feeds may be."""
+    return [hex(ord(c)) for c in text if c != "\n" and unicodedata.category(c) in {"Cc", "Cf", "Zl", "Zp"}]
+
+
+def run_here(command: list[str]) -> Ran:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        exit_code = main(command)
+    return Ran(exit_code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(name="ran", scope="module")
+def run_all(place: Path) -> dict[str, tuple[Ran, Ran]]:
+    """Every command as a table and as JSON, in the order above."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("MERGEPIPE_HOME", str(place / "home"))
+        return {name: (run_here(command), run_here([*command, "--json"])) for name, command in COMMANDS.items()}
+
+
+def test_outputs__show_nothing_raw_and_break_no_line(ran: dict[str, tuple[Ran, Ran]]) -> None:
+    outputs = {f"{name} {kind}": each.out + each.err for name, pair in ran.items()
+               for kind, each in zip(("table", "json"), pair, strict=True)}  # fmt: skip
+    assert {name: raw for name, text in outputs.items() if (raw := raw_characters(text))} == {}
+    assert [name for name, text in outputs.items() if LINE.search(text)] == []
+    assert "\\u202e" in outputs["merge table"]
+
+
+def test_outputs__succeed_or_fail_by_name(ran: dict[str, tuple[Ran, Ran]]) -> None:
+    failing = {name: pair[0].exit_code for name, pair in ran.items() if pair[0].exit_code}
+    assert failing == {"check-dropped": 5, "merge-dropped": 5, "missing": 3, "option": 2}
+
+
+def test_outputs__json_is_strict(ran: dict[str, tuple[Ran, Ran]]) -> None:
+    for name, (_, as_json) in ran.items():
+        assert isinstance(json.loads(as_json.out, cls=Strict), dict), name
+
+
+def test_model_card__front_matter_gives_the_names_back(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
+    assert ran["merge"][0].exit_code == 0
+    card = (place / "out\u202e" / "README.md").read_text(encoding="utf-8")
+    assert raw_characters(card) == []
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == ["base", FOLDER, f"{FOLDER}2"]
+    rows = [line for line in body.splitlines() if line.startswith("| expert")]
+    assert len(rows) == 2
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in rows)
+    assert "<b>" not in re.sub(r"(`+).*?\1|^    .*$", "", body, flags=re.MULTILINE)
+
+
+class Tags(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.add(tag)
+
+
+def test_sweep_page__holds_no_tag_of_a_name(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:
+    assert ran["sweep"][0].exit_code == 0
+    assert raw_characters((place / "sweep.html").read_text(encoding="utf-8")) == []
+    point = SweepPoint(NASTY, NASTY, 10, 10, 10, 1.0, float("nan"), 0.1, None, 0.2)
+    hostile = sweep_page(SweepReport(Path(NASTY), NASTY, NASTY, 0, (NASTY,), 10, 10, 1.0, float("inf"), 1.0, (point,)))
+    assert raw_characters(hostile) == []
+    tags = Tags()
+    tags.feed(hostile)
+    assert "b" not in tags.found
