@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 import mergepipe
-from mergepipe import publish
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
+from mergepipe.storage import owned
 from mergepipe.testing.disk_families import (
     DiskFamily,
     make_models,
@@ -101,7 +101,7 @@ CALLS = [
     (os, "posix_fadvise", errno.EIO, False, False),
     (os, "mkdir", errno.EACCES, False, True),
     (os, "open", errno.EMFILE, False, True),
-    (publish, "_renameat2", errno.EIO, False, False),
+    (owned, "renameat2", errno.EIO, False, False),
 ]
 
 

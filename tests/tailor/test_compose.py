@@ -27,7 +27,6 @@ from composing import (
     wrong_values,
 )
 
-from mergepipe import publish
 from mergepipe.budget import Purpose
 from mergepipe.errors import (
     ConflictError,
@@ -42,6 +41,7 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.storage import owned
 from mergepipe.tailor.assignment import assign, giving_state
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
 from mergepipe.tailor.compose import ComposeOptions, check_recipe, compose
@@ -400,7 +400,7 @@ CALLS: list[tuple[object, str, int]] = [
     (os, "fsync", errno.EIO),
     (os, "posix_fallocate", errno.ENOSPC),
     (os, "ftruncate", errno.EIO),
-    (publish, "_renameat2", errno.EIO),
+    (owned, "renameat2", errno.EIO),
 ]
 
 

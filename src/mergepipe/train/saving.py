@@ -15,6 +15,7 @@ from mergepipe.blocks import DTYPES
 from mergepipe.budget import Ledger
 from mergepipe.errors import MergePipeError, Problem, StorageError
 from mergepipe.publish import Staging
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
 from mergepipe.tailor.partial_manifest import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
@@ -189,9 +190,9 @@ def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
 
 def _make_durable(path: Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = owned.open_file(path, flags=os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            owned.sync_file(descriptor)
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)

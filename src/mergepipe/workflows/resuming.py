@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,6 +22,7 @@ from mergepipe.plan import Plan, PlannedTensor
 from mergepipe.publish import CONTENT_NAME, Staging
 from mergepipe.readers.base import ORIGINAL_LEVEL, Readable, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import MergeTask
+from mergepipe.storage import owned
 from mergepipe.storage.output import sync_directory
 from mergepipe.workflows.opening import Inputs
 from mergepipe.writer import ShardLayout, TensorDigest
@@ -263,13 +262,7 @@ def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tu
 def _tidy(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
     """Remove everything but what is durable of the first `n_tensors`."""
     durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
-    for path in content.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in durable:
-            path.unlink()
-        else:
-            os.truncate(path, durable[path.name])
+    owned.keep_only(content, durable)
 
 
 def _planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:

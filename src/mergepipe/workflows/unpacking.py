@@ -28,9 +28,10 @@ from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.readers.base import Checkpoint, Readable, TensorEntry
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
+from mergepipe.storage import owned
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore, os_error
-from mergepipe.storage.output import OutputFile
+from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.kept_files import file_parts, write_kept
 
@@ -115,16 +116,17 @@ def check_kept(store: LocalStore, root: Path, kept: Sequence[KeptFile]) -> None:
 def remove_original(expert: Checkpoint, kept: Sequence[str]) -> None:
     """Remove the files of a packed expert, and its directories that are empty then."""
     names = [*(file.name for file in expert.files), *kept]
+    root = expert.root.resolve()
     for name in names:
-        path = expert.root / name
+        path = root / name
         try:
-            path.unlink()
+            owned.remove_file(path, root)
         except OSError as error:
             raise os_error(error, path, "removing the original") from error
     if expert.path == expert.root:
-        for folder, _, _ in os.walk(expert.root, topdown=False):
+        for folder, _, _ in os.walk(root, topdown=False):
             with contextlib.suppress(OSError):  # somebody put something there meanwhile
-                Path(folder).rmdir()
+                owned.remove_folder(Path(folder), root)
 
 
 def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Checkpoint:
@@ -215,7 +217,7 @@ def _write_weights(
     header = reader.opened.header
     for number, packed in enumerate(header.files):
         target = directory / packed.name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(target.parent)
         with OutputFile(target, packed.size_bytes, store.ledger) as output:
             output.append(reader.file_header(files, number))
 
