@@ -188,7 +188,8 @@ def truncate_file(path: Path, size_bytes: int, root: Path | None = None) -> None
     """Cut a file that is ours."""
     descriptor = open_file(path, root)
     try:
-        os.ftruncate(descriptor, size_bytes)
+        if os.fstat(descriptor).st_size != size_bytes:
+            os.ftruncate(descriptor, size_bytes)
     finally:
         os.close(descriptor)
 
