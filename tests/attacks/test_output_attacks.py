@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
+from mergepipe.cli.sweep import _check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.publish import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
@@ -204,8 +205,30 @@ def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     beside = owned.marked_name("plan.json", f".{os.getpid()}-0.mergepipe-new")
     (work.root / beside).symlink_to(target)
     assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
+    (work.root / "page.html").symlink_to(target)
+    assert refusal(lambda: _check_page(work.root / "page.html")).code == "output.link"
     assert target.read_text() == "precious"
     assert (work.root / beside).is_symlink()
+
+
+def test_owned__does_nothing_through_a_folder_that_is_a_link(work: Work) -> None:
+    outside = work.root / "outside"
+    outside.mkdir()
+    (outside / "notes").write_text("precious")
+    (work.snapshot / "link").symlink_to(outside)
+    before = state(outside)
+    path = work.snapshot / "link" / "notes"
+    for change in (
+        lambda: owned.replace_file(path, b"x", work.snapshot),
+        lambda: owned.truncate_file(path, 0, work.snapshot),
+        lambda: owned.remove_file(path, work.snapshot),
+        lambda: owned.make_folders(path / "more", work.snapshot),
+        lambda: owned.sync_folder(path.parent, work.snapshot),
+    ):
+        assert refusal(change).code == "output.link"
+    with pytest.raises(OSError, match="symbolic link"):
+        owned.remove_tree(path.parent, work.snapshot)
+    assert state(outside) == before
 
 
 # --- clean-up by name ---
