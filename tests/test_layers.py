@@ -173,3 +173,23 @@ def test_imports_of__sees_lazy_nested_and_from_imports() -> None:
 def test_called_imports_of__sees_names_that_are_strings() -> None:
     text = "def f():\n    g = import_module('h.i')\n    i.import_module(name)\n    i.import_module('j')\n"
     assert [each.module for each in called_imports_of(Path("x.py"), ast.parse(text))] == ["h.i", "j"]
+
+
+# What changes what is stored by its path, which may be a link; `storage/owned.py` does it by open directories.
+BY_PATH = {"unlink", "rmdir", "rmtree", "truncate", "rename", "mkdir", "makedirs", "write_text", "write_bytes"}
+BY_PATH |= {"fsync", "fdatasync", "posix_fallocate", "symlink_to", "hardlink_to", "touch", "O_CREAT", "O_TRUNC"}
+OWN_PLACES = {"storage/owned.py", "catalog/database.py", "catalog/rebuild.py"}  # the catalog's home is the user's
+
+
+def test_only_one_module_changes_what_is_stored() -> None:
+    users = {
+        f"{path.relative_to(SRC / 'mergepipe')}: {node.attr}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in BY_PATH
+        and not (isinstance(node.value, ast.Name) and node.value.id == "owned")
+        and component_of(path) != ANYTHING_GOES
+        and str(path.relative_to(SRC / "mergepipe")) not in OWN_PLACES
+    }
+    assert users == set()

@@ -16,6 +16,7 @@ from mergepipe.block_digests import DIGEST_BYTES, root_of
 from mergepipe.budget import EXPERT_PURPOSES, Purpose
 from mergepipe.canonical import canonical_json
 from mergepipe.errors import MergePipeError
+from mergepipe.storage import owned
 from mergepipe.storage.limits import JOURNAL_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.regular import read_small
@@ -60,10 +61,10 @@ class Journal:
         """Make a new journal, or go on with one after its last sound record."""
         self._path = path
         self._check = "" if state is None else state.check
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = -1
         try:
-            self._descriptor = os.open(path, flags if state else flags | os.O_CREAT | os.O_EXCL, 0o666)
+            make = owned.create_file if state is None else owned.open_file
+            self._descriptor = make(path, flags=os.O_WRONLY | os.O_APPEND)
             if state is not None:
                 os.ftruncate(self._descriptor, state.valid_bytes)
         except BaseException as error:  # an interrupt too: nobody else would close it
@@ -88,11 +89,10 @@ class Journal:
     def _append(self, record: Mapping[str, object]) -> None:
         payload = canonical_json(record)
         self._check = _checksum(self._check, payload)
-        line = memoryview(self._check.encode() + b" " + payload + b"\n")
+        line = self._check.encode() + b" " + payload + b"\n"
         try:
-            while line:
-                line = line[os.write(self._descriptor, line) :]
-            os.fsync(self._descriptor)
+            owned.write_all(self._descriptor, line)
+            owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, _DOING) from error
 

@@ -14,6 +14,7 @@ from mergepipe.block_digests import block_digest, root_of
 from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.overlay_table import OVERLAY_NAME, STORED, BaseFile, BlockPlace, OverlayTable
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 from mergepipe.writer import ShardLayout, TensorDigest, TensorSpec
 
@@ -83,7 +84,7 @@ class OverlayWriter:
         if self._spec is not None:
             raise ValueError("the output was closed before all tensors were written")
         try:
-            os.fsync(self._descriptor)
+            owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, "making it durable") from error
         finally:
@@ -133,7 +134,7 @@ class OverlayWriter:
 
     def _create(self) -> int:
         try:
-            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            return owned.create_file(self._path)
         except OSError as error:
             raise os_error(error, self._path, "creating it") from error
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
+import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ from types import TracebackType
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.outcome import note_committed
+from mergepipe.overlay_table import OVERLAY_NAME
 from mergepipe.sources.delta_record import RECORD_NAME
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import (
     ACCOUNT_NAME,
     OWNER_NAME,
+    Holding,
     Owner,
+    holding_of,
     is_alive,
     living_owner,
+    read_output,
     read_owner,
+    staging_name,
     this_process,
     try_lock,
     write_owner,
 )
 
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-_STAGING_MARK = ".mergepipe-"
 _UNKNOWN = Owner(0, "", "", "this machine")
 _SWEEP_TRIES = 40
 _SWEEP_SECONDS = 0.05
@@ -42,6 +44,8 @@ _BIRTH_SECONDS = 5.0
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
 _MARKS = (MANIFEST_NAME, RECORD_NAME)  # what mergepipe made has one of them
+_MAX_MANIFEST_BYTES = 256 << 20
+_SHOWN_FILES = 3
 
 
 def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> None:
@@ -64,20 +68,89 @@ def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> No
             raise OutputError.of(
                 "output.not-a-directory", folder, f"is a file; {out} cannot be in it", "choose another place"
             )
-    if not (out.exists() or out.is_symlink()):
+    if not _is_there(out):
         return
     if not force:
         hint = "choose another name" + ("" if force is None else ", or replace it with --force")
         raise OutputError.of("output.exists", out, "already exists", hint)
+    _check_replaceable(out)
+
+
+def _is_there(out: Path) -> bool:
+    """Whether there is anything of the name, a link too.
+
+    Raises:
+        OutputError: there can be nothing of this name.
+    """
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise OutputError.of(
+            "output.name", out, f"cannot be the name of an output: {error.strerror}", "choose another name"
+        ) from error
+    return True
+
+
+def _check_replaceable(out: Path) -> None:
+    """Refuse to replace anything but an empty directory and what mergepipe made, with nothing else in it.
+
+    Raises:
+        OutputError: naming what is in the way.
+    """
     if out.is_symlink() or not out.is_dir():
         raise OutputError.of("output.not-a-directory", out, "exists and is not a directory", "remove it yourself")
-    if any(out.iterdir()) and not any((out / name).is_file() for name in _MARKS):
+    held = sorted(_files_in(out))
+    if not held and not any(out.iterdir()):
+        return
+    mark = next((name for name in _MARKS if name in held), None)
+    if mark is None:
         raise OutputError.of(
             "output.not-a-snapshot",
             out,
             f"holds files but no {MANIFEST_NAME}: --force replaces only what mergepipe made",
             "remove it yourself, or choose another name",
         )
+    listed = {mark, *_recorded_files(out / mark)}
+    others = [name for name in held if name not in listed]
+    if others:
+        more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
+        raise OutputError.of(
+            "output.unlisted-files",
+            out,
+            f"holds files that its {mark} does not list, and --force would remove them: "
+            f"{', '.join(others[:_SHOWN_FILES])}{more}",
+            "move them away, or choose another name",
+        )
+
+
+def _files_in(directory: Path) -> Iterator[str]:
+    """The names, relative to a directory, of all in it that is no directory."""
+    for folder, folders, names in os.walk(directory):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        yield from (str((Path(folder) / name).relative_to(directory)) for name in (*names, *links))
+
+
+def _recorded_files(path: Path) -> Iterator[str]:
+    """The names of the files that a manifest (of a snapshot, a composite or a delta) lists; of a damaged one, none."""
+    try:
+        content = json.loads(owned.read_file(path, _MAX_MANIFEST_BYTES, path.parent))
+    except (OSError, MergePipeError, ValueError, RecursionError):
+        return
+    if not isinstance(content, dict):
+        return
+    yield OVERLAY_NAME
+    for key in ("files", "sidecars"):
+        listed = content.get(key)
+        yield from filter(None, map(_name_of, listed if isinstance(listed, list) else ()))
+    yield _name_of(content.get("blocks")) or ""
+
+
+def _name_of(record: object) -> str | None:
+    """The name in the record of a file, or a name itself."""
+    name = record.get("name") if isinstance(record, dict) else record
+    return name if isinstance(name, str) else None
 
 
 def check_free_space(out: Path, needed_bytes: int) -> None:
@@ -99,7 +172,7 @@ def check_free_space(out: Path, needed_bytes: int) -> None:
 
 def _allocated_bytes(directory: Path) -> int:
     total = 0
-    for folder, _, names in os.walk(directory):
+    for folder, _, names in () if directory.is_symlink() else os.walk(directory):
         for name in names:
             with contextlib.suppress(OSError):
                 total += (Path(folder) / name).lstat().st_blocks * 512
@@ -110,9 +183,10 @@ class Staging:
     """The invisible directory in which a snapshot grows; a context manager.
 
     `.<name>.mergepipe-staging` beside the output, one for each output: it holds the snapshot to be, the journal and a
-    note of the process, which locks it while it lives. Only `publish` makes anything visible. Leaving the context
-    without it removes the directory, unless `keep` was called. What a killed process left is taken over: continued
-    where `can_continue` says so of the directory, else removed.
+    record of the output and the process, which locks it while it lives. Only `publish` makes anything visible. Leaving
+    the context without it removes the directory, unless `keep` was called. What a killed process left is taken over:
+    continued where `can_continue` says so of the directory, else removed. Only what carries the record of this very
+    output is: anything else of that name is refused.
     """
 
     def __init__(self, out: Path, *, force: bool, can_continue: Callable[[Path], bool] | None = None) -> None:
@@ -140,16 +214,16 @@ class Staging:
     def __enter__(self) -> Staging:
         try:
             self._made_parents = _make_parents(self._out.parent)
-            _sweep_old(self._out)
             while self._lock < 0:
                 self._lock = self._acquire()
-            write_owner(self._directory)
-            _bring_back(self._directory, self._out)
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
+            owned.check_tree(self._directory)
+            write_owner(self._directory, self._out.name)
+            _bring_back(self._directory, self._out)
             self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
             if not self.is_continued:
                 _empty(self._directory)
-                self.path.mkdir()
+                owned.make_folder(self.path)
             self._keeps = False
         except BaseException as error:  # an interrupt too: nobody else would remove what was made
             self._abandon()
@@ -163,12 +237,13 @@ class Staging:
 
         Raises:
             ConflictError: `output.busy`, a living process works there.
+            OutputError: `output.link`, `output.not-ours`: what is there is not of this output.
         """
         with contextlib.suppress(FileExistsError):
-            self._directory.mkdir()
+            owned.make_folder(self._directory)
             self._is_new = True
         try:
-            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = owned.open_folder(self._directory)
         except FileNotFoundError:  # its owner has just finished
             return -1
         try:
@@ -178,6 +253,15 @@ class Staging:
             if is_locked is False or not _is_same(descriptor, self._directory):
                 os.close(descriptor)
                 return -1
+            holding = holding_of(self._directory)
+            if holding is Holding.FOREIGN:
+                raise OutputError.of(
+                    "output.not-ours",
+                    self._directory,
+                    f"holds files that were not written for {self._out.name}, where it would grow",
+                    "move the directory away, or choose another name",
+                )
+            self._is_new = self._is_new or holding is Holding.NOTHING
             owner = living_owner(self._directory, is_locked=is_locked)
             if owner is not None and owner != this_process():
                 raise _busy(self._out, owner)
@@ -214,13 +298,13 @@ class Staging:
         for directory, _, _ in os.walk(self.path):
             sync_directory(Path(directory))
         replaced = self._force and self._out.exists()
-        if replaced:  # it may have been put there since the run began
-            check_target(self._out, (), force=True)
+        if replaced:  # it, or something in it, may have been put there since the run began
+            _check_replaceable(self._out)
         try:
             if replaced:
-                _exchange(self.path, self._out, self._directory / ASIDE_NAME)
+                owned.exchange(self.path, self._out, self._directory / ASIDE_NAME)
             else:
-                _rename_new(self.path, self._out)
+                owned.rename_new(self.path, self._out)
         except FileExistsError as error:
             raise ConflictError.of(
                 "output.appeared", self._out, "was created by somebody else meanwhile", "choose another name"
@@ -247,15 +331,15 @@ class Staging:
             os.close(self._lock)
             self._lock = -1
         else:  # an interrupt may have come between making and locking it; another's is not empty, or tried again
-            with contextlib.suppress(OSError):
-                self._directory.rmdir()
+            with contextlib.suppress(OSError, MergePipeError):
+                owned.remove_folder(self._directory)
         _remove_empty(self._made_parents)
         self._made_parents = ()
 
 
 def staging_directory(out: Path) -> Path:
     """Where the snapshot that is to become `out` grows."""
-    return out.parent / f".{out.name}{_STAGING_MARK}staging"
+    return out.parent / staging_name(out.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,40 +352,49 @@ class LeftStaging:
 
 def find_staging(parent: Path) -> Iterator[LeftStaging]:
     """Every staging directory in `parent`, in order of name; the living as well as the dead."""
-    for directory in sorted(parent.glob(f".*{_STAGING_MARK}*")):
-        if not directory.is_symlink() and directory.is_dir():
+    for directory in sorted(parent.glob(f".*{owned.STAGING_SUFFIX}")):
+        if _may_be_removed(directory):
             with _probed(directory) as owner:
-                found = LeftStaging(directory, owner)
-            yield found
+                left = LeftStaging(directory, owner)
+            yield left
 
 
 def is_dead(directory: Path) -> bool:
     """Whether a staging directory is there of which the process is dead."""
     with _probed(directory) as owner:
-        return owner is None and directory.exists()
+        return owner is None and _may_be_removed(directory)
 
 
 def remove_dead(directory: Path) -> bool:
     """Remove a staging directory of which the process is dead; whether that was done.
 
-    What a half-done replacement without kernel support left aside is brought back first.
+    What a half-done replacement without kernel support left aside is brought back first. What does not carry the
+    record of the output that its name belongs to stays, unless it is empty.
     """
     with _probed(directory) as owner:
-        out = directory.parent / directory.name.removeprefix(".").rpartition(_STAGING_MARK)[0]
-        is_only_copy = directory.name.endswith(f"-{ASIDE_NAME}") and not out.exists()  # of an earlier version's
-        if owner is not None or is_only_copy or not directory.exists():
+        if owner is not None or not _may_be_removed(directory):
             return False
-        _bring_back(directory, out)
+        output = read_output(directory)
+        if output is not None:
+            _bring_back(directory, directory.parent / output)
         _remove_all(directory)
         return not directory.exists()
+
+
+def _may_be_removed(directory: Path) -> bool:
+    """Whether this is a staging directory, by its record, or an empty directory of such a name."""
+    try:
+        return holding_of(directory) is not Holding.FOREIGN
+    except (OSError, MergePipeError):  # it is gone, or a link, or cannot be read
+        return False
 
 
 @contextlib.contextmanager
 def _probed(directory: Path) -> Iterator[Owner | None]:
     """Lock the directory if nobody has, and tell who works there; the lock is held while the context lasts."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it has just been removed
+        descriptor = owned.open_folder(directory)
+    except (OSError, MergePipeError):  # it has just been removed, or is none
         yield None
         return
     try:
@@ -331,56 +424,40 @@ def _busy(out: Path, owner: Owner | None) -> MergePipeError:
 def _is_same(descriptor: int, path: Path) -> bool:
     """Whether `path` is still what was opened."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
 
 def _empty(directory: Path) -> None:
-    """Remove everything but the note of the owner, and the account of what was read for this output."""
-    for path in directory.iterdir():
-        if path.name in (OWNER_NAME, ACCOUNT_NAME):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Remove everything but the record of the owner and the account of what was read; plain files first."""
+    listed = [(name, stat.S_ISDIR(status.st_mode)) for name, status in owned.list_folder(directory)]
+    for name, is_folder in sorted(listed, key=lambda entry: entry[1]):
+        if is_folder:
+            owned.remove_tree(directory / name)
+        elif name not in (OWNER_NAME, ACCOUNT_NAME):
+            owned.remove_file(directory / name)
 
 
 def _remove_all(directory: Path) -> None:
-    """Remove a directory as far as that can be done. Plain files first: that works even where none can be opened."""
-    for path in _listed(directory):
-        with contextlib.suppress(OSError):
-            path.unlink()
-    for path in _listed(directory):
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
+    """Remove a directory as far as that can be done, trying again once.
 
-
-def _listed(directory: Path) -> list[Path]:
-    try:
-        return list(directory.iterdir())
-    except OSError:
-        return []
+    The record of the owner goes last, for the rest is known by it.
+    """
+    for _ in range(2):
+        with contextlib.suppress(OSError, MergePipeError):
+            _empty(directory)
+            with contextlib.suppress(FileNotFoundError):
+                owned.remove_file(directory / OWNER_NAME)
+            owned.remove_folder(directory)
+            return
 
 
 def _bring_back(directory: Path, out: Path) -> None:
     """Undo half an exchange: the old snapshot stepped aside, and the new one never came."""
     aside = directory / ASIDE_NAME
-    if aside.is_dir() and not (out.exists() or out.is_symlink()):
-        aside.rename(out)
-
-
-def _sweep_old(out: Path) -> None:
-    """Remove what killed processes of earlier versions left, which named staging directories at random."""
-    for stale in out.parent.glob(f"{_escape_glob(f'.{out.name}{_STAGING_MARK}')}*"):
-        if stale != staging_directory(out):
-            remove_dead(stale)
-
-
-def _escape_glob(text: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+    if owned.is_there(aside) and not owned.is_there(out):
+        owned.rename(aside, out)
 
 
 def _make_parents(parent: Path) -> tuple[Path, ...]:
@@ -392,7 +469,8 @@ def _make_parents(parent: Path) -> tuple[Path, ...]:
     missing.reverse()
     try:
         for directory in missing:
-            directory.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                owned.make_folder(directory)
     except BaseException as error:
         _remove_empty(missing)
         if isinstance(error, OSError):
@@ -403,37 +481,5 @@ def _make_parents(parent: Path) -> tuple[Path, ...]:
 
 def _remove_empty(directories: Sequence[Path]) -> None:
     for directory in reversed(directories):
-        with contextlib.suppress(OSError):  # somebody else uses it by now, or it was never made
-            directory.rmdir()
-
-
-def _renameat2(old: Path, new: Path, flags: int) -> bool:
-    """One `renameat2`; False where the system or the file system does not know the flag."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    if libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(old), None, str(new))
-
-
-def _rename_new(staged: Path, out: Path) -> None:
-    if not _renameat2(staged, out, _RENAME_NOREPLACE):
-        if out.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-        staged.rename(out)
-
-
-def _exchange(staged: Path, out: Path, aside: Path) -> None:
-    """Swap the two directories. Without kernel support the old one steps aside first: both stay whole all the time."""
-    if not _renameat2(staged, out, _RENAME_EXCHANGE):
-        out.rename(aside)
-        try:
-            staged.rename(out)
-        except BaseException:
-            if not out.exists():
-                aside.rename(out)
-            raise
+        with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
+            owned.remove_folder(directory)

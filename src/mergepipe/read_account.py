@@ -12,12 +12,13 @@ from blake3 import blake3
 
 from mergepipe.canonical import canonical_json
 from mergepipe.errors import CorruptError
+from mergepipe.storage import owned
+from mergepipe.storage.limits import ACCOUNT_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import ACCOUNT_NAME
 
 ACCOUNT_FORMAT: Final = "mergepipe-reads/1"
-MAX_ACCOUNT_BYTES: Final = 16 << 20
 _CHECK_DIGITS = 16
 _DOING = "writing the account of what is read"
 
@@ -46,9 +47,12 @@ class ReadAccount:
         """Open or make the account in a staging directory; with `is_durable` every record survives a loss of power."""
         self._path = directory / ACCOUNT_NAME
         self._is_durable = is_durable
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_APPEND
         try:
-            self._descriptor = os.open(self._path, flags, 0o666)
+            try:
+                self._descriptor = owned.open_file(self._path, flags=flags)
+            except FileNotFoundError:
+                self._descriptor = owned.create_file(self._path, flags=flags)
         except OSError as error:
             raise os_error(error, self._path, _DOING) from error
         try:
@@ -69,12 +73,10 @@ class ReadAccount:
             {"expert_bytes": totals.expert_bytes, "forgiven_bytes": totals.forgiven_bytes, "format": ACCOUNT_FORMAT}
         )
         # A record begins with a newline: one that was torn before it spoils no other.
-        line = memoryview(b"\n" + _checksum(payload) + b" " + payload + b"\n")
         try:
-            while line:
-                line = line[os.write(self._descriptor, line) :]
+            owned.write_all(self._descriptor, b"\n" + _checksum(payload) + b" " + payload + b"\n")
             if self._is_durable:
-                os.fsync(self._descriptor)
+                owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, _DOING) from error
 
@@ -96,16 +98,11 @@ def read_totals(directory: Path) -> ReadTotals:
     """
     path = directory / ACCOUNT_NAME
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        raw = owned.read_file(path, ACCOUNT_BYTES)
     except FileNotFoundError:
         return ReadTotals()
     except OSError as error:
         raise os_error(error, path, "reading it") from error
-    with os.fdopen(descriptor, "rb") as stream:
-        try:
-            raw = stream.read(MAX_ACCOUNT_BYTES + 1)
-        except OSError as error:
-            raise os_error(error, path, "reading it") from error
     lines = [line for line in raw.split(b"\n") if line]
     for line in reversed(lines):
         totals = _parsed(line)

@@ -18,6 +18,7 @@ import mergepipe
 from mergepipe import publish
 from mergepipe.engine import pipeline
 from mergepipe.reports import Progress
+from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile
 from mergepipe.testing.disk_families import (
     make_models,
@@ -66,7 +67,7 @@ PLACES = [
     (executing, "execute_merge"),
     (merging, "write_durably"),
     (publish, "sync_directory"),
-    (publish, "_renameat2"),
+    (owned, "renameat2"),
     (fcntl, "flock"),
     (os, "mkdir"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,15 +10,24 @@ import pytest
 
 from mergepipe import keeping
 from mergepipe.publish import staging_directory
+from mergepipe.storage.ownership import OWNER_NAME, write_owner
 from mergepipe.workflows import collecting
+
+
+def _left_staging(out: Path) -> Path:
+    """The staging of a run that is dead: its record names a process of an earlier boot."""
+    left = staging_directory(out)
+    left.mkdir()
+    write_owner(left, out.name)
+    record = json.loads((left / OWNER_NAME).read_text())
+    (left / OWNER_NAME).write_text(json.dumps({**record, "started": "0"}))
+    return left
 
 
 def test_gc__passes_over_staging_that_another_process_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = staging_directory(tmp_path / "out")
-    left.mkdir()
-    (left / "owner.json").write_text("{}")
+    _left_staging(tmp_path / "out")
 
     def removed_by_another(directory: Path) -> bool:
         shutil.rmtree(directory)
@@ -28,9 +38,7 @@ def test_gc__passes_over_staging_that_another_process_removes_meanwhile(
 
 
 def test_gc__tells_of_staging_that_it_could_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = staging_directory(tmp_path / "out")
-    left.mkdir()
-    (left / "owner.json").write_text("{}")
+    left = _left_staging(tmp_path / "out")
     monkeypatch.setattr(collecting, "remove_dead", lambda _: False)
     (garbage,) = keeping.gc([tmp_path], home=tmp_path / "home").garbage
     assert (garbage.what, garbage.is_removed) == (str(left), False)

@@ -27,7 +27,6 @@ from composing import (
     wrong_values,
 )
 
-from mergepipe import publish
 from mergepipe.budget import Purpose
 from mergepipe.errors import (
     ConflictError,
@@ -41,7 +40,9 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
+from mergepipe.publish import staging_directory
 from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.storage import owned
 from mergepipe.tailor.assignment import assign, giving_state
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
 from mergepipe.tailor.compose import ComposeOptions, check_recipe, compose
@@ -391,6 +392,22 @@ def test_compose__refuses_another_dtype_than_the_sources(zero2: Pair) -> None:
     assert refused(zero2, f"{text}post_weights: [{weights}]").code == "tailor.dtype"
 
 
+def test_compose__touches_nothing_that_is_not_its_own(zero2: Pair) -> None:
+    staging = staging_directory(zero2.out)
+    staging.symlink_to(zero2.folder / "old")
+    before = tree(zero2.folder / "old")
+    with pytest.raises(OutputError) as caught:
+        zero2.compose(PARITY)
+    assert (caught.value.code, tree(zero2.folder / "old")) == ("output.link", before)
+    staging.unlink()
+    zero2.compose(PARITY)
+    (zero2.out / "notes").write_text("precious")
+    with pytest.raises(OutputError, match="notes") as caught:
+        zero2.compose(PARITY, replace(FULL, force=True))
+    assert caught.value.code == "output.unlisted-files"
+    assert (zero2.out / "notes").read_text() == "precious"
+
+
 # --- failures
 
 CALLS: list[tuple[object, str, int]] = [
@@ -400,7 +417,7 @@ CALLS: list[tuple[object, str, int]] = [
     (os, "fsync", errno.EIO),
     (os, "posix_fallocate", errno.ENOSPC),
     (os, "ftruncate", errno.EIO),
-    (publish, "_renameat2", errno.EIO),
+    (owned, "renameat2", errno.EIO),
 ]
 
 

@@ -217,7 +217,11 @@ def test_compare__counts_bits_and_measures_finite_distances() -> None:
 
 
 RECORD = DeltaRecord(
-    "base", "0" * 32, "expert", (TensorRecord("a", "BF16", (2, 3), Form.DELTA, "F32", 1, 0.5, "f" * 32),)
+    "base",
+    "0" * 32,
+    "expert",
+    (TensorRecord("a", "BF16", (2, 3), Form.DELTA, "F32", 1, 0.5, "f" * 32),),
+    ("delta.safetensors",),
 )
 
 
@@ -243,10 +247,12 @@ def test_record_of_json__refuses_each_lie(key: str, value: object, words: str) -
 def test_record_of_json__refuses_other_formats_and_repeated_tensors() -> None:
     content = json.loads(RECORD.to_json())
     for changed, error in (
-        ({**content, "format": "mergepipe-delta/2"}, UnsupportedError),
+        ({**content, "format": "mergepipe-delta/3"}, UnsupportedError),
         ({**content, "tensors": content["tensors"] * 2}, CorruptError),
         ({**content, "tensors": {}}, CorruptError),
         ({**content, "base": None}, CorruptError),
+        ({**content, "files": None}, CorruptError),
+        ({**content, "files": [3]}, CorruptError),
     ):
         with pytest.raises(error):
             record_of_json(json.dumps(changed).encode(), Path("x"))

@@ -89,9 +89,11 @@ def sweep(
             on_progress=on_progress,
         )
     if html is not None:
+        from mergepipe.budget import Ledger
         from mergepipe.report.sweep_page import sweep_page
+        from mergepipe.storage.output import replace_durably
 
-        Path(html).write_text(sweep_page(report), encoding="utf-8")
+        replace_durably(Path(html), sweep_page(report).encode(), Ledger())
     from mergepipe.report.sweep_tables import sweep_table
 
     print_report(report, sweep_table, as_json=as_json, quiet=quiet)
@@ -101,12 +103,15 @@ def _check_page(path: Path) -> None:
     """Refuse a page that could not be written, before anything is merged.
 
     Raises:
-        OutputError: `output.not-a-page`.
+        OutputError: `output.not-a-page`, `output.link`.
         NotFoundError: `output.no-directory`.
     """
     from mergepipe.errors import NotFoundError, OutputError
 
     if not path.absolute().parent.is_dir():
         raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
     if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
         raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.writer import StoreWriter
 from mergepipe.errors import StorageError
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 
 EARLY_BYTES = 8 << 20
@@ -116,7 +118,9 @@ class _EarlyFile:
         rest = content.data
         try:
             if self._descriptor < 0:
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with contextlib.suppress(FileNotFoundError):  # of a run that was killed
+                    owned.remove_file(self._path)
+                self._descriptor = owned.create_file(self._path, flags=os.O_RDWR, mode=0o600)
             while rest:
                 count = os.pwrite(self._descriptor, rest, self._end)
                 self._end += count
@@ -148,4 +152,5 @@ class _EarlyFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                owned.remove_file(self._path)

@@ -17,6 +17,7 @@ from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.regular import read_head
@@ -122,9 +123,9 @@ class _GrowingFile:
         self._filled = 0
         self._written = start_bytes or 0
         self._is_synced = False
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if start_bytes is None else 0)
         try:
-            self._descriptor = os.open(path, flags, 0o666)
+            make = owned.create_file if start_bytes is None else owned.open_file
+            self._descriptor = make(path, flags=os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise os_error(error, path, "creating it") from error
 
@@ -160,7 +161,7 @@ class _GrowingFile:
         if self._is_synced:
             return
         try:
-            os.fsync(self._descriptor)
+            owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, "making it durable") from error
         self._is_synced = True

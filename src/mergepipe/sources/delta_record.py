@@ -14,7 +14,7 @@ from mergepipe.storage.base import Store
 from mergepipe.storage.limits import DELTA_RECORD_BYTES
 
 RECORD_NAME = "mergepipe-delta.json"
-RECORD_FORMAT = "mergepipe-delta/1"
+RECORD_FORMAT = "mergepipe-delta/2"
 _DIGEST_DIGITS = 32
 
 
@@ -54,12 +54,16 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRecord:
-    """The record of one delta checkpoint. Law: `record_of_json(r.to_json(), where) == r`."""
+    """The record of one delta checkpoint: `files` are the names of all its other files.
+
+    Law: `record_of_json(r.to_json(), where) == r`.
+    """
 
     base: str
     base_digest: str
     expert: str
     tensors: tuple[TensorRecord, ...]
+    files: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """Readable JSON with a stable order of keys."""
@@ -89,7 +93,13 @@ def record_of_json(raw: bytes, where: Path) -> DeltaRecord:
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise CorruptError.of("delta.record.field", where, "a tensor is listed twice")
     base, digest, expert = (_text(content, key, where) for key in ("base", "base_digest", "expert"))
-    return DeltaRecord(base, digest, expert, tensors)
+    files = content.get("files")
+    if not isinstance(files, list):
+        raise CorruptError.of("delta.record.field", where, "'files' must be a list of names")
+    names = tuple(name for name in files if isinstance(name, str))
+    if len(names) < len(files):
+        raise CorruptError.of("delta.record.field", where, "'files' must be a list of names")
+    return DeltaRecord(base, digest, expert, tensors, names)
 
 
 def _tensor(value: JsonValue, where: Path) -> TensorRecord:

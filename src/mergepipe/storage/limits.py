@@ -35,6 +35,7 @@ DELTA_RECORD_BYTES: Final = 256 * _MIB  # one record a tensor
 STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
 PACK_PROGRESS_BYTES: Final = 16 * _MIB  # one cut a group of tensors
 JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block
+ACCOUNT_BYTES: Final = 16 * _MIB  # one short line for each part of a budget
 OWNER_BYTES: Final = 64 * _KIB  # four short values
 SPEEDS_BYTES: Final = 1 * _MIB  # a few numbers a disk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import StorageError
+from mergepipe.storage import owned
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, os_error
 
@@ -35,6 +37,7 @@ class OutputFile:
         self._synced = written_bytes
         if self._kept:
             self._chunk[: self._kept] = np.frombuffer(_read_exactly(path, self._flushed, self._kept), np.uint8)
+        self._is_direct = False
         self._descriptor = self._open(is_new=not written_bytes)
 
     @property
@@ -45,22 +48,19 @@ class OutputFile:
     def sync(self) -> int:
         """Make durable what the operating system has; return how many bytes from the start are."""
         try:
-            os.fsync(self._descriptor)
+            owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, "making it durable") from error
         self._synced = max(self._synced, self._flushed)
         return self._synced
 
     def _open(self, *, is_new: bool) -> int:
-        flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
         descriptor = -1
         try:
-            try:
-                descriptor = os.open(self._path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-            except OSError:  # the file system has no direct writes
-                descriptor = os.open(self._path, flags & ~os.O_EXCL, 0o666)
+            descriptor = owned.create_file(self._path) if is_new else owned.open_file(self._path)
+            self._is_direct = owned.bypass_page_cache(descriptor)
             if self._size_bytes:
-                os.posix_fallocate(descriptor, 0, self._size_bytes)
+                owned.reserve(descriptor, self._size_bytes)
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -83,12 +83,23 @@ class OutputFile:
         try:
             written = 0
             while written < nbytes:
-                written += os.pwrite(self._descriptor, self._chunk.data[written:nbytes], self._flushed + written)
+                written += self._write(self._chunk.data[written:nbytes], self._flushed + written)
         except OSError as error:
             raise os_error(error, self._path, f"writing at byte {self._flushed}") from error
         self._ledger.charge(str(self._path), Purpose.OUTPUT, self._filled - self._kept)
         self._flushed += self._filled
         self._filled = self._kept = 0
+
+    def _write(self, content: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._descriptor, content, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._is_direct:
+                raise
+            self._is_direct = owned.bypass_page_cache(
+                self._descriptor, wanted=False
+            )  # it takes the flag, not the write
+            return os.pwrite(self._descriptor, content, offset)
 
     def close(self) -> None:
         """Write what is left, cut the file to its size and make it durable."""
@@ -101,7 +112,7 @@ class OutputFile:
             self._flush(self._filled + tail)
         try:
             os.ftruncate(self._descriptor, self._size_bytes)
-            os.fsync(self._descriptor)
+            owned.sync_file(self._descriptor)
         except OSError as error:
             raise os_error(error, self._path, "making it durable") from error
         finally:
@@ -122,8 +133,11 @@ class OutputFile:
 def _read_exactly(path: Path, offset: int, nbytes: int) -> bytes:
     """Read bytes that are known to be there."""
     try:
-        with path.open("rb", buffering=0) as stream:
-            content = os.pread(stream.fileno(), nbytes, offset)
+        descriptor = owned.open_file(path, flags=os.O_RDONLY)
+        try:
+            content = os.pread(descriptor, nbytes, offset)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise os_error(error, path, "reading what was written before") from error
     if len(content) < nbytes:
@@ -131,29 +145,40 @@ def _read_exactly(path: Path, offset: int, nbytes: int) -> bytes:
     return content
 
 
+def make_folders(path: Path) -> None:
+    """Make what is missing of a folder in staging.
+
+    Raises:
+        OutputError: `output.link`, `output.not-ours`: something else is in its place.
+        StorageError: the operating system refused.
+    """
+    try:
+        owned.make_folders(path)
+    except OSError as error:
+        raise os_error(error, path, "creating it") from error
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        owned.sync_folder(path)
     except OSError as error:
         raise os_error(error, path, "making it durable") from error
 
 
 def write_durably(path: Path, content: bytes, ledger: Ledger) -> None:
     """Write a small new file and make it durable."""
-    rest = memoryview(content)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        owned.write_file(path, content)
+    except OSError as error:
+        raise os_error(error, path, f"writing {len(content)} bytes") from error
+    ledger.charge(str(path), Purpose.OUTPUT, len(content))
+
+
+def replace_durably(path: Path, content: bytes, ledger: Ledger, root: Path | None = None) -> None:
+    """Put a small file in place of another in one step, durably; `root` is the folder that is ours, if not staging."""
+    try:
+        owned.replace_file(path, content, root)
     except OSError as error:
         raise os_error(error, path, f"writing {len(content)} bytes") from error
     ledger.charge(str(path), Purpose.OUTPUT, len(content))

@@ -1,4 +1,4 @@
-"""Who works in a directory: a lock while its process lives, and a note of the process for where locks mean nothing."""
+"""Whose a staging directory is: a record of the output and the process, and a lock for as long as that lives."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ import os
 import socket
 import time
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.limits import OWNER_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.owned import (
+    STAGING_SUFFIX,
+    list_folder,
+    marked_name,
+    read_file,
+    remove_file,
+    rename,
+    sync_folder,
+    write_file,
+)
 
 OWNER_NAME = "owner.json"
 ACCOUNT_NAME = "reads"
+RECORD_FORMAT = "mergepipe-staging/1"
+_NEW_NAME = f"{OWNER_NAME}.new"
+_HEAD = json.dumps({"format": RECORD_FORMAT}).encode()[:-1]
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
 
@@ -52,18 +65,93 @@ def is_alive(owner: Owner, silent_seconds: float) -> bool:
     return silent_seconds < SILENCE_SECONDS
 
 
+class Holding(StrEnum):
+    """What a directory of the name of a staging directory holds."""
+
+    OURS = "ours"  # it carries the record of the output that its name belongs to
+    NOTHING = "nothing"  # or a record that was never completed: a process died in between
+    FOREIGN = "foreign"  # files that nobody recorded
+
+
+def staging_name(output: str) -> str:
+    """The name of the directory, beside the output of this name, in which it grows."""
+    return marked_name(output, STAGING_SUFFIX)
+
+
+def holding_of(directory: Path) -> Holding:
+    """What a directory holds that has the name of a staging directory.
+
+    Raises:
+        OutputError: it, or its record, is a link or no regular file.
+        OSError: it cannot be read.
+    """
+    record = _read_record(directory)
+    if record is not None and staging_name(record.output) == directory.name:
+        return Holding.OURS
+    names = [name for name, _ in list_folder(directory)]
+    if not names or (names == [_NEW_NAME] and _is_torn(read_file(directory / _NEW_NAME, OWNER_BYTES))):
+        return Holding.NOTHING
+    return Holding.FOREIGN
+
+
+def _is_torn(content: bytes) -> bool:
+    """Whether this is the beginning of a record, of which the end may have been lost."""
+    return content.startswith(_HEAD[: len(content)]) or not content.strip(b"\0")
+
+
+def read_output(directory: Path) -> str | None:
+    """The name of the output that a staging directory belongs to; None if it carries no record of that."""
+    with contextlib.suppress(OSError, MergePipeError):
+        record = _read_record(directory)
+        return record.output if record is not None and staging_name(record.output) == directory.name else None
+    return None
+
+
 def read_owner(directory: Path) -> Owner | None:
     """The owner noted in a directory; None where there is no such note or it makes no sense."""
+    with contextlib.suppress(OSError, MergePipeError):
+        record = _read_record(directory)
+        return None if record is None else record.owner
+    return None
+
+
+def write_owner(directory: Path, output: str) -> None:
+    """Record durably that a directory is the staging of `output`, and this process its owner.
+
+    Raises:
+        OutputError: a link, or what is not ours, is in the way.
+        OSError: the operating system refused.
+    """
+    content = {"format": RECORD_FORMAT, "output": output, **asdict(this_process())}
+    new = directory / _NEW_NAME
+    with contextlib.suppress(FileNotFoundError):
+        remove_file(new)
+    write_file(new, json.dumps(content).encode())
+    rename(new, directory / OWNER_NAME)
+    sync_folder(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What `write_owner` wrote."""
+
+    output: str
+    owner: Owner
+
+
+def _read_record(directory: Path) -> _Record | None:
+    """The record in a directory; None where there is none of this format."""
     try:
-        content = json.loads(read_small(directory / OWNER_NAME, OWNER_BYTES))
-        return Owner(int(content["pid"]), str(content["started"]), str(content["boot"]), str(content["host"]))
-    except (MergePipeError, ValueError, TypeError, LookupError, RecursionError):
+        content = json.loads(read_file(directory / OWNER_NAME, OWNER_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-
-
-def write_owner(directory: Path) -> None:
-    """Note this process as the owner. It need not be durable: after a power failure nobody of that boot lives."""
-    (directory / OWNER_NAME).write_text(json.dumps(asdict(this_process()), allow_nan=False), encoding="utf-8")
+    match content:
+        case {
+            "format": str(written), "output": str(output), "pid": int(pid), "started": str(started),
+            "boot": str(boot), "host": str(host),
+        } if written == RECORD_FORMAT:  # fmt: skip
+            return _Record(output, Owner(pid, started, boot, host))
+    return None
 
 
 def try_lock(descriptor: int) -> bool | None:
@@ -95,7 +183,7 @@ def _newest_change(directory: Path) -> float:
     for folder, _, names in os.walk(directory):
         for name in names:
             with contextlib.suppress(OSError):
-                newest = max(newest, (Path(folder) / name).stat().st_mtime)
+                newest = max(newest, (Path(folder) / name).lstat().st_mtime)
     return newest
 
 

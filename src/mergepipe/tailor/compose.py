@@ -16,7 +16,7 @@ from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.storage.base import Store
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.output import write_durably
+from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.tailor.assignment import Assignment, assign
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
@@ -205,7 +205,7 @@ class _Run:
 
 def _place(plan: FilePlan, directory: Path) -> Path:
     path = directory / plan.name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     return path
 
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from mergepipe import publish
+from mergepipe.storage import owned
 from mergepipe.testing.faults import replaced
 
 
@@ -50,8 +50,11 @@ class Trace:
     _ends: dict[int, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def _place(self, path: object) -> str | None:
+    def _place(self, path: object, folder: int | None = None) -> str | None:
+        """The path below the root, if it is there: `folder` is the open directory that it is relative to."""
         text = os.fspath(path) if isinstance(path, str | Path) else ""
+        if text and folder is not None:
+            text = str(Path(f"/proc/self/fd/{folder}").readlink() / text)
         return text if text.startswith(f"{self.root}/") or text == str(self.root) else None
 
     def _note(self, kind: Kind, path: str | None, other: str = "", offset: int = 0, content: bytes = b"") -> None:
@@ -63,7 +66,7 @@ class Trace:
 
         def opened(path: object, flags: int, *args: Any, **options: Any) -> int:
             with self._lock:
-                place = self._place(path) if not options.get("dir_fd") else None
+                place = self._place(path, options.get("dir_fd"))
                 is_new = place is not None and bool(flags & os.O_CREAT) and not os.path.lexists(place)
                 descriptor = function(path, flags, *args, **options)
                 self._open.pop(descriptor, None)
@@ -101,12 +104,12 @@ class Trace:
             def call(path: object, *args: Any, **options: Any) -> Any:
                 with self._lock:
                     result = function(path, *args, **options)
-                    is_named = not options.get("dir_fd")
-                    place = self._place(path) if is_named else None
+                    place = self._place(path, options.get("dir_fd", options.get("src_dir_fd")))
+                    other = ""
                     if kind is Kind.RENAME and place is not None:
-                        self._move(place, str(args[0]))
-                    if kind is not Kind.RENAME or place is not None:
-                        self._note(kind, place, str(args[0]) if kind is Kind.RENAME else "")
+                        other = self._place(args[0], options.get("dst_dir_fd")) or str(args[0])
+                        self._move(place, other)
+                    self._note(kind, place, other)
                     return result
 
             return call
@@ -121,12 +124,13 @@ class Trace:
     def exchange(self, function: Callable[..., bool]) -> Callable[..., bool]:
         """`renameat2`."""
 
-        def call(old: Path, new: Path, flags: int) -> bool:
+        def call(folder: int, name: str, new_folder: int, new_name: str, flags: int) -> bool:
             with self._lock:
-                done = function(old, new, flags)
-                if done:
-                    self._note(Kind.EXCHANGE if flags == 2 else Kind.RENAME, str(old), str(new))
-                    self._move(str(old), str(new))
+                done = function(folder, name, new_folder, new_name, flags)
+                old, new = self._place(name, folder), self._place(new_name, new_folder)
+                if done and old is not None and new is not None:
+                    self._note(Kind.EXCHANGE if flags == 2 else Kind.RENAME, old, new)
+                    self._move(old, new)
                 return done
 
         return call
@@ -147,7 +151,7 @@ class Trace:
             (os, "unlink", self.on_path(Kind.REMOVE)),
             (os, "rmdir", self.on_path(Kind.REMOVE)),
             (os, "rename", self.on_path(Kind.RENAME)),
-            (publish, "_renameat2", self.exchange),
+            (owned, "renameat2", self.exchange),
         )
         with ExitStack() as stack:
             for owner, name, wrapper in wrappers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mergepipe.storage import owned
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.regular import read_small
@@ -40,14 +41,18 @@ def note_start(run: Path, step: int) -> None:
 def _append(path: Path, line: str) -> None:
     """Append one line durably; what a crash cut short before it is cut off."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as stream:
-            stream.seek(0)
-            content = stream.read()
+        owned.make_folders(path.parent)
+        flags = os.O_RDWR | os.O_APPEND
+        is_new = not owned.is_there(path)
+        descriptor = owned.create_file(path, flags=flags) if is_new else owned.open_file(path, flags=flags)
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            content = os.pread(descriptor, size_bytes, 0)
             if not content.endswith(b"\n") and content:
-                stream.truncate(content.rfind(b"\n") + 1)
-            stream.write(line.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+                os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+            owned.write_all(descriptor, line.encode())
+            owned.sync_file(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise os_error(error, path, "appending a line") from error

@@ -15,9 +15,9 @@ from mergepipe.blocks import DTYPES
 from mergepipe.budget import Ledger
 from mergepipe.errors import MergePipeError, Problem, StorageError
 from mergepipe.publish import Staging
+from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
-from mergepipe.storage.regular import open_regular
 from mergepipe.tailor.partial_manifest import MANIFEST_NAME, PartialManifest, ShardFile, ShardTensor
 from mergepipe.tailor.units import Unit
 from mergepipe.train.engine_view import EngineView, LocalCounter, Ranks
@@ -190,9 +190,9 @@ def _manifest(job: PartialJob, shards: list[ShardFile]) -> PartialManifest:
 
 def _make_durable(path: Path) -> int:
     try:
-        descriptor = open_regular(path)
+        descriptor = owned.open_file(path, flags=os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            owned.sync_file(descriptor)
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)

@@ -28,7 +28,7 @@ from mergepipe.sources.opening import open_model
 from mergepipe.sources.ranges import SpanReader, reader_of
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.output import write_durably
+from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.sidecars import read_sidecars
 from mergepipe.writer import INDEX_NAME, ShardLayout, ShardWriter, TensorSpec, index_json, plan_shards
@@ -107,6 +107,7 @@ def write_delta(
         )
         record = DeltaRecord(str(base.path), base_digest(store, base), str(expert.path), records)
         shards = _delta_shards(record)
+        record = replace(record, files=_file_names(expert, shards, "delta"))
         stream.meter.reach(0.5)
         with Staging(out, force=force) as staging:
             with ShardWriter(staging.path, shards, store.ledger) as writer:
@@ -422,10 +423,20 @@ def _write_small_files(
     """Write the model's configuration and tokenizer, the index and what is given."""
     contents = {**own, **read_sidecars(model, store)}
     if len(shards) > 1:
-        contents[INDEX_NAME.replace("model", stem, 1)] = index_json(shards)
+        contents[_index_name(stem)] = index_json(shards)
     for name, content in sorted(contents.items()):
-        (directory / name).parent.mkdir(exist_ok=True)
+        make_folders((directory / name).parent)
         write_durably(directory / name, content, store.ledger)
+
+
+def _file_names(model: Checkpoint, shards: Sequence[ShardLayout], stem: str) -> tuple[str, ...]:
+    """The names of the files of a checkpoint that is written beside a model's configuration and tokenizer."""
+    index = [_index_name(stem)] if len(shards) > 1 else []
+    return tuple(sorted({*(shard.name for shard in shards), *model.sidecars, *index}))
+
+
+def _index_name(stem: str) -> str:
+    return INDEX_NAME.replace("model", stem, 1)
 
 
 def _report(out: Path, records: Sequence[TensorRecord], shards: Sequence[ShardLayout], seconds: float) -> DeltaReport:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mergepipe.budget import Purpose
+from mergepipe.storage import owned
 from mergepipe.storage.local import LocalStore, os_error
 
 _PART_BYTES = 8 << 20
@@ -29,12 +30,14 @@ def write_kept(store: LocalStore, target: Path, parts: Iterable[bytes], size_byt
         StorageError: the operating system refused.
     """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as stream:
+        owned.make_folders(target.parent)
+        descriptor = owned.create_file(target)
+        try:
             for part in parts:
-                stream.write(part)
-            stream.flush()
-            os.fsync(stream.fileno())
+                owned.write_all(descriptor, part)
+            owned.sync_file(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise os_error(error, target, doing) from error
     store.ledger.charge(str(target), Purpose.OUTPUT, size_bytes)

@@ -17,7 +17,7 @@ from mergepipe.overlay_table import OVERLAY_NAME
 from mergepipe.publish import Staging, check_free_space, check_target
 from mergepipe.reports import Damage, MaterialiseReport, Progress, ProgressCallback
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.output import write_durably
+from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.workflows.overlays import FoundBlock, Overlay, completed, open_overlay, read_blocks, small_files
 from mergepipe.workflows.recording import CatalogLink
 from mergepipe.workflows.scanning import Scan
@@ -70,7 +70,7 @@ def materialise_overlay(
             _write_weights(staging.path, overlay, digests, store, settings.threads, on_progress)
             for name, content in {**small, MANIFEST_NAME: manifest.to_json()}.items():
                 target = staging.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(target.parent)
                 write_durably(target, content, store.ledger)
             staging.publish()
         link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))

@@ -39,7 +39,7 @@ from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.statistics import TensorStatistics
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.output import write_durably
+from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.workflows.accumulating import largest_totals_bytes
 from mergepipe.workflows.along import Along, AlongPlan, Candidate, along_plan, refusals
 from mergepipe.workflows.checking import sidecar_bytes
@@ -312,7 +312,7 @@ class _Run:
         small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
         for name, content in small.items():
             path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             write_durably(path, content, self._store.ledger)
         return manifest
 

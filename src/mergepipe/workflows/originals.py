@@ -21,6 +21,7 @@ from mergepipe.deltastore.opening import OpenedStore
 from mergepipe.deltastore.packed import read_range
 from mergepipe.errors import ConflictError
 from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.workflows.inputs import open_files
@@ -130,7 +131,7 @@ def _sync(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            os.fsync(descriptor)
+            owned.sync_file(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -147,21 +148,21 @@ def remove_original(job: PackJob) -> None:
         StorageError: the operating system refused.
     """
     expert, removed = job.expert, set[tuple[int, int]]()
+    root = expert.root.resolve()
     files = (*expert.files, *job.kept)
     for file in files:
         _check_version(expert, file, removed)
     for file in files:
         status = _check_version(expert, file, removed)
-        path = expert.root / file.name
         try:
-            path.unlink()
+            owned.remove_file(root / file.name, root)
         except OSError as error:
-            raise os_error(error, path, "removing the original") from error
+            raise os_error(error, expert.root / file.name, "removing the original") from error
         removed.add((status.st_dev, status.st_ino))
     if expert.path == expert.root:
-        for folder, _, _ in os.walk(expert.root, topdown=False):
+        for folder, _, _ in os.walk(root, topdown=False):
             with contextlib.suppress(OSError):  # somebody put something there meanwhile
-                Path(folder).rmdir()
+                owned.remove_folder(Path(folder), root)
 
 
 def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +14,12 @@ from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows
 from mergepipe.errors import MergePipeError
 from mergepipe.publish import CONTENT_NAME
+from mergepipe.storage import owned
 from mergepipe.storage.limits import PACK_PROGRESS_BYTES
 from mergepipe.storage.local import os_error
-from mergepipe.storage.output import sync_directory, write_durably
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.output import replace_durably, sync_directory
 
 PROGRESS_NAME = "pack.progress"
-_NEW_NAME = "pack.progress.new"
 _FORMAT = "mergepipe-pack-progress/1"
 
 Cuts = tuple[float, float, float]
@@ -45,14 +42,8 @@ def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> No
     """
     content = {"format": _FORMAT, "content": _identity(directory), **asdict(progress)}
     sync_directory(directory / CONTENT_NAME)
-    new = directory / _NEW_NAME
-    try:
-        new.unlink(missing_ok=True)
-        write_durably(new, canonical_json({**content, "digest": digest_of(content)}), ledger)
-        new.replace(directory / PROGRESS_NAME)
-    except OSError as error:
-        raise os_error(error, directory / PROGRESS_NAME, "recording what is durable") from error
-    sync_directory(directory)
+    record = canonical_json({**content, "digest": digest_of(content)})
+    replace_durably(directory / PROGRESS_NAME, record, ledger)
     sync_directory(directory.parent)
 
 
@@ -76,12 +67,12 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
 
 def _read(directory: Path) -> PackProgress | None:
     try:
-        document = json.loads(read_small(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES))
+        document = json.loads(owned.read_file(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES))
         claimed = document.pop("digest")
         if digest_of(document) != claimed or document["format"] != _FORMAT:
             return None
         return None if document["content"] != _identity(directory) else _progress(document)
-    except (MergePipeError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
         return None  # torn or foreign: nothing to go on with
 
 
@@ -111,13 +102,7 @@ def _is_there(content: Path, durable: DurableStore) -> bool:
 
 def _tidy(directory: Path, durable: DurableStore) -> None:
     """Remove everything but what is durable."""
-    for path in (directory / CONTENT_NAME).iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in durable.file_bytes:
-            path.unlink()
-        else:
-            os.truncate(path, durable.file_bytes[path.name])
+    owned.keep_only(directory / CONTENT_NAME, durable.file_bytes)
 
 
 def _identity(directory: Path) -> list[int]:

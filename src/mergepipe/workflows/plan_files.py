@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from mergepipe.budget import Ledger
 from mergepipe.errors import OutputError
 from mergepipe.plan import PLAN_NAME, Plan
 from mergepipe.storage.local import os_error
+from mergepipe.storage.output import replace_durably
 from mergepipe.storage.regular import read_head
 
 _HEAD_BYTES = 400
-_DOING = "writing the plan"
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan; of what stands there only another plan is replaced.
 
     Raises:
-        OutputError: `plan.not-a-plan`.
+        OutputError: `plan.not-a-plan`, `output.link`.
         StorageError, NotFoundError: it cannot be written there.
     """
-    beside = path.with_name(f".{path.name}.mergepipe-{os.getpid()}")
     try:
-        if path.exists() and not _is_plan(path):
-            message = "exists, and is not a plan of mergepipe"
-            raise OutputError.of("plan.not-a-plan", path, message, "choose another name")
-        try:
-            with beside.open("xb") as stream:
-                stream.write(plan.to_json())
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        _check_replaceable(path)
     except OSError as error:
-        raise os_error(error, path, _DOING) from error
+        raise os_error(error, path, "writing the plan") from error
+    replace_durably(path, plan.to_json(), Ledger())
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
+    if path.exists() and not _is_plan(path):
+        message = "exists, and is not a plan of mergepipe"
+        raise OutputError.of("plan.not-a-plan", path, message, "choose another name")
 
 
 def _is_plan(path: Path) -> bool:

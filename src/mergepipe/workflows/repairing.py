@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +12,14 @@ from pathlib import Path
 
 from mergepipe.block_digests import BlockTable, block_digest
 from mergepipe.blocks import DTYPES
-from mergepipe.budget import Ledger
 from mergepipe.engine.execute import EngineOptions
-from mergepipe.errors import ConflictError, CorruptError, Problem
+from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.manifest import Manifest
 from mergepipe.publish import Staging, check_free_space
 from mergepipe.reports import ProgressCallback, RepairReport
+from mergepipe.storage import owned
 from mergepipe.storage.local import LocalStore, os_error
-from mergepipe.storage.output import sync_directory, write_durably
-from mergepipe.storage.regular import regular_status
+from mergepipe.storage.output import sync_directory
 from mergepipe.workflows.block_keys import KEYS_NAME
 from mergepipe.workflows.overlays import refuse_overlay
 from mergepipe.workflows.rebuilding import Rebuilt, open_recorded, rebuild_keys, rebuild_tensors
@@ -30,6 +31,7 @@ from mergepipe.writer import INDEX_NAME, ShardLayout, TensorSpec, header_of, ind
 
 _HINT = "merge again"
 _COPY_BYTES = 8 << 20
+_STAGED_NAME = "mended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,11 @@ def repair_snapshot(
         NotFoundError, ConflictError: an input is gone or changed; `repair.differs`, it makes other bytes by now.
         CorruptError: the manifest is damaged; `repair.impossible`, something that cannot be made again.
         UnsupportedError: `snapshot.overlay`.
+        OutputError: `output.link`, `output.not-ours`: what is to be written to is not the snapshot's own.
     """
+    if path.is_symlink():
+        message = f"is a link to {path.resolve()}, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
     refuse_overlay(path, read_manifest_value(path), "mended")
     found = examine(path, engine.threads, on_progress)
@@ -68,8 +74,9 @@ def repair_snapshot(
             rebuilt = rebuild_tensors(found.manifest, names, staging.path, engine) if names else ()
             small = _small_files(found)
             patches = [*_header_patches(found), *_block_patches(found, {r.digest.name: r for r in rebuilt})]
-            written = _apply(path, found.layout, patches) + _write_small(path, small)
-        written += _mend_table(path, engine)
+            written = _apply(path, found.layout, patches, staging.directory)
+            written += _write_small(path, small, staging.directory)
+            written += _mend_table(path, engine, staging.directory)
         _check_mended(examine(path, engine.threads, on_progress))
     return RepairReport(path, found.manifest.sid, found.damages, names, written, time.perf_counter() - started)
 
@@ -139,33 +146,82 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 # --- writing it ---
 
 
-def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch]) -> int:
+def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], beside: Path) -> int:
     """Write the patches file by file and make them durable; also give every file its size."""
     written = 0
     for file in layout.files:
         own = [patch for patch in patches if patch.file.name == file.name]
         path = directory / file.name
         if own or not path.exists() or path.stat().st_size != file.size_bytes:
-            written += _patch_file(path, file.size_bytes, own)
+            written += _patch_file(directory, file, own, beside)
     sync_directory(directory)
     return written
 
 
-def _patch_file(path: Path, size_bytes: int, patches: Sequence[_Patch]) -> int:
+def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path) -> int:
+    """Patch a file in its place; a missing one, a link or a file with another name is replaced by a new one."""
+    path = directory / file.name
     try:
-        times = regular_status(path) if path.exists() else None
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            os.ftruncate(descriptor, size_bytes)
-            written = sum(_write_patch(descriptor, patch) for patch in patches)
-            os.fsync(descriptor)
+            descriptor = owned.open_file(path, directory)
+        except FileNotFoundError:
+            return _replace_file(directory, file, patches, beside, None)
+        except OutputError as error:
+            if error.code != "output.link" or not owned.is_there(path, directory):
+                raise
+            with _linked(path) as source:
+                return _replace_file(directory, file, patches, beside, source)
+        try:
+            times = os.fstat(descriptor)
+            written = _patch(descriptor, file, patches)
+            os.utime(descriptor, ns=(times.st_atime_ns, times.st_mtime_ns))
         finally:
             os.close(descriptor)
-        if times is not None:
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     except OSError as error:
         raise os_error(error, path, "repairing it") from error
     return written
+
+
+@contextlib.contextmanager
+def _linked(path: Path) -> Iterator[int | None]:
+    """Open what a link leads to for reading; None where that is no regular file, or nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    finally:
+        os.close(descriptor)
+
+
+def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
+    os.ftruncate(descriptor, file.size_bytes)
+    written = sum(_write_patch(descriptor, patch) for patch in patches)
+    owned.sync_file(descriptor)
+    return written
+
+
+def _replace_file(
+    directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path, source: int | None
+) -> int:
+    """Make a file anew in the folder `beside`, from the bytes of `source` and the patches, and put it in its place."""
+    staged = beside / _STAGED_NAME
+    check_free_space(directory, file.size_bytes)
+    copied = 0
+    descriptor = owned.create_file(staged)
+    try:
+        while source is not None and copied < file.size_bytes:
+            part = os.pread(source, min(_COPY_BYTES, file.size_bytes - copied), copied)
+            if not part:
+                break
+            copied += _write_all(descriptor, part, copied)
+        written = _patch(descriptor, file, patches)
+    finally:
+        os.close(descriptor)
+    owned.rename(staged, directory / file.name, None, directory)
+    return copied + written
 
 
 def _write_patch(descriptor: int, patch: _Patch) -> int:
@@ -186,23 +242,21 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> int:
     return done
 
 
-def _write_small(directory: Path, contents: Mapping[str, bytes]) -> int:
-    """Replace small files, each in one step."""
+def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -> int:
+    """Replace small files, each in one step; of a link, the link itself."""
     for name, content in contents.items():
-        path = directory / name
-        beside = path.with_name(f".{path.name}.repair")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)
-        write_durably(beside, content, Ledger())
+        path, staged = directory / name, beside / _STAGED_NAME
         try:
-            beside.replace(path)
+            owned.make_folders(path.parent, directory)
+            owned.write_file(staged, content)
+            owned.rename(staged, path, None, directory)
+            owned.sync_folder(path.parent, directory)
         except OSError as error:
             raise os_error(error, path, "repairing it") from error
-        sync_directory(path.parent)
     return sum(map(len, contents.values()))
 
 
-def _mend_table(path: Path, engine: EngineOptions) -> int:
+def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
     """Write the table of block digests again where it is damaged, once all blocks are what the roots say."""
     found = examine(path, engine.threads, None)
     record = found.manifest.blocks
@@ -214,7 +268,7 @@ def _mend_table(path: Path, engine: EngineOptions) -> int:
     if small_digest(content) != record.blake3:
         message = "the table of block digests cannot be made again"
         raise CorruptError.of("repair.impossible", path / record.name, message, _HINT)
-    return _write_small(path, {record.name: content})
+    return _write_small(path, {record.name: content}, beside)
 
 
 def _check_mended(found: Examination) -> None:

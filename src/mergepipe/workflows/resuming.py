@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from mergepipe.publish import CONTENT_NAME, Staging
 from mergepipe.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.readers.base import ORIGINAL_LEVEL, Readable, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import MergeTask
+from mergepipe.storage import owned
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import ACCOUNT_NAME
 from mergepipe.workflows.opening import Inputs
@@ -155,7 +154,7 @@ class MergeProgress:
         try:
             totals = read_totals(directory)
         except CorruptError:
-            (directory / ACCOUNT_NAME).unlink()
+            owned.remove_file(directory / ACCOUNT_NAME)
             totals = ReadTotals()
         if totals == ReadTotals():
             return
@@ -318,8 +317,9 @@ class MergeProgress:
 
 def _remove_work(directory: Path) -> None:
     """Remove what cannot be continued from a staging directory, and leave the account."""
-    (directory / JOURNAL_NAME).unlink(missing_ok=True)
-    shutil.rmtree(directory / CONTENT_NAME)
+    with contextlib.suppress(FileNotFoundError):
+        owned.remove_file(directory / JOURNAL_NAME)
+    owned.remove_tree(directory / CONTENT_NAME)
 
 
 def _begin(directory: Path, key: str) -> Journal:
@@ -355,13 +355,7 @@ def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tu
 def _tidy(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
     """Remove everything but what is durable of the first `n_tensors`."""
     durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
-    for path in content.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in durable:
-            path.unlink()
-        else:
-            os.truncate(path, durable[path.name])
+    owned.keep_only(content, durable)
 
 
 def _planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from mergepipe.budget import Purpose
 from mergepipe.errors import MergePipeError
 from mergepipe.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
 from mergepipe.readers.base import files_of
+from mergepipe.storage import owned
 from mergepipe.storage.limits import SPEEDS_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
 from mergepipe.storage.regular import read_small
@@ -168,9 +168,11 @@ class _Kept:
         own = dict(_inside(machines, self._machine))
         own[part] = {key: said} if alone else {**_inside(own, part), key: said}
         content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
-        with contextlib.suppress(OSError):  # it is measured again, then
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        with contextlib.suppress(OSError, MergePipeError):  # it is measured again, then
+            owned.make_folders(self._path.parent)
+            owned.replace_file(
+                self._path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            )
 
     def _of_machine(self) -> Mapping[str, object]:
         return _inside(self._document(), "machines", self._machine)
@@ -192,15 +194,3 @@ def _inside(document: Mapping[str, object], *keys: str) -> Mapping[str, object]:
         found = document.get(key)
         document = found if isinstance(found, dict) else {}
     return document
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a small file in one piece, in place of what is there."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

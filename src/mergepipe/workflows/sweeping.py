@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from mergepipe.prices import Speeds
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
+from mergepipe.storage import owned
 from mergepipe.storage.local import LocalStore
 from mergepipe.workflows.distances import distance, norm
 from mergepipe.workflows.level_shares import blocks_by_level
@@ -163,7 +163,7 @@ class _Sweep:
         try:
             yield out
         finally:
-            shutil.rmtree(out, ignore_errors=True)
+            owned.remove_tree(out, ignore_errors=True)
 
     def _phase(self, label: str) -> ProgressCallback:
         def report(progress: Progress) -> None:

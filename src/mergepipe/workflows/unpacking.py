@@ -28,7 +28,7 @@ from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.output import OutputFile
+from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.kept_files import file_parts, write_kept
 
@@ -184,7 +184,7 @@ def _write_weights(
     header = reader.opened.header
     for number, packed in enumerate(header.files):
         target = directory / packed.name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(target.parent)
         with OutputFile(target, packed.size_bytes, store.ledger) as output:
             output.append(reader.file_header(files, number))
 

@@ -1,0 +1,389 @@
+"""Links, foreign files and odd names where an output is made: what others own is never touched, or the run refuses."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.cli.sweep import _check_page
+from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.publish import CONTENT_NAME, staging_directory
+from mergepipe.storage import owned
+from mergepipe.storage.ownership import OWNER_NAME, write_owner
+from mergepipe.testing.disk_families import tree_digest, weights_digest
+from mergepipe.testing.families import TINY, write_family
+from mergepipe.testing.faults import replaced, system_error
+
+RECIPE = """\
+merge_method: linear
+base_model: family/base
+models:
+- {model: family/expert-1, parameters: {weight: 0.6}}
+- {model: family/expert-2, parameters: {weight: 0.4}}
+dtype: bfloat16
+"""
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Inputs, a snapshot made of them, a store of one of them, an overlay, and a folder that is the user's."""
+
+    root: Path
+
+    @property
+    def family(self) -> Path:
+        return self.root / "family"
+
+    @property
+    def snapshot(self) -> Path:
+        return self.root / "snapshot"
+
+    @property
+    def out(self) -> Path:
+        return self.root / "results" / "out"
+
+    @property
+    def theirs(self) -> Path:
+        return self.root / "theirs"
+
+    def merge(self, out: Path, **options: object) -> None:
+        mergepipe.merge(self.root / "recipe.yml", out, catalog=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = Work(tmp_path_factory.mktemp("made"))
+    write_family(work.family, TINY, 2)
+    (work.root / "recipe.yml").write_text(RECIPE)
+    work.merge(work.snapshot)
+    work.merge(work.root / "overlay", overlay=True)
+    mergepipe.pack(work.family / "base", [work.family / "expert-1"], work.root / "stores")
+    mergepipe.make_delta(work.family / "base", work.family / "expert-1", work.root / "delta")
+    work.theirs.mkdir()
+    (work.theirs / "notes").write_text("precious")
+    return work.root
+
+
+@pytest.fixture
+def work(made: Path, tmp_path: Path) -> Work:
+    shutil.copytree(made, tmp_path / "work")
+    for path in (tmp_path / "work").rglob("*"):
+        os.utime(path, ns=(1, 1))
+    (tmp_path / "work" / "results").mkdir()
+    return Work(tmp_path / "work")
+
+
+def state(*places: Path) -> list[tuple[str, int, int]]:
+    """Digest, time and links of every file in some folders."""
+    files = sorted(path for place in places for path in place.rglob("*") if path.is_file())
+    return [(tree_digest(path), path.stat().st_mtime_ns, path.stat().st_nlink) for path in files]
+
+
+def damage(snapshot: Path) -> None:
+    with (snapshot / WEIGHTS).open("r+b") as stream:
+        stream.seek(-2, os.SEEK_END)
+        stream.write(b"\xff\xff")
+
+
+def _repair_damaged(work: Work) -> None:
+    damage(work.snapshot)
+    mergepipe.repair(work.snapshot)
+
+
+COMMANDS: dict[str, Callable[[Work], object]] = {
+    "merge": lambda w: w.merge(w.out),
+    "merge --budget": lambda w: w.merge(w.out, budget="60%"),
+    "materialise": lambda w: mergepipe.materialise(w.root / "overlay", w.out),
+    "pack": lambda w: mergepipe.pack(w.family / "base", [w.family / "expert-2"], w.out.parent),
+    "unpack": lambda w: mergepipe.unpack(w.root / "stores" / "expert-1", w.out, base=w.family / "base"),
+    "delta": lambda w: mergepipe.make_delta(w.family / "base", w.family / "expert-1", w.out),
+    "apply": lambda w: mergepipe.apply_delta(w.family / "base", w.root / "delta", w.out),
+    "repair": _repair_damaged,
+}
+
+
+def staging_of(command: str, work: Work) -> Path:
+    if command == "repair":
+        return staging_directory(work.root / "snapshot.repair")
+    return staging_directory(work.out.with_name("expert-2") if command == "pack" else work.out)
+
+
+def refusal(call: Callable[[], object]) -> MergePipeError:
+    with pytest.raises(OutputError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_staging__that_is_not_ours_is_refused_by_every_command(work: Work, command: str) -> None:
+    staging = staging_of(command, work)
+    before = state(work.theirs, work.family)
+    staging.symlink_to(work.theirs)
+    error = refusal(lambda: COMMANDS[command](work))
+    assert error.code == "output.link"
+    assert str(staging) in str(error)
+    staging.unlink()
+    shutil.copytree(work.theirs, staging)
+    error = refusal(lambda: COMMANDS[command](work))
+    assert error.code == "output.not-ours"
+    assert (staging / "notes").read_text() == "precious"
+    assert state(work.theirs, work.family) == before
+    shutil.rmtree(staging)
+    staging.mkdir()  # of a run that was killed at once: it holds nothing that could be lost
+    COMMANDS[command](work)
+    assert not staging.exists()
+
+
+@pytest.mark.parametrize("name", [CONTENT_NAME, "journal", OWNER_NAME, f"{CONTENT_NAME}/{WEIGHTS}", "pipe"])
+@pytest.mark.parametrize("is_hard", [False, True], ids=["symlink", "hard link"])
+def test_staging__left_with_a_link_in_it_is_refused(work: Work, name: str, is_hard: bool) -> None:
+    staging = staging_directory(work.out)
+    staging.mkdir()
+    write_owner(staging, "out")
+    before = state(work.theirs)
+    place = staging / name
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    if name == "pipe":
+        os.mkfifo(place)
+    elif is_hard and name != CONTENT_NAME:
+        place.hardlink_to(work.theirs / "notes")
+        before = state(work.theirs)
+    else:
+        place.symlink_to(work.theirs if name == CONTENT_NAME else work.theirs / "notes")
+    assert refusal(lambda: work.merge(work.out)).code in ("output.link", "output.not-ours")
+    assert state(work.theirs) == before
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "mergepipe.blocks", "generation_config.json"])
+@pytest.mark.parametrize("is_hard", [False, True], ids=["symlink", "hard link"])
+def test_repair__of_a_link_to_an_input_puts_a_file_in_its_place(work: Work, name: str, is_hard: bool) -> None:
+    place, target = work.snapshot / name, work.family / "expert-1" / WEIGHTS
+    wanted = place.read_bytes()
+    place.unlink()
+    (place.hardlink_to if is_hard else place.symlink_to)(target)
+    before = [(digest, time) for digest, time, _ in state(work.family)]
+    mergepipe.repair(work.snapshot)
+    assert place.read_bytes() == wanted
+    assert not place.is_symlink()
+    assert place.stat().st_nlink == 1
+    assert [(digest, time) for digest, time, _ in state(work.family)] == before
+    assert mergepipe.verify(work.snapshot).damages == ()
+
+
+def test_repair__of_a_link_that_leads_nowhere_puts_a_file_in_its_place(work: Work) -> None:
+    wanted = weights_digest(work.snapshot)
+    (work.snapshot / WEIGHTS).unlink()
+    (work.snapshot / WEIGHTS).symlink_to(work.root / "nowhere")
+    mergepipe.repair(work.snapshot)
+    assert weights_digest(work.snapshot) == wanted
+    assert not (work.root / "nowhere").exists()
+
+
+def test_repair__does_not_follow_a_link_to_the_snapshot(work: Work) -> None:
+    (work.root / "latest").symlink_to(work.snapshot)
+    assert refusal(lambda: mergepipe.repair(work.root / "latest")).code == "output.link"
+
+
+def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
+    target, link = work.theirs / "notes", work.root / "plan.json"
+    link.symlink_to(target)
+    plan = mergepipe.plan(work.root / "recipe.yml", budget="60%", home=work.root / "home")
+    assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
+    link.unlink()
+    beside = owned.marked_name("plan.json", f".{os.getpid()}-0.mergepipe-new")
+    (work.root / beside).symlink_to(target)
+    assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
+    (work.root / "page.html").symlink_to(target)
+    assert refusal(lambda: _check_page(work.root / "page.html")).code == "output.link"
+    assert target.read_text() == "precious"
+    assert (work.root / beside).is_symlink()
+
+
+def test_owned__does_nothing_through_a_folder_that_is_a_link(work: Work) -> None:
+    outside = work.root / "outside"
+    outside.mkdir()
+    (outside / "notes").write_text("precious")
+    (work.snapshot / "link").symlink_to(outside)
+    before = state(outside)
+    path = work.snapshot / "link" / "notes"
+    for change in (
+        lambda: owned.replace_file(path, b"x", work.snapshot),
+        lambda: owned.truncate_file(path, 0, work.snapshot),
+        lambda: owned.remove_file(path, work.snapshot),
+        lambda: owned.make_folders(path / "more", work.snapshot),
+        lambda: owned.sync_folder(path.parent, work.snapshot),
+    ):
+        assert refusal(change).code == "output.link"
+    with pytest.raises(OSError, match="symbolic link"):
+        owned.remove_tree(path.parent, work.snapshot)
+    assert state(outside) == before
+
+
+# --- clean-up by name ---
+
+
+def test_merge__leaves_everything_that_only_looks_like_its_staging(work: Work) -> None:
+    other = staging_directory(work.out.with_name("out.mergepipe-b"))
+    other.mkdir()
+    write_owner(other, "out.mergepipe-b")
+    (other / "journal").write_text("resumable")
+    shutil.copytree(work.theirs, work.out.with_name(".out.mergepipe-mine"))
+    shutil.copytree(work.snapshot, work.out.with_name(".x.mergepipe-y"))
+    shutil.copytree(work.snapshot, work.out.with_name(".z.mergepipe-staging"))
+    moved = work.out.with_name(".moved.mergepipe-staging")
+    shutil.copytree(other, moved)
+    kept = [other, *work.out.parent.glob(".*")]
+    before = {path: tree_digest(path) for path in kept}
+    work.merge(work.out)
+    assert {path: tree_digest(path) for path in kept} == before
+    record = json.loads((other / OWNER_NAME).read_text())
+    (other / OWNER_NAME).write_text(json.dumps({**record, "started": "0"}))  # its process is dead
+    collected = mergepipe.gc([work.out.parent], home=work.root / "home").garbage
+    assert [each.what for each in collected] == [str(other)]
+    assert {path: tree_digest(path) for path in kept if path != other} == {
+        p: d for p, d in before.items() if p != other
+    }
+
+
+FORCED: dict[str, tuple[str, Callable[[Work, Path], object]]] = {
+    "snapshot": ("snapshot", lambda w, out: w.merge(out, force=True)),
+    "overlay": ("overlay", lambda w, out: w.merge(out, force=True)),
+    "delta": (
+        "delta",
+        lambda w, out: mergepipe.make_delta(w.family / "base", w.family / "expert-1", out, force=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORCED)
+def test_force__refuses_where_files_lie_that_the_manifest_does_not_list(work: Work, kind: str) -> None:
+    name, command = FORCED[kind]
+    out = work.root / name
+    notes = [out / each for each in ("a.txt", "b/c.txt", "d.txt", "e.txt")]
+    for path in notes:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("precious")
+    before = state(out)
+    error = refusal(lambda: command(work, out))
+    assert error.code == "output.unlisted-files"
+    assert "a.txt, b/c.txt, d.txt and 1 more" in str(error)
+    assert state(out) == before
+    for path in notes:
+        path.unlink()
+    command(work, out)
+
+
+def test_force__looks_again_when_it_publishes(work: Work) -> None:
+    def note(_: object) -> None:
+        (work.snapshot / "notes").write_text("precious")
+
+    error = refusal(lambda: work.merge(work.snapshot, force=True, on_progress=note))
+    assert error.code == "output.unlisted-files"
+    assert (work.snapshot / "notes").read_text() == "precious"
+
+
+# --- odd names and file systems ---
+
+
+def test_merge__takes_every_name_that_the_file_system_takes(work: Work) -> None:
+    for n_bytes in (236, 237, 255):
+        out = work.out.with_name("ü" * (n_bytes // 2) + "x" * (n_bytes % 2))
+        work.merge(out)
+        assert weights_digest(out) == weights_digest(work.snapshot)
+        work.merge(out, force=True)
+    assert refusal(lambda: work.merge(work.out.with_name("x" * 256))).code == "output.name"
+    assert refusal(lambda: work.merge(work.out.with_name("x" * 256), force=True)).code == "output.name"
+
+
+def check_all_storage(work: Work, out: Path) -> None:
+    """Merge in full and under a budget, verify, replace, damage and repair."""
+    work.merge(out)
+    assert weights_digest(out) == weights_digest(work.snapshot)
+    work.merge(out.with_name("budgeted"), budget="60%")
+    assert mergepipe.verify(out).damages == ()
+    damage(out)
+    mergepipe.repair(out)
+    assert weights_digest(out) == weights_digest(work.snapshot)
+    work.merge(out, force=True)
+    mergepipe.pack(work.family / "base", [work.family / "expert-1"], out.parent / "stores")
+    mergepipe.unpack(out.parent / "stores" / "expert-1", out.parent / "again")
+    names = [path.name for path in (work.family / "expert-1").iterdir()]
+    for name in names:
+        assert (out.parent / "again" / name).read_bytes() == (work.family / "expert-1" / name).read_bytes()
+    assert [path.name for path in out.parent.glob(".*")] == []
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_storage__works_without_what_some_file_systems_lack(work: Work, number: int) -> None:
+    """Without reserving space, locks, direct writes, renaming with flags, and synchronising directories."""
+
+    def refuse(_: Callable[..., object]) -> Callable[..., object]:
+        def refused(*_args: object, **_options: object) -> object:
+            raise system_error(number)
+
+        return refused
+
+    def refuse_folders(fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def synced(descriptor: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112 - an open folder
+                raise system_error(number)
+            fsync(descriptor)
+
+        return synced
+
+    with (
+        replaced(os, "posix_fallocate", refuse),
+        replaced(fcntl, "flock", refuse),
+        replaced(os, "fsync", refuse_folders),
+        replaced(owned, "renameat2", lambda _: lambda *_: False),
+        replaced(owned, "bypass_page_cache", lambda _: lambda *_, **__: False),
+    ):
+        check_all_storage(work, work.out)
+
+
+MAKE_FILE_SYSTEM = {
+    "ext2": ["mkfs.ext2", "-q", "-F"],
+    "vfat": ["mkfs.vfat"],
+    "tmpfs": [],
+}
+
+
+@pytest.fixture(params=MAKE_FILE_SYSTEM)
+def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A small file system of some kind, mounted for the test; skipped where that cannot be had."""
+    kind, place, image = str(request.param), tmp_path / "mounted", tmp_path / "image"
+    make = MAKE_FILE_SYSTEM[kind]
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    if make and shutil.which(make[0]) is None:
+        pytest.skip(f"{make[0]} is not installed")
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)]
+    if make:
+        with image.open("xb") as stream:
+            stream.truncate(64 << 20)
+        subprocess.run([*make, str(image)], check=True, capture_output=True)
+        mount = ["mount", "-t", kind, "-o", "loop", str(image), str(place)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting {kind} is refused: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_storage__works_on_other_file_systems(work: Work, mounted: Path) -> None:
+    check_all_storage(work, mounted / "results" / "out")
