@@ -15,6 +15,7 @@ import mergepipe
 from mergepipe import asked, keeping, session
 from mergepipe.cli.failures import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
+from mergepipe.kernels import address_space
 from mergepipe.tailor import api as tailor
 from mergepipe.workflows import packing, unpacking
 
@@ -97,7 +98,7 @@ def test_seed_asked__takes_64_bits(value: int) -> None:
 @pytest.mark.parametrize("command", [["pack", "b", "e", "--out", "s"], ["merge", "r.yml", "o"], ["verify", "s"],
                                      ["analyze", "b", "e"], ["unpack", "s", "--out", "o"]])  # fmt: skip
 def test_cli__too_little_address_space_is_told_in_one_line(command: list[str], tmp_path: Path) -> None:
-    limit = asked.COMPILER_ADDRESS_BYTES + 2 * asked.THREAD_ADDRESS_BYTES - 1
+    limit = address_space.COMPILER_ADDRESS_BYTES + 2 * address_space.THREAD_ADDRESS_BYTES - 1
     done = subprocess.run(
         [sys.executable, "-m", "mergepipe", *command, "--threads", "2"],
         cwd=tmp_path,
@@ -112,9 +113,24 @@ def test_cli__too_little_address_space_is_told_in_one_line(command: list[str], t
     assert done.stderr.count("\n") == 1
 
 
+def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp_path: Path) -> None:
+    limit = address_space.COMPILER_ADDRESS_BYTES // 2
+    done = subprocess.run(
+        [sys.executable, "-c", "import mergepipe; mergepipe.pack('base', ['expert'], 'packed')"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "LimitError: ulimit -v: 512 MiB of address space are allowed" in done.stderr.splitlines()[-1]
+
+
 def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asked, "address_space_limit_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(address_space, "address_space_limit_bytes", lambda: 1 << 20)
     failure = failure_of(OSError("Could not find/load shared object file 'libllvmlite.so'"), 130)
     assert failure.problems[0].code == "storage.out-of-memory"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,8 +17,6 @@ C = TypeVar("C", bound=StrEnum)
 
 MOST_THREADS = 1024
 MOST_BLOCK_ELEMENTS = 1 << 40
-COMPILER_ADDRESS_BYTES = 1 << 30  # LLVM and numpy, mapped; most of it is never touched
-THREAD_ADDRESS_BYTES = 64 << 20  # a stack, and an arena of the C library
 
 
 def default_memory_bytes() -> int:
@@ -53,30 +50,10 @@ def threads_asked(threads: int | None) -> int:
         LimitError: `memory.address-space`, as `check_address_space`.
     """
     n_threads = positive("--threads", default_threads() if threads is None else threads, MOST_THREADS)
+    from mergepipe.kernels.address_space import check_address_space
+
     check_address_space(n_threads)
     return n_threads
-
-
-def address_space_limit_bytes() -> int | None:
-    """The most address space this process may have (`ulimit -v`); None where there is no limit."""
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def check_address_space(threads: int) -> None:
-    """Refuse a limit on address space under which the compiler, once loaded, would end the process by force.
-
-    Raises:
-        LimitError: `memory.address-space`.
-    """
-    limit = address_space_limit_bytes()
-    needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
-    if limit is None or limit >= needed or "llvmlite" in sys.modules:
-        return
-    message = f"{limit >> 20} MiB of address space are allowed, {threads} threads need {needed >> 20} MiB"
-    raise LimitError.of("memory.address-space", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")
 
 
 def engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:

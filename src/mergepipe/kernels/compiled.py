@@ -9,8 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from blake3 import blake3
-from numba import njit
 from numpy.typing import NDArray
+
+from mergepipe.kernels.compiler import njit
 
 P = ParamSpec("P")
 R = TypeVar("R")

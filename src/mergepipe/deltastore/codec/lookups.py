@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba.core
-from llvmlite import ir
-from numba.extending import intrinsic
-
 from mergepipe.deltastore.codec.registers import I8, I64, call, has_features, load, pointers_of, splat, store
 from mergepipe.kernels.compiled import Bytes, kernel
+from mergepipe.kernels.compiler import intrinsic, ir, numba
 
 _core: Any = numba.core  # untyped
 _LANES = 64

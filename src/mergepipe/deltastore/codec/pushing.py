@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba.core
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 from mergepipe.deltastore.codec.loops import BODY_SYMBOLS, FIRST_BODY_CODE, HEAD_SYMBOLS
 from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL, Halves
@@ -27,6 +24,7 @@ from mergepipe.deltastore.codec.registers import (
 )
 from mergepipe.deltastore.codec.registers import store as store_lanes
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, kernel
+from mergepipe.kernels.compiler import intrinsic, ir, numba
 
 _core: Any = numba.core  # untyped
 _WIDTH = 16

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba.core
-from llvmlite import binding, ir
+from mergepipe.kernels.compiler import binding, ir, numba
 
 _core: Any = numba.core  # untyped
 

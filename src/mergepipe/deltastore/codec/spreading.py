@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba.core
 import numpy as np
-from numba.extending import intrinsic
 
 from mergepipe.deltastore.codec.rans import Halves
 from mergepipe.deltastore.codec.registers import I64, call, has_features, pointers_of
 from mergepipe.kernels.compiled import Bytes, kernel
+from mergepipe.kernels.compiler import intrinsic, numba
 
 _core: Any = numba.core  # untyped
 _SURE_BITS = 57

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba.core
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 from mergepipe.deltastore.codec.loops import N_CODES
 from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Halves
 from mergepipe.deltastore.codec.registers import I32, I64, load, pointers_of, store
 from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compiler import intrinsic, ir, numba
 
 _core: Any = numba.core  # untyped
 _N_KEYS = MAX_CONTEXTS * N_CODES

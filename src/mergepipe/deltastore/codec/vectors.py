@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba.core
-from llvmlite import ir
-from numba.extending import intrinsic
-
 from mergepipe.deltastore.codec.loops import HEAD_SYMBOLS
 from mergepipe.deltastore.codec.rans import LANES, LOWEST_STATE, PRECISION_BITS, SKIPPED, TOTAL
 from mergepipe.deltastore.codec.registers import (
@@ -26,6 +22,7 @@ from mergepipe.deltastore.codec.registers import (
     store,
 )
 from mergepipe.kernels.compiled import Bits32, Bytes, kernel
+from mergepipe.kernels.compiler import intrinsic, ir, numba
 
 _core: Any = numba.core  # untyped
 _WIDTH = 16
