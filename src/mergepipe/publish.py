@@ -447,8 +447,9 @@ def _remove_all(directory: Path) -> None:
     for _ in range(2):
         with contextlib.suppress(OSError, MergePipeError):
             _empty(directory)
-            with contextlib.suppress(FileNotFoundError):
-                owned.remove_file(directory / OWNER_NAME)
+            for name in (ACCOUNT_NAME, OWNER_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    owned.remove_file(directory / name)
             owned.remove_folder(directory)
             return
 
