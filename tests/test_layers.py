@@ -22,7 +22,7 @@ LAYERS = (
     {"asked"},
     {"report", "reports", "workflows", "train"},
     {"session"},
-    {"keeping", "differences"},
+    {"keeping"},
     {"cli", "__main__"},
 )
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}

@@ -15,7 +15,6 @@ from types import TracebackType
 
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError
 from mergepipe.manifest import MANIFEST_NAME
-from mergepipe.sources.delta_record import RECORD_NAME
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import (
@@ -39,7 +38,6 @@ _SWEEP_SECONDS = 0.05
 _BIRTH_SECONDS = 5.0
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
-_MARKS = (MANIFEST_NAME, RECORD_NAME)  # what mergepipe made has one of them
 
 
 def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> None:
@@ -69,7 +67,7 @@ def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> No
         raise OutputError.of("output.exists", out, "already exists", hint)
     if out.is_symlink() or not out.is_dir():
         raise OutputError.of("output.not-a-directory", out, "exists and is not a directory", "remove it yourself")
-    if any(out.iterdir()) and not any((out / name).is_file() for name in _MARKS):
+    if any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
         raise OutputError.of(
             "output.not-a-snapshot",
             out,

@@ -21,7 +21,6 @@ from mergepipe.readers.inert_pickle import load_inert
 from mergepipe.readers.safetensors import read_header
 from mergepipe.readers.torch_weights import read_torch_weights
 from mergepipe.sources.adapter import open_adapter
-from mergepipe.sources.delta_record import record_of_json
 from mergepipe.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.opening import open_training_checkpoint
@@ -124,7 +123,6 @@ def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
         _journal_target(folder),
         _table_target(),
         _statistics_target(),
-        Target("delta-record", lambda raw: record_of_json(raw, FILE), Shape((seeds.delta_record(),), is_json=True)),
     )
 
 
