@@ -17,7 +17,6 @@ from mergepipe.plan import (
     Fallback,
     FileBinding,
     OmissionBound,
-    OriginalBinding,
     Plan,
     PlannedModel,
     PlannedTensor,
@@ -37,7 +36,7 @@ def parse_plan(raw: bytes, where: object = "plan") -> Plan:
     """Read what `Plan.to_json` wrote. `where` names the file in messages.
 
     Raises:
-        UnsupportedError: `plan.version`, it is of a newer format.
+        UnsupportedError: `plan.version`, it is of another version of the format.
         CorruptError: `plan.json`, `plan.format`, `plan.key`, `plan.type`, `plan.value`, or `plan.digest` where it was
             changed by hand.
     """
@@ -92,9 +91,11 @@ def _check_format(text: str, where: object) -> None:
     name, _, version = text.partition("/")
     if name != PLAN_NAME or not _is_index(version) or int(version) < 1:
         raise CorruptError.of("plan.format", where, f"its format is '{text[:40]}', '{PLAN_FORMAT}' is needed")
-    if int(version) > PLAN_VERSION:
-        message = f"its format '{text}' is newer than '{PLAN_FORMAT}'"
-        raise UnsupportedError.of("plan.version", where, message, "use a newer version of MergePipe")
+    if int(version) != PLAN_VERSION:
+        is_newer = int(version) > PLAN_VERSION
+        message = f"its format '{text}' is {'newer' if is_newer else 'older'} than '{PLAN_FORMAT}'"
+        hint = "use a newer version of MergePipe" if is_newer else "make the plan again (`mergepipe plan`)"
+        raise UnsupportedError.of("plan.version", where, message, hint)
 
 
 class _Object:
@@ -274,10 +275,9 @@ def _model_of(model: _Object) -> PlannedModel:
         planned_bytes=model.integer("planned_bytes"),
     )
     side_bytes = model.integer("side_bytes") if model.has("side_bytes") else 0
-    original = _original_of(model.object("original")) if model.has("original") else None
     model.done()
     try:
-        return replace(fields, side_bytes=side_bytes, original=original)
+        return replace(fields, side_bytes=side_bytes)
     except ValueError as error:
         model.fail("plan.value", str(error))
 
@@ -298,12 +298,6 @@ def _price_of(price: _Object) -> TimePrice:
     except ValueError as error:
         price.fail("plan.value", str(error))
     price.done()
-    return found
-
-
-def _original_of(original: _Object) -> OriginalBinding:
-    found = OriginalBinding(original.text("path"), tuple(_file_of(each) for each in original.objects("files")))
-    original.done()
     return found
 
 
@@ -365,7 +359,6 @@ def _access_of(access: _Object) -> Access:
             products=products,
             levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
             energy=energy,
-            originals=parse_runs(access.text("original")) if access.has("original") else (),
         )
     except ValueError as error:
         access.fail("plan.value", str(error))

@@ -82,7 +82,7 @@ PLAN_WORDS = (
     b"expert",
     b"base",
     b"format",
-    b"mergepipe-plan/2",
+    b"mergepipe-plan/3",
     b",",
     b"@",
 )

@@ -33,7 +33,7 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
     Raises:
         ConflictError: naming the file.
     """
-    for checkpoint in (each for given in checkpoints for each in _read_of(given)):
+    for checkpoint in checkpoints:
         for file in checkpoint.files:
             path = checkpoint.root / file.name
             try:
@@ -42,14 +42,6 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
                 status = None
             if status is None or (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
                 raise ConflictError.of("input.changed", path, "changed while it was being read", "run again")
-
-
-def _read_of(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """The checkpoint, and what it was packed from if that may have been read as well."""
-    yield checkpoint
-    original = None if checkpoint.encoded is None else checkpoint.encoded.found_original
-    if original is not None:
-        yield original
 
 
 def allow_open_files(count: int) -> None:

@@ -44,7 +44,6 @@ from mergepipe.workflows.along import Along, AlongPlan, Candidate, along_plan, r
 from mergepipe.workflows.checking import sidecar_bytes
 from mergepipe.workflows.coverage import coverage_of
 from mergepipe.workflows.executing import Earlier, Execution, Made
-from mergepipe.workflows.fastest_forms import in_fastest_form
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.manifest_records import (
     file_records,
@@ -59,7 +58,6 @@ from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known
 from mergepipe.workflows.resuming import MergeProgress, Resume, run_key
 from mergepipe.workflows.reusing import Snapshots, candidates
 from mergepipe.workflows.sidecars import sidecar_contents
-from mergepipe.workflows.speeds import BY_BYTES, PriceRequest
 from mergepipe.workflows.works import merge_work
 from mergepipe.writer import INDEX_NAME, index_json, table_of
 
@@ -75,8 +73,7 @@ class MergeSettings:
     `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on; `within_ulp` such sums
     are corrected, too, where experts or weights went away. An `overlay` stores only blocks that differ from the base;
     it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed into `pack` on the way; for that
-    all is read: nothing is reused, nor resumed. With a `pricing` by time a merge in full reads each packed expert in
-    the form that is faster.
+    all is read: nothing is reused, nor resumed.
     """
 
     engine: EngineOptions
@@ -92,7 +89,6 @@ class MergeSettings:
     overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
-    pricing: PriceRequest = BY_BYTES
 
 
 def run_merge(
@@ -102,9 +98,6 @@ def run_merge(
     store = LocalStore()
     with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
         inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
-        speeds = settings.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
-        if speeds is not None:
-            inputs = in_fastest_form(inputs, speeds, store, settings.allow_dropped)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
 
 
