@@ -28,33 +28,31 @@ COMPOSITE_NAME: Final = "mergepipe-composite"
 _HINT = "the snapshot is damaged: merge again"
 _NAME = MANIFEST_FORMAT.partition("/")[0]
 _OWN_KEYS: Final = ("format", "sid", "digest")
-_SINCE_2: Final = ("digest", "blocks", "sidecars")
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
     """Read what `Manifest.to_json` wrote. Law: `manifest_of_json(m.to_json()) == m`.
 
     Raises:
-        UnsupportedError: `manifest.newer`.
+        UnsupportedError: `manifest.version`.
         CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` or `manifest.digest` where that is
             not the content's.
     """
     top = _Object(_parse(raw, where), where, "")
-    version = manifest_version(top.text("format"), where)
+    check_format(top.text("format"), where)
     sid = top.text("sid")
-    manifest = _manifest(top, version)
+    manifest = _manifest(top)
     if manifest.sid != sid:
         raise CorruptError.of("manifest.sid", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT)
-    if version > 1:
-        _check_digest(top, where)
+    _check_digest(top, where)
     return manifest
 
 
-def manifest_version(text: str, where: object) -> int:
-    """The version in a manifest's `format`.
+def check_format(text: str, where: object) -> None:
+    """Refuse a manifest whose `format` is not the one that is written.
 
     Raises:
-        UnsupportedError: `manifest.newer`; `manifest.composite`, another kind of manifest.
+        UnsupportedError: `manifest.version`, another version; `manifest.composite`, another kind of manifest.
         CorruptError: `manifest.field`, it is no manifest.
     """
     name, _, number = text.partition("/")
@@ -66,10 +64,10 @@ def manifest_version(text: str, where: object) -> int:
     if name != _NAME or version < 1:
         message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed"
         raise CorruptError.of("manifest.field", where, message, _HINT)
-    if version > MANIFEST_VERSION:
-        message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is the newest known"
-        raise UnsupportedError.of("manifest.newer", where, message, "use a newer version of MergePipe")
-    return version
+    if version != MANIFEST_VERSION:
+        message = f"its format is '{text[:40]}', this version reads '{MANIFEST_FORMAT}' only"
+        hint = "use a newer version of MergePipe" if version > MANIFEST_VERSION else "merge again"
+        raise UnsupportedError.of("manifest.version", where, message, hint)
 
 
 def _check_digest(top: _Object, where: object) -> None:
@@ -169,11 +167,9 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _manifest(top: _Object, version: int) -> Manifest:
-    known = (*_OWN_KEYS, *_names(Manifest))
-    top.only(known if version > 1 else [key for key in known if key not in _SINCE_2])
+def _manifest(top: _Object) -> Manifest:
+    top.only((*_OWN_KEYS, *_names(Manifest)))
     plan, coverage = top.optional_inner("plan"), top.optional_inner("coverage")
-    blocks = top.optional_inner("blocks") if version > 1 else None
     return Manifest(
         version=top.text("version"),
         operator=top.text("operator"),
@@ -188,8 +184,8 @@ def _manifest(top: _Object, version: int) -> Manifest:
         plan=None if plan is None else plan.mapping(),
         coverage=None if coverage is None else _coverage(coverage),
         run=top.inner("run").scalars(),
-        blocks=None if blocks is None else _small_file(blocks),
-        sidecars=top.each("sidecars", _small_file) if version > 1 else (),
+        blocks=_small_file(top.inner("blocks")),
+        sidecars=top.each("sidecars", _small_file),
     )
 
 

@@ -77,8 +77,6 @@ def check_soundness(plan: Plan, traced: TracedRun, family: DiskFamily) -> None:
     total = 0
     for model, place in zip(plan.models[1:], family.places[1:], strict=True):
         of_expert = traced.tensor_bytes(place)
-        if model.original is not None:
-            of_expert += traced.tensor_bytes(Path(model.original.path))
         assert of_expert <= model.planned_bytes
         total += of_expert
         for file, reads in traced.of_place(place).items():

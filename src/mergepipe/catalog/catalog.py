@@ -186,7 +186,7 @@ class Catalog:
             CorruptError: `manifest.*`.
             NotFoundError: `manifest.missing`.
             StorageError: `manifest.unreadable`.
-            UnsupportedError: `manifest.newer`, `catalog.path-encoding`.
+            UnsupportedError: `manifest.version`, `catalog.path-encoding`.
         """
         found = read_manifest(path)
         with self._database.writing() as connection:

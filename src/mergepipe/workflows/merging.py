@@ -25,6 +25,7 @@ from mergepipe.manifest import (
     FileRecord,
     InputRecord,
     Manifest,
+    SmallFileRecord,
     record_of,
 )
 from mergepipe.operators.registry import operator_named
@@ -272,7 +273,7 @@ class _Run:
             recorder.flush()
         if overlay is not None:
             self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, made, self._manifest(made, ids), overlay)
+        return self._write_small_files(directory, made, ids, overlay)
 
     def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
         if not self._settings.overlay:
@@ -281,18 +282,16 @@ class _Run:
         return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
 
     def _write_small_files(
-        self, directory: Path, made: Made, unfinished: Manifest, overlay: OverlayWriter | None
+        self, directory: Path, made: Made, ids: Mapping[int, str], overlay: OverlayWriter | None
     ) -> Manifest:
         """Write all that holds no tensors, the manifest last; return it as it was written."""
+        blocks = table_of(self._output.shards, made.digests).to_bytes()
+        unfinished = self._manifest(made, ids, record_of(BLOCKS_NAME, blocks))
         contents = {**sidecar_contents(self._inputs, self._store, unfinished), **made.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
-        blocks = table_of(self._output.shards, made.digests).to_bytes()
-        manifest = replace(
-            unfinished,
-            blocks=record_of(BLOCKS_NAME, blocks),
-            sidecars=tuple(record_of(name, content) for name, content in sorted(contents.items())),
-        )
+        sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
+        manifest = replace(unfinished, sidecars=sidecars)
         if overlay is not None:
             manifest, contents = as_overlay(manifest, contents, overlay.table)
         small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
@@ -367,7 +366,7 @@ class _Run:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
-    def _manifest(self, made: Made, ids: Mapping[int, str]) -> Manifest:
+    def _manifest(self, made: Made, ids: Mapping[int, str], blocks: SmallFileRecord) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
             version=mergepipe.__version__,
@@ -391,6 +390,7 @@ class _Run:
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **reuse_facts(made, usage),
             },
+            blocks=blocks,
         )
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
