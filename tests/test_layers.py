@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
-    {"blocks", "budget", "canonical", "prices", "sizes"},
+    {"blocks", "budget", "canonical", "json_fields", "prices", "sizes"},
     {"operators", "kernels", "storage", "statistics", "budget_request"}
     | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
     {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "cost", "deltastore"}
