@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mergepipe import tailor
     from mergepipe.catalog.catalog import Catalog
-    from mergepipe.differences import apply_delta, make_delta
     from mergepipe.errors import MergePipeError
     from mergepipe.keeping import diff, gc, materialise, repair, replay, verify
     from mergepipe.operators.custom import operator
@@ -59,14 +58,12 @@ __all__ = [
     "UnpackReport",
     "__version__",
     "analyze",
-    "apply_delta",
     "catalog_stats",
     "check",
     "diff",
     "explain",
     "gc",
     "lineage",
-    "make_delta",
     "materialise",
     "merge",
     "operator",
@@ -99,14 +96,12 @@ _HOMES = {
     "SweepReport": "reports",
     "UnpackReport": "reports",
     "analyze": "session",
-    "apply_delta": "differences",
     "catalog_stats": "session",
     "check": "session",
     "diff": "keeping",
     "explain": "session",
     "gc": "keeping",
     "lineage": "session",
-    "make_delta": "differences",
     "materialise": "keeping",
     "merge": "session",
     "operator": "operators.custom",

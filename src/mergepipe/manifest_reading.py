@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn
 
 from mergepipe.canonical import digest_of, parse_digestible
-from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.json_fields import FieldCodes, JsonFields
 from mergepipe.manifest import (
     MANIFEST_FORMAT,
     MANIFEST_VERSION,
@@ -23,38 +23,36 @@ from mergepipe.manifest import (
     SmallFileRecord,
 )
 
-T = TypeVar("T")
 COMPOSITE_NAME: Final = "mergepipe-composite"
 _HINT = "the snapshot is damaged: merge again"
 _NAME = MANIFEST_FORMAT.partition("/")[0]
-_OWN_KEYS: Final = ("format", "sid", "digest")
-_SINCE_2: Final = ("digest", "blocks", "sidecars")
+_CODES: Final = FieldCodes("manifest.field", "manifest.field", "manifest.field", _HINT)
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
     """Read what `Manifest.to_json` wrote. Law: `manifest_of_json(m.to_json()) == m`.
 
     Raises:
-        UnsupportedError: `manifest.newer`.
+        UnsupportedError: `manifest.version`.
         CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` or `manifest.digest` where that is
             not the content's.
     """
-    top = _Object(_parse(raw, where), where, "")
-    version = manifest_version(top.text("format"), where)
+    top = JsonFields(_parse(raw, where), _CODES, where)
+    check_format(top.text("format"), where)
     sid = top.text("sid")
-    manifest = _manifest(top, version)
+    stated = top.text("digest")
+    manifest = top.read(_manifest)
     if manifest.sid != sid:
         raise CorruptError.of("manifest.sid", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT)
-    if version > 1:
-        _check_digest(top, where)
+    _check_digest(top, stated, where)
     return manifest
 
 
-def manifest_version(text: str, where: object) -> int:
-    """The version in a manifest's `format`.
+def check_format(text: str, where: object) -> None:
+    """Refuse a manifest whose `format` is not the one that is written.
 
     Raises:
-        UnsupportedError: `manifest.newer`; `manifest.composite`, another kind of manifest.
+        UnsupportedError: `manifest.version`, another version; `manifest.composite`, another kind of manifest.
         CorruptError: `manifest.field`, it is no manifest.
     """
     name, _, number = text.partition("/")
@@ -66,14 +64,13 @@ def manifest_version(text: str, where: object) -> int:
     if name != _NAME or version < 1:
         message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed"
         raise CorruptError.of("manifest.field", where, message, _HINT)
-    if version > MANIFEST_VERSION:
-        message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is the newest known"
-        raise UnsupportedError.of("manifest.newer", where, message, "use a newer version of MergePipe")
-    return version
+    if version != MANIFEST_VERSION:
+        message = f"its format is '{text[:40]}', this version reads '{MANIFEST_FORMAT}' only"
+        hint = "use a newer version of MergePipe" if version > MANIFEST_VERSION else "merge again"
+        raise UnsupportedError.of("manifest.version", where, message, hint)
 
 
-def _check_digest(top: _Object, where: object) -> None:
-    stated = top.text("digest")
+def _check_digest(top: JsonFields, stated: str, where: object) -> None:
     found = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
     if stated != found:
         message = f"its digest is '{stated[:40]}', its content's '{found}'"
@@ -87,93 +84,12 @@ def _parse(raw: bytes, where: object) -> object:
     return parse_digestible(raw, refuse)
 
 
-class _Object:
-    """One JSON object whose keys are taken one by one."""
-
-    def __init__(self, value: object, where: object, place: str) -> None:
-        self._where = where
-        self._place = place
-        if not isinstance(value, dict):
-            self.refuse("an object is needed")
-        self._values: dict[str, object] = value
-
-    def refuse(self, message: str) -> NoReturn:
-        place = f"{self._place}: " if self._place else ""
-        raise CorruptError.of("manifest.field", self._where, place + message, _HINT)
-
-    def only(self, known: Sequence[str]) -> None:
-        """Refuse keys that are not among `known`."""
-        for key in sorted(self._values.keys() - set(known)):
-            self.refuse(f"unknown key '{key[:40]}', {did_you_mean(key[:40], known)}")
-
-    def take(self, key: str) -> object:
-        return self._values[key] if key in self._values else self.refuse(f"'{key}' is missing")
-
-    def text(self, key: str) -> str:
-        value = self.take(key)
-        return value if isinstance(value, str) else self.refuse(f"'{key}' is not a string")
-
-    def optional_text(self, key: str) -> str | None:
-        return None if self.take(key) is None else self.text(key)
-
-    def integer(self, key: str) -> int:
-        return self._integer(self.take(key), key)
-
-    def size(self, key: str) -> int:
-        value = self.integer(key)
-        return value if value >= 0 else self.refuse(f"'{key}' is negative")
-
-    def sizes(self, key: str) -> tuple[int, ...]:
-        found = tuple(self._integer(value, key) for value in self._list(key))
-        return found if all(value >= 0 for value in found) else self.refuse(f"'{key}' holds a negative number")
-
-    def each(self, key: str, make: Callable[[_Object], T]) -> tuple[T, ...]:
-        return tuple(
-            make(_Object(value, self._where, f"{self._inside(key)}[{i}]")) for i, value in enumerate(self._list(key))
-        )
-
-    def inner(self, key: str) -> _Object:
-        return _Object(self.take(key), self._where, self._inside(key))
-
-    def optional_inner(self, key: str) -> _Object | None:
-        return None if self.take(key) is None else self.inner(key)
-
-    def mapping(self) -> Mapping[str, object]:
-        return self._values
-
-    def scalars(self) -> dict[str, float | int | str]:
-        return {key: self._scalar(key) for key in self._values}
-
-    def _scalar(self, key: str) -> float | int | str:
-        value = self._values[key]
-        if isinstance(value, bool) or not isinstance(value, float | int | str):
-            self.refuse(f"'{key}' is neither a number nor a string")
-        if isinstance(value, float) and not math.isfinite(value):
-            self.refuse(f"'{key}' is not finite")
-        return value
-
-    def _list(self, key: str) -> list[object]:
-        value = self.take(key)
-        return value if isinstance(value, list) else self.refuse(f"'{key}' is not an array")
-
-    def _integer(self, value: object, key: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.refuse(f"'{key}' is not an integer")
-        return value
-
-    def _inside(self, key: str) -> str:
-        return f"{self._place}.{key}" if self._place else key
-
-
 def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _manifest(top: _Object, version: int) -> Manifest:
-    known = (*_OWN_KEYS, *_names(Manifest))
-    top.only(known if version > 1 else [key for key in known if key not in _SINCE_2])
-    plan, coverage = top.optional_inner("plan"), top.optional_inner("coverage")
-    blocks = top.optional_inner("blocks") if version > 1 else None
+def _manifest(top: JsonFields) -> Manifest:
+    plan, coverage = top.optional_object("plan"), top.optional_object("coverage")
     return Manifest(
         version=top.text("version"),
         operator=top.text("operator"),
@@ -183,18 +99,17 @@ def _manifest(top: _Object, version: int) -> Manifest:
         files=top.each("files", _output_file),
         tensors=top.each("tensors", _tensor),
         dropped=top.each("dropped", _dropped),
-        realized=_realized(top.inner("realized")),
+        realized=top.object("realized").read(_realized),
         plan_digest=top.optional_text("plan_digest"),
         plan=None if plan is None else plan.mapping(),
-        coverage=None if coverage is None else _coverage(coverage),
-        run=top.inner("run").scalars(),
-        blocks=None if blocks is None else _small_file(blocks),
-        sidecars=top.each("sidecars", _small_file) if version > 1 else (),
+        coverage=None if coverage is None else coverage.read(_coverage),
+        run=_run_facts(top.object("run")),
+        blocks=top.object("blocks").read(_small_file),
+        sidecars=top.each("sidecars", _small_file),
     )
 
 
-def _input(found: _Object) -> InputRecord:
-    found.only(_names(InputRecord))
+def _input(found: JsonFields) -> InputRecord:
     return InputRecord(
         role=found.text("role"),
         model=found.text("model"),
@@ -205,29 +120,19 @@ def _input(found: _Object) -> InputRecord:
     )
 
 
-def _file(found: _Object) -> FileRecord:
-    """An input's file; before format 3 its time stood for its version, and is the version of no file any more."""
-    if "mtime_ns" in found.mapping():
-        found.only(("name", "size_bytes", "mtime_ns", "header_blake3"))
-        version = str(found.integer("mtime_ns"))
-    else:
-        found.only(_names(FileRecord))
-        version = found.text("version")
-    return FileRecord(found.text("name"), found.size("size_bytes"), version, found.text("header_blake3"))
+def _file(found: JsonFields) -> FileRecord:
+    return FileRecord(found.text("name"), found.size("size_bytes"), found.text("version"), found.text("header_blake3"))
 
 
-def _output_file(found: _Object) -> OutputFileRecord:
-    found.only(_names(OutputFileRecord))
+def _output_file(found: JsonFields) -> OutputFileRecord:
     return OutputFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
 
 
-def _small_file(found: _Object) -> SmallFileRecord:
-    found.only(_names(SmallFileRecord))
+def _small_file(found: JsonFields) -> SmallFileRecord:
     return SmallFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
 
 
-def _tensor(found: _Object) -> OutputTensor:
-    found.only(_names(OutputTensor))
+def _tensor(found: JsonFields) -> OutputTensor:
     return OutputTensor(
         name=found.text("name"),
         dtype=found.text("dtype"),
@@ -239,18 +144,28 @@ def _tensor(found: _Object) -> OutputTensor:
     )
 
 
-def _dropped(found: _Object) -> DroppedRecord:
-    found.only(_names(DroppedRecord))
+def _dropped(found: JsonFields) -> DroppedRecord:
     return DroppedRecord(found.text("model"), found.text("tensor"), found.text("reason"))
 
 
-def _realized(found: _Object) -> RealizedBytes:
-    found.only(_names(RealizedBytes))
+def _run_facts(found: JsonFields) -> dict[str, float | int | str]:
+    """How the merge went: numbers and strings under names that are not known beforehand."""
+    facts: dict[str, float | int | str] = {}
+    for key in found.remaining():
+        value = found.take(key)
+        if isinstance(value, bool) or not isinstance(value, float | int | str):
+            found.refuse(f"'{key}' is neither a number nor a string")
+        if isinstance(value, float) and not math.isfinite(value):
+            found.refuse(f"'{key}' is not finite")
+        facts[key] = value
+    return facts
+
+
+def _realized(found: JsonFields) -> RealizedBytes:
     return RealizedBytes(*(found.size(name) for name in _names(RealizedBytes)))
 
 
-def _coverage(found: _Object) -> Coverage:
-    found.only(_names(Coverage))
+def _coverage(found: JsonFields) -> Coverage:
     return Coverage(
         found.size("blocks"), found.size("touched"), found.sizes("read"), found.sizes("shared"), found.sizes("free")
     )

@@ -21,7 +21,7 @@ Runs = tuple[tuple[int, int], ...]
 SharedRuns = tuple[tuple[int, int, int], ...]
 
 _LARGEST_BITS = 2**32 - 1
-_MACHINE_KEYS = ("path", "files", "original")  # of a model: true on one machine only, so not in the digest
+_MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,10 @@ class FileBinding:
 
 
 @dataclass(frozen=True, slots=True)
-class OriginalBinding:
-    """What a packed expert was packed from, where the plan reads it: as it lay on one machine."""
-
-    path: str
-    files: tuple[FileBinding, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedModel:
     """An input of the plan. `identity` is what the digest knows it by: its content id, or its headers' digest.
 
-    `side_bytes` of `planned_bytes` are what reading its index costs; it has an `original` if that is read as well.
+    `side_bytes` of `planned_bytes` are what reading its index costs.
     """
 
     role: str
@@ -58,7 +50,6 @@ class PlannedModel:
     full_cost_bytes: int
     planned_bytes: int
     side_bytes: int = 0
-    original: OriginalBinding | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.side_bytes <= self.planned_bytes:
@@ -83,9 +74,8 @@ class Access:
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
     `threshold_bits` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
-    are read, but only in part, to the level at which they are; `originals` are runs of blocks of a packed expert that
-    are read from what was packed. `energy` is what is expected to be left out of what this expert brings into the
-    tensor, and all of that, as squares.
+    are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
+    expert brings into the tensor, and all of that, as squares.
     """
 
     blocks: Runs
@@ -95,10 +85,9 @@ class Access:
     products: tuple[float, float, float] | None = None
     levels: SharedRuns = ()
     energy: tuple[float, float] | None = None
-    originals: Runs = ()
 
     def __post_init__(self) -> None:
-        for runs in (self.blocks, self.free, self.originals):
+        for runs in (self.blocks, self.free):
             flat = tuple(chain.from_iterable(runs))
             if flat and not (flat[0] >= 0 and all(map(lt, flat, flat[1:]))):
                 raise ValueError("runs of blocks must be sorted, disjoint, not empty and joined where they touch")
@@ -306,12 +295,9 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
         flat = tuple(chain.from_iterable(access.runs)) if access.free or access.shared else ()
         if not all(map(le, flat, flat[1:])):
             raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
-        graded = tuple(sorted((*((start, stop) for start, stop, _ in access.levels), *access.originals)))
-        for start, stop in graded:
+        for start, stop, _ in access.levels:
             if not any(a <= start and stop <= b for a, b in access.blocks):
                 raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")
-        if any(a[1] > b[0] for a, b in pairwise(graded)):
-            raise ValueError(f"{tensor.name}: a block of expert {expert} is read both at a level and from the original")
         for start, stop, source in access.shared:
             if source == expert or source >= len(tensor.access):
                 raise ValueError(f"{tensor.name}: expert {source} cannot serve expert {expert}")
@@ -407,8 +393,6 @@ def _access_content(access: Access) -> dict[str, object]:
         content["levels"] = _shared_text(access.levels)
     if access.energy is not None:
         content["energy"] = list(access.energy)
-    if access.originals:
-        content["original"] = format_runs(access.originals)
     return content
 
 
@@ -433,8 +417,6 @@ def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
 
 def _model_content(model: PlannedModel) -> dict[str, object]:
     optional: dict[str, object] = {"side_bytes": model.side_bytes} if model.side_bytes else {}
-    if model.original is not None:
-        optional["original"] = {"path": model.original.path, "files": _files_content(model.original.files)}
     return {
         "role": model.role,
         "model": model.model,

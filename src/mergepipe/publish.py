@@ -17,8 +17,8 @@ from mergepipe.errors import ConflictError, MergePipeError, OutputError, Publish
 from mergepipe.manifest import MANIFEST_NAME
 from mergepipe.outcome import note_committed
 from mergepipe.overlay_table import OVERLAY_NAME
-from mergepipe.sources.delta_record import RECORD_NAME
 from mergepipe.storage import owned
+from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ownership import (
@@ -43,8 +43,6 @@ _SWEEP_SECONDS = 0.05
 _BIRTH_SECONDS = 5.0
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
-_MARKS = (MANIFEST_NAME, RECORD_NAME)  # what mergepipe made has one of them
-_MAX_MANIFEST_BYTES = 256 << 20
 _SHOWN_FILES = 3
 
 
@@ -104,22 +102,21 @@ def _check_replaceable(out: Path) -> None:
     held = sorted(_files_in(out))
     if not held and not any(out.iterdir()):
         return
-    mark = next((name for name in _MARKS if name in held), None)
-    if mark is None:
+    if MANIFEST_NAME not in held:
         raise OutputError.of(
             "output.not-a-snapshot",
             out,
             f"holds files but no {MANIFEST_NAME}: --force replaces only what mergepipe made",
             "remove it yourself, or choose another name",
         )
-    listed = {mark, *_recorded_files(out / mark)}
+    listed = {MANIFEST_NAME, *_recorded_files(out / MANIFEST_NAME)}
     others = [name for name in held if name not in listed]
     if others:
         more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
         raise OutputError.of(
             "output.unlisted-files",
             out,
-            f"holds files that its {mark} does not list, and --force would remove them: "
+            f"holds files that its {MANIFEST_NAME} does not list, and --force would remove them: "
             f"{', '.join(others[:_SHOWN_FILES])}{more}",
             "move them away, or choose another name",
         )
@@ -135,7 +132,7 @@ def _files_in(directory: Path) -> Iterator[str]:
 def _recorded_files(path: Path) -> Iterator[str]:
     """The names of the files that a manifest (of a snapshot, a composite or a delta) lists; of a damaged one, none."""
     try:
-        content = json.loads(owned.read_file(path, _MAX_MANIFEST_BYTES, path.parent))
+        content = json.loads(owned.read_file(path, MANIFEST_BYTES, path.parent))
     except (OSError, MergePipeError, ValueError, RecursionError):
         return
     if not isinstance(content, dict):

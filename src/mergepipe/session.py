@@ -102,8 +102,7 @@ def merge(
         seed: seed of the random operators and of the policy `random`.
         force: replace a snapshot that is already at `out`.
         shard_bytes: largest output file, in bytes of tensor data.
-        budget, target_error, select, on_omit, adjust_min_density, block_elements, storage_speed: see `plan`.
-        price: see `plan`; by `time` a merge in full reads each packed expert in the form that is faster.
+        budget, target_error, select, on_omit, adjust_min_density, block_elements, price, storage_speed: see `plan`.
         home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
         catalog: use the catalog, and record the snapshot in it.
         statistics: let a merge in full gather on its way what `analyze` would read for; by default where there are
@@ -135,8 +134,8 @@ def merge(
         keeps_accumulators=keep_accumulators,
         allow_dropped=tuple(allow_dropped),
         pack=None if pack is None else Path(pack),
-        pricing=_price_request(price, storage_speed),
     )
+    pricing = _price_request(price, storage_speed)
     if overlay:
         _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--resume": resume})
     is_planned = budget is not None or target_error is not None
@@ -148,12 +147,15 @@ def merge(
     if keep_accumulators and is_planned:
         message = "sums are kept, and gone on with, by merges in full alone"
         raise RecipeError.of("option.pair", "--keep-accumulators", message, "merge without --budget")
+    if price != DEFAULT_PRICE and not is_planned:
+        message = "a merge in full reads the same at any price"
+        raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")
     if not is_planned:
         return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.workflows.planning import run_budgeted
 
     request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
-    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse, pricing=settings.pricing)
+    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse, pricing=pricing)
     return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 

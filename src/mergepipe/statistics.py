@@ -30,7 +30,7 @@ BLOCK_RECORD = np.dtype(
         ("norm", "<f4"),  # ||delta||, rounded up
         ("largest", "<f4"),  # max |delta|
         ("changed", "<u4"),  # elements with delta != 0
-        ("octaves", "u1", (N_OCTAVES,)),  # energy by octave of magnitude below `largest`, see `decode_octaves`
+        ("octaves", "u1", (N_OCTAVES,)),  # energy by octave of magnitude below `largest`, see `encode_octaves`
         ("sketch", "<f2", (N_SKETCH,)),  # random projection of delta / ||delta||
     ]
 )
@@ -73,21 +73,11 @@ class TensorStatistics:
 def encode_octaves(energy_BO: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Pack energies by octave (..., N_OCTAVES) as one byte each: 0 for none, else `240 + 4 log2(share)` clipped to 1.
 
-    The share is of the row's total; a byte's step is a quarter of a factor two, the smallest share 2^-59.75.
+    The share is of the row's total; a byte's step is a quarter of a factor two, the smallest share 2^-59.75. Entry `o`
+    covers magnitudes in `(largest / 2^(o+1), largest / 2^o]`; the last octave also holds everything below it.
     """
     total_B1 = energy_BO.sum(axis=-1, keepdims=True)
     share_BO = np.divide(energy_BO, total_B1, out=np.zeros_like(energy_BO), where=total_B1 > 0)
     with np.errstate(divide="ignore"):
         code_BO = np.rint(240.0 + 4.0 * np.log2(share_BO))
     return np.where(share_BO > 0, np.clip(code_BO, 1, 240), 0).astype(np.uint8)
-
-
-def decode_octaves(octaves_BO: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Shares of the block's energy by octave: entry `o` covers magnitudes in `(largest / 2^(o+1), largest / 2^o]`.
-
-    The last octave also holds everything below it. Shares are within 10 % and sum to one where there is any energy.
-    """
-    share_BO = np.where(octaves_BO > 0, np.exp2((octaves_BO.astype(np.float64) - 240.0) / 4.0), 0.0)
-    total_B1 = share_BO.sum(axis=-1, keepdims=True)
-    normalized_BO: NDArray[np.float64] = np.divide(share_BO, total_B1, out=np.zeros_like(share_BO), where=total_B1 > 0)
-    return normalized_BO

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delta_checkpoints import metadata_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.readers.adapter_config import AdapterConfig, read_adapter_config
 from mergepipe.readers.delta_mark import DeltaMark, mark_of
@@ -159,4 +160,4 @@ def test_mark_of__survives_any_metadata(metadata: dict[str, str]) -> None:
 @given(st.text("0123456789abcdef", min_size=32, max_size=32), st.frozensets(st.text()))
 def test_mark_of__reads_what_was_written(base: str, full: frozenset[str]) -> None:
     mark = DeltaMark(base, full)
-    assert mark_of(mark.to_metadata(), PATH) == mark
+    assert mark_of(metadata_of(mark), PATH) == mark

@@ -69,7 +69,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work.merge(work.snapshot)
     work.merge(work.root / "overlay", overlay=True)
     mergepipe.pack(work.family / "base", [work.family / "expert-1"], work.root / "stores")
-    mergepipe.make_delta(work.family / "base", work.family / "expert-1", work.root / "delta")
     work.theirs.mkdir()
     (work.theirs / "notes").write_text("precious")
     return work.root
@@ -107,8 +106,6 @@ COMMANDS: dict[str, Callable[[Work], object]] = {
     "materialise": lambda w: mergepipe.materialise(w.root / "overlay", w.out),
     "pack": lambda w: mergepipe.pack(w.family / "base", [w.family / "expert-2"], w.out.parent),
     "unpack": lambda w: mergepipe.unpack(w.root / "stores" / "expert-1", w.out, base=w.family / "base"),
-    "delta": lambda w: mergepipe.make_delta(w.family / "base", w.family / "expert-1", w.out),
-    "apply": lambda w: mergepipe.apply_delta(w.family / "base", w.root / "delta", w.out),
     "repair": _repair_damaged,
 }
 
@@ -260,10 +257,6 @@ def test_merge__leaves_everything_that_only_looks_like_its_staging(work: Work) -
 FORCED: dict[str, tuple[str, Callable[[Work, Path], object]]] = {
     "snapshot": ("snapshot", lambda w, out: w.merge(out, force=True)),
     "overlay": ("overlay", lambda w, out: w.merge(out, force=True)),
-    "delta": (
-        "delta",
-        lambda w, out: mergepipe.make_delta(w.family / "base", w.family / "expert-1", out, force=True),
-    ),
 }
 
 

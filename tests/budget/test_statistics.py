@@ -24,11 +24,12 @@ from mergepipe.catalog.rows import Evidence
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.readers.hf import open_checkpoint
-from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics, decode_octaves, rank_of_density
+from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from mergepipe.storage.local import LocalStore
 from mergepipe.testing.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from mergepipe.testing.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
 from mergepipe.testing.faults import Fault, replaced
+from octaves import decode_octaves
 
 SMALL_MEMORY = 1_900_000
 DENSITIES = tuple(sorted({*COMMON_DENSITIES, 0.001, 0.37, 1.0}))

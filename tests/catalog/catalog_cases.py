@@ -18,6 +18,7 @@ from mergepipe.manifest import (
     Manifest,
     OutputFileRecord,
     RealizedBytes,
+    SmallFileRecord,
 )
 from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
@@ -117,6 +118,7 @@ def make_manifest(
         plan=None,
         coverage=coverage,
         run={"seconds": 1.5},
+        blocks=SmallFileRecord("mergepipe.blocks", 1, "0" * 32),
     )
 
 

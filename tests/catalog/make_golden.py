@@ -33,8 +33,8 @@ def write_golden(path: Path) -> None:
         with Catalog.open(Path(home)) as catalog:
             base = catalog.register_model(golden_checkpoint("base"))
             expert = catalog.register_model(golden_checkpoint("expert"), "c" * 32)
-            catalog.put_statistics(expert, base, "t.weight", make_statistics(1, densities=DENSITIES))
-            catalog.put_statistics(expert, base, "u", make_statistics(2), evidence=Evidence.PROBE)
+            catalog.put_many(expert, base, {"t.weight": make_statistics(1, densities=DENSITIES)})
+            catalog.put_many(expert, base, {"u": make_statistics(2)}, evidence=Evidence.PROBE)
             for name in ("one", "two"):
                 catalog.record_snapshot(make_manifest(name), Path("/nowhere", name), created=NOON)
         path.parent.mkdir(parents=True, exist_ok=True)

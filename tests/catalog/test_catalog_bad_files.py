@@ -16,7 +16,7 @@ from catalog_cases import NOON, make_checkpoint, make_manifest, make_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.catalog.catalog import Catalog, open_if_usable
+from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import PAGE_BYTES, is_catalog_trouble
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
@@ -44,7 +44,7 @@ def filled_home(home: Path, n_tensors: int = 30) -> Path:
     with Catalog.open(home) as catalog:
         base, expert = (catalog.register_model(make_checkpoint(home.parent / name)) for name in ("base", "expert"))
         for seed in range(n_tensors):
-            catalog.put_statistics(expert, base, f"t{seed}", make_statistics(seed))
+            catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed)})
         catalog.record_snapshot(make_manifest("a"), home.parent / "out", created=NOON)
         return catalog.path
 
@@ -203,11 +203,11 @@ def test_catalog__a_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Pat
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(StorageError) as caught:
-            catalog.put_statistics(expert, base, "large", make_statistics(1, n_elements=100_000))
+            catalog.put_many(expert, base, {"large": make_statistics(1, n_elements=100_000)})
         assert caught.value.code == "catalog.no-space"
         assert "large" not in catalog.statistics(expert, base)
         connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
-        assert catalog.put_statistics(expert, base, "large", make_statistics(1, n_elements=100_000))
+        assert catalog.put_many(expert, base, {"large": make_statistics(1, n_elements=100_000)})
 
 
 @contextlib.contextmanager
@@ -272,16 +272,6 @@ def test_open__a_catalog_that_is_a_directory_is_a_storage_error(tmp_path: Path) 
     with pytest.raises(StorageError) as caught:
         Catalog.open(tmp_path)
     assert caught.value.code == "catalog.not-a-file"
-
-
-def test_open_if_usable__says_why_there_is_no_catalog(tmp_path: Path) -> None:
-    usable = open_if_usable(tmp_path / "home")
-    assert isinstance(usable, Catalog)
-    usable.close()
-    (tmp_path / CATALOG_NAME).write_bytes(b"garbage" * 100)
-    problem = open_if_usable(tmp_path)
-    assert isinstance(problem, Problem)
-    assert problem.code == "catalog.corrupt"
 
 
 def test_is_catalog_trouble__is_about_the_index_and_nothing_else() -> None:

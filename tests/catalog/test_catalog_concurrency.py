@@ -33,8 +33,8 @@ def fill(place: Path, worker: int) -> int:
         common = catalog.register_model(make_existing(place / "common"))
         own = catalog.register_model(make_existing(place / f"expert-{worker}"))
         for seed in range(_TENSORS):
-            catalog.put_statistics(own, base, f"t{seed}", make_statistics(seed))
-            catalog.put_statistics(common, base, f"t{seed}", make_statistics(seed))
+            catalog.put_many(own, base, {f"t{seed}": make_statistics(seed)})
+            catalog.put_many(common, base, {f"t{seed}": make_statistics(seed)})
             catalog.record_snapshot(make_manifest(f"{worker}-{seed}"), place / f"out-{worker}-{seed}", created=NOON)
     return os.getpid()
 
@@ -84,8 +84,8 @@ def test_catalog__threads_share_one_catalog(tmp_path: Path) -> None:
         base, expert = (catalog.register_model(make_checkpoint(tmp_path / name)) for name in ("base", "expert"))
 
         def put(seed: int) -> bool:
-            done = catalog.put_statistics(expert, base, f"t{seed}", make_statistics(seed))
-            return done and f"t{seed}" in catalog.statistics(expert, base)
+            done = catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed)})
+            return done == 1 and f"t{seed}" in catalog.statistics(expert, base)
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(put, range(80)))

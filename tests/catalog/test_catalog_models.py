@@ -63,7 +63,7 @@ def test_register_model__another_content_under_the_same_fingerprint_drops_the_st
     with Catalog.open(tmp_path / "home") as catalog:
         base = catalog.register_model(make_checkpoint(tmp_path / "base"))
         row = catalog.register_model(checkpoint, "c" * 32)
-        catalog.put_statistics(row, base, "a.weight", make_statistics(1))
+        catalog.put_many(row, base, {"a.weight": make_statistics(1)})
         changed = catalog.register_model(checkpoint, "d" * 32)
         assert changed.content_id == "d" * 32
         assert catalog.statistics(changed, base) == {}
@@ -125,7 +125,7 @@ def test_forget_models__takes_their_statistics_along(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
         base, one, two = (catalog.register_model(make_checkpoint(tmp_path / name)) for name in ("base", "one", "two"))
         for expert in (one, two):
-            catalog.put_statistics(expert, base, "a.weight", make_statistics(1))
+            catalog.put_many(expert, base, {"a.weight": make_statistics(1)})
         assert catalog.forget_models([one]) == 1
         assert catalog.forget_models([one]) == 0
         assert (catalog.models(), catalog.stats().exact_tensors) == ((base, two), 1)

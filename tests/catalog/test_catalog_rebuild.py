@@ -28,8 +28,8 @@ def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
     with Catalog.open(tmp_path / "home") as catalog:
         base, expert = (catalog.register_model(checkpoint) for checkpoint in checkpoints)
         for seed in range(n_tensors):
-            catalog.put_statistics(expert, base, f"t{seed}", make_statistics(seed, 2000))
-        catalog.put_statistics(expert, base, "probed", make_statistics(99), evidence=Evidence.PROBE)
+            catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed, 2000)})
+        catalog.put_many(expert, base, {"probed": make_statistics(99)}, evidence=Evidence.PROBE)
         manifest = publish(tmp_path / "out" / "one", (base.path, expert.path))
         catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
     return expert, base
@@ -189,7 +189,7 @@ def test_rebuild__saves_what_only_the_wal_holds(tmp_path: Path) -> None:
     crashed = tmp_path / "crashed"
     crashed.mkdir()
     with Catalog.open(tmp_path / "home") as catalog:
-        catalog.put_statistics(expert, base, "late", make_statistics(7))
+        catalog.put_many(expert, base, {"late": make_statistics(7)})
         for suffix in ("", "-wal"):  # what a killed process leaves
             shutil.copyfile(f"{catalog.path}{suffix}", crashed / (CATALOG_NAME + suffix))
     marker = make_statistics(1, 2000).blocks_B.tobytes()[:64]

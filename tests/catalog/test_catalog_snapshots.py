@@ -250,10 +250,10 @@ def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
     assert caught.value.code == code
 
 
-def test_parse_manifest__names_a_newer_format() -> None:
+def test_parse_manifest__names_another_version() -> None:
     with pytest.raises(UnsupportedError) as caught:
         parse_manifest(with_fields(format="mergepipe-manifest/4"), Path("mergepipe.json"))
-    assert caught.value.code == "manifest.newer"
+    assert caught.value.code == "manifest.version"
 
 
 def test_record_snapshot__any_path_and_text_is_stored_as_it_is(tmp_path: Path) -> None:

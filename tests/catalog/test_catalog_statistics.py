@@ -31,7 +31,7 @@ def pair(catalog: Catalog, tmp_path: Path) -> tuple[ModelRow, ModelRow]:
 def test_statistics__gives_back_what_was_put(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
     kept = {name: make_statistics(seed) for seed, name in enumerate(("b", "a", "c\0ü"))}
     for name, statistics in kept.items():
-        assert catalog.put_statistics(*pair, name, statistics)
+        assert catalog.put_many(*pair, {name: statistics})
     found = catalog.statistics(*pair)
     assert found.keys() == kept.keys()
     assert all(same_bits(found[name], kept[name]) for name in kept)
@@ -39,9 +39,9 @@ def test_statistics__gives_back_what_was_put(catalog: Catalog, pair: tuple[Model
 
 def test_statistics__belong_to_one_expert_and_one_base(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
     expert, base = pair
-    catalog.put_statistics(expert, base, "a", make_statistics(1))
+    catalog.put_many(expert, base, {"a": make_statistics(1)})
     assert catalog.statistics(base, expert) == {}
-    catalog.put_statistics(base, expert, "a", make_statistics(2))
+    catalog.put_many(base, expert, {"a": make_statistics(2)})
     assert same_bits(catalog.statistics(expert, base)["a"], make_statistics(1))
     assert same_bits(catalog.statistics(base, expert)["a"], make_statistics(2))
 
@@ -55,31 +55,29 @@ def test_put_many__is_all_or_nothing(catalog: Catalog, pair: tuple[ModelRow, Mod
     assert catalog.statistics(*pair).keys() == {"a", "b"}
 
 
-def test_put_statistics__the_latest_of_a_kind_counts(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
+def test_put_many__the_latest_of_a_kind_counts(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
     for evidence in (Evidence.PROBE, Evidence.EXACT):
         for seed in (1, 2):
-            assert catalog.put_statistics(*pair, "a", make_statistics(seed), evidence=evidence)
+            assert catalog.put_many(*pair, {"a": make_statistics(seed)}, evidence=evidence)
         assert same_bits(catalog.statistics(*pair, accept=[evidence])["a"], make_statistics(2))
 
 
-def test_put_statistics__exact_ones_replace_probes_and_not_the_other_way_round(
+def test_put_many__exact_ones_replace_probes_and_not_the_other_way_round(
     catalog: Catalog, pair: tuple[ModelRow, ModelRow]
 ) -> None:
-    assert catalog.put_statistics(*pair, "a", make_statistics(1), evidence=Evidence.PROBE)
+    assert catalog.put_many(*pair, {"a": make_statistics(1)}, evidence=Evidence.PROBE)
     assert catalog.statistics(*pair) == {}
     assert catalog.evidence(*pair) == {"a": Evidence.PROBE}
-    assert catalog.put_statistics(*pair, "a", make_statistics(2))
-    assert not catalog.put_statistics(*pair, "a", make_statistics(3), evidence=Evidence.PROBE)
+    assert catalog.put_many(*pair, {"a": make_statistics(2)})
+    assert not catalog.put_many(*pair, {"a": make_statistics(3)}, evidence=Evidence.PROBE)
     assert catalog.evidence(*pair) == {"a": Evidence.EXACT}
     assert same_bits(catalog.statistics(*pair, accept=list(Evidence))["a"], make_statistics(2))
 
 
-def test_put_statistics__for_a_model_that_is_gone_is_a_conflict(
-    catalog: Catalog, pair: tuple[ModelRow, ModelRow]
-) -> None:
+def test_put_many__for_a_model_that_is_gone_is_a_conflict(catalog: Catalog, pair: tuple[ModelRow, ModelRow]) -> None:
     catalog.forget_models(pair[:1])
     with pytest.raises(ConflictError) as caught:
-        catalog.put_statistics(*pair, "a", make_statistics(1))
+        catalog.put_many(*pair, {"a": make_statistics(1)})
     assert caught.value.code == "catalog.model-gone"
     assert catalog.statistics(*pair) == {}
 
@@ -89,20 +87,20 @@ def test_missing_statistics__is_what_analysis_still_has_to_do(
 ) -> None:
     names = ("z", "coarse", "probed", "done", "few")
     assert catalog.missing_statistics(*pair, names, 256, (0.1,)) == names
-    catalog.put_statistics(*pair, "done", make_statistics(1, densities=(0.1, 0.2)))
-    catalog.put_statistics(*pair, "few", make_statistics(2, densities=(0.2,)))
-    catalog.put_statistics(*pair, "coarse", make_statistics(3, block_elements=512, densities=(0.1,)))
-    catalog.put_statistics(*pair, "probed", make_statistics(4, densities=(0.1,)), evidence=Evidence.PROBE)
+    catalog.put_many(*pair, {"done": make_statistics(1, densities=(0.1, 0.2))})
+    catalog.put_many(*pair, {"few": make_statistics(2, densities=(0.2,))})
+    catalog.put_many(*pair, {"coarse": make_statistics(3, block_elements=512, densities=(0.1,))})
+    catalog.put_many(*pair, {"probed": make_statistics(4, densities=(0.1,))}, evidence=Evidence.PROBE)
     assert catalog.missing_statistics(*pair, names, 256, (0.1,)) == ("z", "coarse", "probed", "few")
     assert catalog.missing_statistics(*pair, names, 256, ()) == ("z", "coarse", "probed")
     assert catalog.missing_statistics(*pair, names, 512, (0.1,)) == ("z", "probed", "done", "few")
 
 
-def test_put_statistics__is_there_for_the_next_run_without_a_close(tmp_path: Path) -> None:
+def test_put_many__is_there_for_the_next_run_without_a_close(tmp_path: Path) -> None:
     interrupted = Catalog.open(tmp_path / "home")
     expert = interrupted.register_model(make_checkpoint(tmp_path / "expert"))
     base = interrupted.register_model(make_checkpoint(tmp_path / "base"))
-    interrupted.put_statistics(expert, base, "a", make_statistics(1))
+    interrupted.put_many(expert, base, {"a": make_statistics(1)})
     with Catalog.open(tmp_path / "home") as resumed:
         assert resumed.missing_statistics(expert, base, ("a", "b"), 256, ()) == ("b",)
     interrupted.close()
@@ -126,7 +124,7 @@ def test_statistics__a_damaged_row_is_told_analysed_again_and_dropped(
     catalog: Catalog, pair: tuple[ModelRow, ModelRow], sql: str
 ) -> None:
     for seed, name in ((1, "a"), (2, "b")):
-        catalog.put_statistics(*pair, name, make_statistics(seed))
+        catalog.put_many(*pair, {name: make_statistics(seed)})
     _edit(catalog, sql)
     with pytest.raises(CorruptError) as caught:
         catalog.statistics(*pair)
@@ -144,9 +142,7 @@ def test_catalog__takes_a_small_share_of_the_expert_it_describes(tmp_path: Path)
         sizes = []
         for expert in experts:
             for seed, tensor in enumerate(tensors):
-                catalog.put_statistics(
-                    expert, base, tensor.name, make_statistics(seed, tensor.n_elements, block_elements)
-                )
+                catalog.put_many(expert, base, {tensor.name: make_statistics(seed, tensor.n_elements, block_elements)})
             with contextlib.closing(sqlite3.connect(catalog.path)) as connection:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             sizes.append(catalog.stats().file_bytes)

@@ -63,7 +63,6 @@ def test_command__whose_streams_do_not_work_ends_as_it_would(
 COMMANDS: list[tuple[list[str], int]] = [
     (["pack", "family/base", "family/expert-1", "-o", "stores"], 0),
     (["unpack", "stores/expert-1", "-o", "unpacked"], 0),
-    (["delta", "family/base", "family/expert-1", "-o", "delta"], 0),
     (["merge", "recipe.yml", "overlay", "--overlay", "--no-catalog"], 0),
     (["materialise", "overlay", "whole"], 0),
     (["replay", "whole", "again", "--no-catalog"], 0),
@@ -86,7 +85,7 @@ def test_every_command__to_a_full_standard_output_keeps_its_outcome(
         with FULL.open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", full)
             assert (main(arguments), arguments) == (exit_code, arguments)
-    for name in ("stores/expert-1", "unpacked", "delta", "whole", "again", "plan.json", "planned"):
+    for name in ("stores/expert-1", "unpacked", "whole", "again", "plan.json", "planned"):
         assert (place.root / name).exists()
 
 

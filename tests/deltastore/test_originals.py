@@ -154,15 +154,6 @@ def test_pack__takes_files_of_any_time(family: PackFamily, time: int) -> None:
     assert tree(family.root / "back") == tree(family.experts[0])
 
 
-def test_find_original__is_none_after_an_edit_with_the_time_set_back(family: PackFamily) -> None:
-    stores = family.root / "others"
-    mergepipe.pack(family.base, family.experts, stores)
-    found = [read_store(LocalStore(), stores / e.name).side.find_original() for e in family.experts]
-    assert all(original is not None for original in found)
-    in_place(weights_of(family.experts[1]), -1)
-    assert read_store(LocalStore(), stores / family.experts[1].name).side.find_original() is None
-
-
 def test_pack__a_store_of_an_older_version_is_refused(family: PackFamily) -> None:
     header = family.root / "stores" / family.experts[0].name / "mergepipe-store.json"
     header.write_text(header.read_text().replace("mergepipe-delta-store/3", "mergepipe-delta-store/2"))

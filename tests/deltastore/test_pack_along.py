@@ -14,6 +14,7 @@ import pytest
 from packing_cases import PackFamily, halves, make_family, tree, write_model
 
 import mergepipe
+from delta_checkpoints import write_delta
 from mergepipe.errors import ConflictError, OutputError, RecipeError
 from mergepipe.readers.base import FileFingerprint
 from mergepipe.readers.hf import open_checkpoint
@@ -132,7 +133,7 @@ def test_merge__names_who_is_not_packed_and_why_before_it_reads(family: PackFami
 
 
 def test_merge__names_differences_and_weights_in_other_files(family: PackFamily, tmp_path: Path) -> None:
-    mergepipe.make_delta(family.base, family.experts[0], tmp_path / "delta")
+    write_delta(family.base, family.experts[0], tmp_path / "delta")
     recipe = family.recipe(experts=[tmp_path / "delta", family.experts[1]])
     report = mergepipe.merge(recipe, tmp_path / "out", catalog=False, pack=tmp_path / "stores")
     assert [each.reason for each in report.not_packed] == ["holds differences from a base, not weights"]

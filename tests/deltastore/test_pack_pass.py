@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from packing_cases import SHAPES, PackFamily, halves, make_family, tree, write_model
 
 import mergepipe
+from delta_checkpoints import write_delta
 from mergepipe.budget import Ledger, Purpose
 from mergepipe.deltastore.codec.block import EncodedBlock
 from mergepipe.deltastore.codec.levels import Codec, Piece
@@ -117,7 +118,7 @@ def test_pack__replace_keeps_originals_whose_other_files_changed(family: PackFam
 
 
 def test_pack__refuses_differences_and_other_formats_before_it_writes(family: PackFamily, tmp_path: Path) -> None:
-    mergepipe.make_delta(family.base, family.experts[0], tmp_path / "delta")
+    write_delta(family.base, family.experts[0], tmp_path / "delta")
     for base, expert in ((family.base, tmp_path / "delta"), (tmp_path / "delta", family.experts[0])):
         with pytest.raises(UnsupportedError) as caught:
             mergepipe.pack(base, [expert], tmp_path / "stores")

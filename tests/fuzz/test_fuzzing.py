@@ -39,7 +39,7 @@ SHORT_INPUTS = 120
 SHORT_SECONDS = 0.6
 NAMES = (
     "safetensors", "index", "pickle", "torch-pickle", "torch-zip", "plan", "manifest", "journal", "block-table",
-    "statistics", "delta-record", "tokenizer.json", "tokenizer_config", "vocab.json", "tokenizer.model",
+    "statistics", "tokenizer.json", "tokenizer_config", "vocab.json", "tokenizer.model",
     "sentencepiece", "recipe", "recipe-tree", "adapter-config", "adapter", "partial-manifest", "save-log",
     "composition", "composition-tree", "trainer", "dcp", "zero", "store-header", "store-index", "store-block",
 )  # fmt: skip

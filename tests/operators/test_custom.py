@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from mergepipe.blocks import F32
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import custom
+from mergepipe.operators import custom, registry
 from mergepipe.operators.base import BlockFunction, OperatorInput, Plain, RawBlock, Reduced, Scalar
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.custom import Given, load_entry_points, operator, parameter, remove_operator
+from mergepipe.operators.custom import Given, load_entry_points, operator, parameter
 from mergepipe.operators.influence import influence_of
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.spec import BaseRole, OperatorSpec
@@ -38,6 +38,12 @@ def clipped(base_N: Values, deltas_EN: Values, given: Given) -> Values:
     weights_E = np.asarray(given["weight"], np.float32)
     limit = np.float32(given["limit"])
     return np.asarray(base_N + np.clip(weights_E @ deltas_EN, -limit, limit))
+
+
+def remove_operator(name: str) -> None:
+    """Take a registered operator out again."""
+    registry._OPERATORS.pop(name, None)
+    OPERATORS.pop(name, None)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from mergepipe.planner.knowledge import find_usable, gather_knowledge
 from mergepipe.planner.rules import work_out_rules
 from mergepipe.planner.scores import OCTAVE_SHARES, octave_position, score_blocks
 from mergepipe.recipe.model import Scalar
-from mergepipe.statistics import N_OCTAVES, decode_octaves
+from mergepipe.statistics import N_OCTAVES
+from octaves import decode_octaves
 
 
 def scores_of(given: Given) -> NDArray[np.float64]:

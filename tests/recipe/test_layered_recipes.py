@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.recipe.load import load_recipe, load_recipes, reload_recipe, reload_recipes
+from mergepipe.recipe.load import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipe.model import EmbeddingSource, Recipe, TokenizerSource, located
 from mergepipe.recipe.references import reference_text
 from mergepipe.recipe.settings import Case, Cases, Setting, value_at
@@ -260,11 +260,10 @@ def test_recipe__text_of_a_document_reloads_to_it(folder: Path) -> None:
     assert [recipe.name for recipe in reload_recipes(joined, everywhere)] == ["first", "second", None]
 
 
-def test_load_recipe__wants_a_single_document(folder: Path) -> None:
-    path = folder / "several.yml"
-    path.write_text(CHAIN, encoding="utf-8")
+def test_reload_recipe__wants_a_single_document(folder: Path) -> None:
+    places = {name: folder / name for name in ("a", "b", "lora")}
     with pytest.raises(RecipeError, match=r"one recipe is expected here, found 3 documents") as caught:
-        load_recipe(path)
+        reload_recipe(CHAIN, places)
     assert caught.value.code == "recipe.yaml.documents"
 
 

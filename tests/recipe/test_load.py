@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mergepipe.blocks import BF16, F16, F32
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.recipe.load import load_recipe
+from mergepipe.recipe.load import load_recipes
 from mergepipe.recipe.model import Recipe
 
 METHODS = did_you_mean("", list(OPERATORS))
@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, text: str) -> Recipe:
     path = folder / "recipe.yml"
     path.write_text(text, encoding="utf-8")
-    return load_recipe(path)
+    (recipe,) = load_recipes(path)
+    return recipe
 
 
 def refusal(folder: Path, text: str) -> MergePipeError:
@@ -153,7 +154,7 @@ def test_load_recipe__reads_slerp_and_passthrough(folder: Path) -> None:
     assert (alone.anchor().text, alone.experts()) == ("a", ())
 
 
-def test_load_recipe__takes_the_default_of_a_parameter_that_has_only_one_value(folder: Path) -> None:
+def test_load_recipes__takes_the_default_of_a_parameter_that_has_only_one_value(folder: Path) -> None:
     assert dict(load(folder, TIES.replace("int8_mask: true", "rescale: false")).parameters)["rescale"] is False
 
 
@@ -170,10 +171,10 @@ def test_load_recipe__expands_home_and_keeps_absolute_paths(folder: Path, monkey
     assert recipe.models[0].text == "~/a"
 
 
-def test_load_recipe__takes_paths_from_the_recipes_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_recipes__takes_paths_from_the_recipes_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "recipe.yml").write_text(LINEAR, encoding="utf-8")
     monkeypatch.chdir(folder.parent)
-    recipe = load_recipe(Path(folder.name) / "recipe.yml")
+    (recipe,) = load_recipes(Path(folder.name) / "recipe.yml")
     assert [m.path for m in recipe.models] == [folder / "a", folder / "b"]
 
 

@@ -230,9 +230,8 @@ def test_diff__tells_what_differs_and_by_how_much(own: Path) -> None:
     assert {change.norm for change in fast.tensors} == {None}
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_verify__of_every_earlier_version(version: int, tmp_path: Path) -> None:
-    snapshot = Path(shutil.copytree(GOLDEN / f"manifest-{version}", tmp_path / "golden"))
+def test_verify__of_the_golden_snapshot(tmp_path: Path) -> None:
+    snapshot = Path(shutil.copytree(GOLDEN / "manifest-3", tmp_path / "golden"))
     assert keeping.verify(snapshot).is_sound
     flip(sorted(snapshot.glob("*.safetensors"))[0], -1)
     assert [damage.kind for damage in keeping.verify(snapshot).damages] == ["block"]

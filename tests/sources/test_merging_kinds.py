@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from small_models import lora, product, random, write_adapter, write_model
 
 import mergepipe
+from delta_checkpoints import write_delta
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.testing.torch_bytes import View, torch_bytes
-from mergepipe.workflows.deltas import write_delta
 
 MODULES = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in (("q", (96, 64)), ("up", (160, 64)))}
 Tensors = dict[str, NDArray[Any]]

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from small_models import Named, opened, random, write_model
 
+from delta_checkpoints import metadata_of
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.readers.base import CheckpointKind
 from mergepipe.readers.delta_mark import DeltaMark
@@ -35,7 +36,7 @@ def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> No
 def test_open_model__a_delta_is_bound_to_its_base(tmp_path: Path) -> None:
     base = opened(write_model(tmp_path / "base", {"a.weight": W, "b.weight": W}))
     mark = DeltaMark(base_digest(LocalStore(), base), frozenset({"c.weight"}))
-    path = write_model(tmp_path / "delta", {"a.weight": W * 2, "c.weight": W}, mark.to_metadata())
+    path = write_model(tmp_path / "delta", {"a.weight": W * 2, "c.weight": W}, metadata_of(mark))
     delta = opened(path, base)
     assert (delta.kind, delta.base_digest) == (CheckpointKind.DELTA, mark.base)
     assert {name: tensor.is_delta for name, tensor in delta.tensors.items()} == {"a.weight": True, "c.weight": False}
@@ -83,7 +84,7 @@ def test_open_model__refuses_marks_that_lie(
 
 def test_open_model__refuses_a_mixture_of_weights_and_differences(tmp_path: Path) -> None:
     write_model(tmp_path / "m", {"a": W}).joinpath("model.safetensors").rename(tmp_path / "m" / "1.safetensors")
-    write_model(tmp_path / "m", {"b": W}, DeltaMark("0" * 32).to_metadata())
+    write_model(tmp_path / "m", {"b": W}, metadata_of(DeltaMark("0" * 32)))
     (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "2.safetensors")
     index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
@@ -153,5 +154,5 @@ def test_open_model__a_pickle_is_as_good_as_safetensors(tmp_path: Path) -> None:
 
 def test_experts_doc__states_marks_wrappers_and_suffixes() -> None:
     text = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
-    stated = (*DeltaMark("0" * 32).to_metadata(), *SUFFIXES, *WRAPPERS, "delta*.safetensors")
+    stated = (*metadata_of(DeltaMark("0" * 32)), *SUFFIXES, *WRAPPERS)
     assert [word for word in stated if f"`{word}`" not in text] == []

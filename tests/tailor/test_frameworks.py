@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from adam_steps import step_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import unpack_piece
@@ -84,7 +85,7 @@ def test_open_training_checkpoint__holds_what_the_framework_loads(run: tuple[str
         kind, _, name = key.partition("/")
         owner = checkpoint.units.tied.get(name, name)
         if kind == "step":
-            counter = checkpoint.step_of(owner)
+            counter = step_of(checkpoint, owner)
             matches = counter is not None and counter.value == truth[key]
         elif (owner, kind) in checkpoint.states:
             matches = np.array_equal(stored_values(checkpoint.states[owner, kind], store), truth[key])

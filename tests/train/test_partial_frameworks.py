@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from adam_steps import step_of
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.api import compose
 from mergepipe.tailor.checkpoint import WEIGHT, Format, Framework, Packing, StoredState, TrainingCheckpoint
@@ -83,7 +84,7 @@ def wrong_values(checkpoint: TrainingCheckpoint, truth_file: Path, names: set[st
         if name not in names:
             continue
         if kind == "step":
-            counter = checkpoint.step_of(name)
+            counter = step_of(checkpoint, name)
             matches = counter is not None and counter.value == truth[key]
         elif kind == WEIGHT and checkpoint.stage == 3:  # computed from the masters
             matches = (name, kind) not in checkpoint.states
@@ -111,7 +112,7 @@ def test_partial_saving__holds_every_value_of_the_engine(trained: tuple[str, Pat
             assert {name for name, _ in checkpoint.states} == names
             not_saved = [f"{unit}: not saved" for unit in checkpoint.units.parameters if unit not in record.units]
             assert list(checkpoint.missing) == not_saved
-        assert {s.value for n in names if (s := checkpoint.step_of(n))} == {record.step}
+        assert {s.value for n in names if (s := step_of(checkpoint, n))} == {record.step}
 
 
 @needs_frameworks

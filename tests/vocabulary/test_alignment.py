@@ -87,7 +87,7 @@ def test_align_vocabulary__a_permutation_is_undone(order: list[int], tmp_path_fa
 def test_align_vocabulary__equal_tokenizers_leave_every_tensor_and_its_padding_alone(tmp_path: Path) -> None:
     models = [write_model(tmp_path / str(n), WORDS, seed=n, n_rows=16) for n in range(3)]
     aligned = align_vocabulary(UNION, models, LocalStore(), has_base=True)
-    assert aligned == Alignment(tuple(models), 16, 0, {}, (), 0, aligned.digest)
+    assert aligned == Alignment(tuple(models), 16, 0, {}, (), aligned.digest)
 
 
 def test_align_vocabulary__its_digest_tells_one_order_of_tokens_from_another(tmp_path: Path) -> None:

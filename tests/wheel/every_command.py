@@ -47,8 +47,6 @@ merge recipe.yml overlay --overlay
 materialise overlay whole
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
-delta family/base family/expert-1 -o difference
-apply family/base difference -o applied
 ls
 show merged
 lineage merged

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from reuse_cases import RECIPES, Bench, Recipe, in_layer, make_bench, with_weight
 
+from delta_checkpoints import write_delta
 from mergepipe import keeping, session
 from mergepipe.errors import CorruptError
 from mergepipe.manifest import MANIFEST_NAME
@@ -19,7 +20,6 @@ from mergepipe.testing.faults import Fault, replaced
 from mergepipe.workflows import executing, resuming
 from mergepipe.workflows.accumulating import find_kept
 from mergepipe.workflows.block_keys import KEYS_NAME
-from mergepipe.workflows.deltas import write_delta
 from mergepipe.workflows.snapshots import read_manifest_value
 
 MERGED_OF_LAYER_0 = 130 * 300 * 2

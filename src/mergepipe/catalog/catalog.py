@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mergepipe.catalog import models, snapshots, tensor_statistics
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, is_catalog_trouble, open_database
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database
 from mergepipe.catalog.manifests import parse_manifest, read_manifest
 from mergepipe.catalog.rows import (
     CatalogStats,
@@ -19,7 +19,6 @@ from mergepipe.catalog.rows import (
     StaleModel,
 )
 from mergepipe.catalog.usage import catalog_stats
-from mergepipe.errors import MergePipeError, Problem
 from mergepipe.manifest import Manifest
 from mergepipe.readers.base import Checkpoint
 from mergepipe.readers.strict_json import JsonValue
@@ -99,22 +98,6 @@ class Catalog:
 
     # --- statistics ---
 
-    def put_statistics(
-        self,
-        expert: ModelRow,
-        base: ModelRow,
-        tensor: str,
-        statistics: TensorStatistics,
-        *,
-        evidence: Evidence = Evidence.EXACT,
-    ) -> bool:
-        """Store one tensor's statistics; false where a probe met exact ones, which stay.
-
-        Raises:
-            ConflictError: `catalog.model-gone`, a model was removed meanwhile.
-        """
-        return self.put_many(expert, base, {tensor: statistics}, evidence=evidence) == 1
-
     def put_many(
         self,
         expert: ModelRow,
@@ -186,7 +169,7 @@ class Catalog:
             CorruptError: `manifest.*`.
             NotFoundError: `manifest.missing`.
             StorageError: it cannot be read.
-            UnsupportedError: `manifest.newer`, `catalog.path-encoding`.
+            UnsupportedError: `manifest.version`, `catalog.path-encoding`.
         """
         found = read_manifest(path)
         with self._database.writing() as connection:
@@ -252,13 +235,3 @@ class Catalog:
         """Put back a model's row as it was saved from another catalog."""
         with self._database.writing() as connection:
             return models.register(connection, row)
-
-
-def open_if_usable(home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog | Problem:
-    """Open the catalog, or say why there is none now: for work that can go on without it."""
-    try:
-        return Catalog.open(home, timeout_seconds=timeout_seconds)
-    except MergePipeError as error:
-        if not is_catalog_trouble(error):
-            raise
-        return error.problems[0]

@@ -13,7 +13,7 @@ from blake3 import blake3
 from mergepipe.canonical import canonical_json
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.manifest import MANIFEST_NAME, RealizedBytes
-from mergepipe.manifest_reading import manifest_version
+from mergepipe.manifest_reading import check_format
 from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -62,10 +62,10 @@ def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
 
     Raises:
         CorruptError: `manifest.*`.
-        UnsupportedError: `manifest.newer`, another format.
+        UnsupportedError: `manifest.version`, another version of the format.
     """
     content = _Fields(parse_object(raw, where=where, code="manifest"), where)
-    manifest_version(content.text("format"), where)
+    check_format(content.text("format"), where)
     sid = content.text("sid")
     if len(sid) != _SID_DIGITS or not set(sid) <= _HEX_DIGITS:
         content.refuse(f"'sid' must be {_SID_DIGITS} hex digits, found {shown(sid)}")
@@ -162,7 +162,7 @@ def read_manifest(directory: Path) -> SnapshotRecord:
         NotFoundError: `manifest.missing`.
         CorruptError: `manifest.*`, `storage.too-large`.
         StorageError: `storage.*`, it cannot be read.
-        UnsupportedError: `manifest.newer`.
+        UnsupportedError: `manifest.version`.
     """
     path = directory / MANIFEST_NAME
     try:

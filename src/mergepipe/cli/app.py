@@ -10,7 +10,6 @@ from mergepipe.cli import (
     analyze,
     catalog,
     check,
-    delta,
     explain,
     keeping,
     merge,
@@ -24,7 +23,7 @@ from mergepipe.cli import (
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-_GROUPS = (merge, check, analyze, plan, explain, sweep, delta, packing, snapshots, keeping, catalog, tailor)
+_GROUPS = (merge, check, analyze, plan, explain, sweep, packing, snapshots, keeping, catalog, tailor)
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 
 

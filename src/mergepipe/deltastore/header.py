@@ -142,7 +142,6 @@ def _check_version(found: str, path: Path) -> None:
     if name != FORMAT_NAME or not version.isdecimal():
         raise corrupt(path, f"the format is {shown(found)}, not {FORMAT}")
     if int(version) != FORMAT_VERSION:
-        # Version 1 was never released.
         hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
         message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
         raise UnsupportedError.of("store.version", path, message, hint)

@@ -173,10 +173,6 @@ class PackedTensor:
             return max(kept, self.elements_above(1))
         return None
 
-    def find_original(self) -> TensorEntry | None:
-        """See `Graded`."""
-        return self.side.original_of(self.name)
-
     def elements_above(self, band: int) -> int:
         """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""
         return int(self.index.rows["counts"][self.first_row : self.first_row + self.n_blocks, band].sum())

@@ -1,4 +1,4 @@
-"""What a store keeps beside its pieces: the index, read when it is first needed, and the way back to the original."""
+"""The index of a delta store, read when it is first needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
-from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.readers.base import Checkpoint, TensorEntry, files_of
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.errors import CorruptError
 from mergepipe.readers.strict_json import shown
 from mergepipe.storage.base import Store
 
@@ -44,7 +42,7 @@ def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
 
 
 class StoreSide:
-    """One store's index and original, each looked for at most once. Safe to use from many threads.
+    """One store's index, read at most once. Safe to use from many threads.
 
     Memory, once it is read: the index (140 bytes a block) and its offsets (48).
     """
@@ -57,8 +55,6 @@ class StoreSide:
         self._read = read
         self._lock = threading.Lock()
         self._index: StoreIndex | None = None
-        self._original: Checkpoint | None = None
-        self._has_looked = False
 
     @property
     def n_rows(self) -> int:
@@ -86,9 +82,8 @@ class StoreSide:
 
     @property
     def files(self) -> frozenset[Path]:
-        """The files that are read: those of pieces, and those of the original once it is found."""
-        pieces = frozenset(self._root / name for name in PIECE_NAMES.values())
-        return pieces if self._original is None else pieces | files_of(self._original.tensors.values())
+        """The files of pieces."""
+        return frozenset(self._root / name for name in PIECE_NAMES.values())
 
     @property
     def index_file(self) -> Path:
@@ -132,31 +127,3 @@ class StoreSide:
                 stored = int(stored_R[tensor.first_row + over_B[0]])
                 message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
-
-    @property
-    def found_original(self) -> Checkpoint | None:
-        """What `find_original` found, if it was asked."""
-        return self._original
-
-    def find_original(self) -> Checkpoint | None:
-        """What was packed, if it lies where it was and its files are as they were; only headers are read."""
-        with self._lock:
-            if not self._has_looked:
-                self._original = self._look_for_original()
-                self._has_looked = True
-        return self._original
-
-    def _look_for_original(self) -> Checkpoint | None:
-        try:
-            found = open_checkpoint(self._store, Path(self._header.expert))
-        except MergePipeError:
-            return None
-        now = sorted((f.name, f.size_bytes, f.version, f.header_digest) for f in found.files)
-        then = sorted((f.name, f.size_bytes, f.version, f.header_blake3) for f in self._header.files)
-        return found if now == then else None
-
-    def original_of(self, name: str) -> TensorEntry | None:
-        """One tensor of the original."""
-        found = self.find_original()
-        tensor = None if found is None else found.tensors.get(name)
-        return tensor if isinstance(tensor, TensorEntry) else None

@@ -14,7 +14,6 @@ from mergepipe.engine.segments import Run, full_access
 from mergepipe.engine.selection import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.plan import Access, PlannedTensor
-from mergepipe.readers.base import ORIGINAL_LEVEL
 from mergepipe.recipe.tasks import MergeTask
 
 OMITTED = -1
@@ -125,14 +124,9 @@ def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]
 
 
 def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
-    """Per expert and block (E, B) the level at which it is read, 0 where it is read as it is, or not.
-
-    Blocks that are read from the original have `ORIGINAL_LEVEL`.
-    """
+    """Per expert and block (E, B) the level at which it is read, 0 where it is read as it is, or not."""
     levels_EB = np.zeros((len(planned.access), n_blocks), np.int16)
     for e, access in enumerate(planned.access):
         for start, stop, level in access.levels:
             levels_EB[e, start:stop] = level
-        for start, stop in access.originals:
-            levels_EB[e, start:stop] = ORIGINAL_LEVEL
     return levels_EB

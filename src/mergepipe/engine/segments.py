@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.blocks import F32, GRAIN_ELEMENTS, Span
-from mergepipe.errors import ConflictError, LimitError
+from mergepipe.errors import LimitError
 from mergepipe.readers.base import (
-    ORIGINAL_LEVEL,
     Graded,
     NeedsBase,
     Readable,
@@ -37,7 +36,7 @@ class Run:
 
     `sources[i]` is the expert whose stored bytes serve `present[i]`: itself, or one with identical bytes. `free` are
     experts that equal the base here and are not read. With `reused` the result is known: it stands in that tensor, and
-    nothing else is read. `levels` are (expert, level) of those that are read in part, or from the original.
+    nothing else is read. `levels` are (expert, level) of those that are read in part.
     """
 
     task_index: int
@@ -79,23 +78,8 @@ def graded(source: Source) -> Graded:
 
 
 def at_level(source: Readable, level: int) -> Readable:
-    """What is read of a source at a level: itself at 0, what it was encoded from at `ORIGINAL_LEVEL`."""
-    if level == ORIGINAL_LEVEL:
-        return original_of(source)
+    """What is read of a source at a level: itself at 0."""
     return graded(source).at_level(level) if level else source
-
-
-def original_of(source: Source) -> TensorEntry:
-    """The tensor that `source` was encoded from.
-
-    Raises:
-        ConflictError: `plan.input-changed`, it is not there any more, or not as it was.
-    """
-    found = graded(source).find_original()
-    if found is None:
-        message = "what it was packed from is not there any more, or has changed"
-        raise ConflictError.of("plan.input-changed", source.name, message, "make the plan again")
-    return found
 
 
 Levels = tuple[tuple[int, int], ...]

@@ -13,7 +13,7 @@ from mergepipe.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, Plain, RawBlock, Reduced, Scalar
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.registry import forget, has_operator, register
+from mergepipe.operators.registry import has_operator, register
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 ENTRY_POINTS = "mergepipe.operators"
@@ -123,12 +123,6 @@ def add_operator(made: Operator) -> None:
         raise UnsupportedError.of("operator.duplicate", name, message, "choose another name")
     register(made)
     OPERATORS[name] = made.spec
-
-
-def remove_operator(name: str) -> None:
-    """Take a registered operator out again."""
-    forget(name)
-    OPERATORS.pop(name, None)
 
 
 def load_entry_points() -> tuple[str, ...]:

@@ -28,11 +28,6 @@ def register(operator: Operator) -> None:
     _OPERATORS[operator.spec.name] = operator
 
 
-def forget(name: str) -> None:
-    """Take an operator out again."""
-    _OPERATORS.pop(name, None)
-
-
 def operator_named(name: str) -> Operator:
     """The operator of that name.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +14,6 @@ from mergepipe.plan import (
     Access,
     Fallback,
     FileBinding,
-    OriginalBinding,
     PlannedModel,
     PlannedTensor,
     Runs,
@@ -26,7 +25,7 @@ from mergepipe.planner.levels import ALL
 from mergepipe.planner.problem import PlanningModel, PlanningProblem
 from mergepipe.planner.rules import UNKNOWN, Rules
 from mergepipe.planner.selection import Selection
-from mergepipe.readers.base import ORIGINAL_LEVEL, Checkpoint
+from mergepipe.readers.base import Checkpoint
 
 BASE_ONLY = "no block of any expert is read: the result is the base"
 STOPPED = "the rest of the budget is not spent"
@@ -68,7 +67,6 @@ def _accesses(
     read = _runs(selection.read_EB[e], columns)
     level_B = selection.level_EB[e].astype(np.int16)
     levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
-    originals = _runs(level_B == ORIGINAL_LEVEL, columns)
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
     cuts = rules.cut_bits_ET[e].tolist()
@@ -80,7 +78,6 @@ def _accesses(
             threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
             products=rules.products.get((e, t)),
             levels=levels[t],
-            originals=originals[t],
             energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
         )
         for t in range(len(columns.tasks))
@@ -128,10 +125,8 @@ def planned_models(
     full_E: NDArray[np.int64],
     planned_E: NDArray[np.int64],
     side_E: NDArray[np.int64],
-    tensors: Sequence[PlannedTensor],
 ) -> tuple[PlannedModel, ...]:
     """All models: those that are nowhere an expert are read in full where they are the base."""
-    from_original = {e for t in tensors for e, access in zip(t.models, t.access, strict=True) if access.originals}
     expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
     models = []
     for index, model in enumerate(problem.models):
@@ -141,15 +136,8 @@ def planned_models(
             models.append(_planned_model("base", model, base_bytes, base_bytes))
         else:
             planned = _planned_model("expert", model, int(full_E[e]), int(planned_E[e]))
-            original = _original_binding(model) if e in from_original else None
-            models.append(replace(planned, side_bytes=int(side_E[e]), original=original))
+            models.append(replace(planned, side_bytes=int(side_E[e])))
     return tuple(models)
-
-
-def _original_binding(model: PlanningModel) -> OriginalBinding | None:
-    side = model.checkpoint.encoded
-    original = None if side is None else side.find_original()
-    return None if original is None else OriginalBinding(str(original.path), bindings(original))
 
 
 def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.cost import block_costs_bytes
 from mergepipe.engine.levels import sufficient_levels
 from mergepipe.operators.base import Operator
 from mergepipe.planner.columns import Columns
 from mergepipe.planner.pricing import BY_BYTES, Pricing
 from mergepipe.planner.rules import operator_input
-from mergepipe.readers.base import ORIGINAL_LEVEL, Graded, TensorEntry, Unchanged
+from mergepipe.readers.base import Graded, Unchanged
 from mergepipe.recipe.tasks import MergeTask
 
 _FOR_NOTHING = 1e150  # the rate of what costs nothing more
-ALL = ORIGINAL_LEVEL - 1
+ALL = 126  # above every level of a store
 """The level of what is read as it is."""
 
 
@@ -33,8 +32,6 @@ class Ladder:
         unread_B: the same where nothing is read.
         square_B: ||delta||^2.
         decoding_KB: seconds to decode a block at the level; None where only bytes count.
-        original_cost_B: bytes requested to read the block of what was packed, `cost_KB[-1]` if that is more; None where
-            nothing is known of it.
         price_of_byte: what one byte is priced at.
     """
 
@@ -44,7 +41,6 @@ class Ladder:
     unread_B: NDArray[np.float64]
     square_B: NDArray[np.float64]
     decoding_KB: NDArray[np.float64] | None = None
-    original_cost_B: NDArray[np.int64] | None = None
     price_of_byte: float = 1.0
 
     @property
@@ -64,17 +60,12 @@ class Ladder:
         return found_B
 
     def cost_at(self, level_B: NDArray[np.int8]) -> NDArray[np.int64]:
-        """Bytes of each block at its own level, be it that of the original."""
-        none_B = np.zeros(len(level_B))
-        cost_B = self.at(level_B, self.cost_KB.astype(np.float64), none_B).astype(np.int64)
-        is_original_B = level_B == ORIGINAL_LEVEL
-        if self.original_cost_B is not None and is_original_B.any():
-            cost_B[is_original_B] = self.original_cost_B[is_original_B]
-        return cost_B
+        """Bytes of each block at its own level."""
+        return self.at(level_B, self.cost_KB.astype(np.float64), np.zeros(len(level_B))).astype(np.int64)
 
     def left_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """What is left of each block at its own level: nothing of an original."""
-        return np.where(level_B == ORIGINAL_LEVEL, 0.0, self.at(level_B, self.left_KB, self.unread_B))
+        """What is left of each block at its own level."""
+        return self.at(level_B, self.left_KB, self.unread_B)
 
     def decoding_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
         """Seconds to decode each block at its own level."""
@@ -88,17 +79,10 @@ Ladders = Mapping[tuple[int, int], Ladder]
 NO_LADDERS: Ladders = {}
 
 
-def find_ladders(
-    columns: Columns,
-    operator: Operator,
-    grid: int,
-    pricing: Pricing = BY_BYTES,
-    encoded_only: Collection[tuple[int, int]] = (),
-) -> Ladders:
+def find_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
     """The ladders of all graded tensors whose own stretches fit into blocks of `grid` elements.
 
-    Those of other grids are read in full or not at all, as anything else. By time originals are looked for, but not of
-    the experts and tensors in `encoded_only`.
+    Those of other grids are read in full or not at all, as anything else.
     """
     found: dict[tuple[int, int], Ladder] = {}
     for t, task in enumerate(columns.tasks):
@@ -110,9 +94,7 @@ def find_ladders(
             source = open_task.experts[slot]
             if isinstance(source, Graded) and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
-                ladder = _ladder(source, top, grid // source.cut_elements, pricing)
-                original = source.find_original() if pricing.is_time and (e, t) not in encoded_only else None
-                found[e, t] = ladder if original is None else _with_original(ladder, original, columns, t)
+                found[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
     return found
 
 
@@ -125,14 +107,6 @@ def _without_unread(task: MergeTask, columns: Columns, t: int) -> MergeTask:
         if e in columns.unread:
             experts[slot] = Unchanged(task.experts[slot].name, task.experts[slot].dtype, task.experts[slot].shape)
     return replace(task, experts=tuple(experts))
-
-
-def _with_original(ladder: Ladder, original: TensorEntry, columns: Columns, t: int) -> Ladder:
-    inside = columns.of_tensor(t)
-    element_B, n_B = columns.element_B[inside], columns.n_B[inside]
-    places_2B = [np.full(len(n_B), number, np.int64) for number in (original.offset, original.dtype.itemsize)]
-    cost_B = block_costs_bytes(places_2B[0], places_2B[1], element_B, n_B)
-    return replace(ladder, original_cost_B=np.maximum(cost_B, ladder.cost_KB[-1]))
 
 
 def _ladder(source: Graded, top: int, stretches: int, pricing: Pricing) -> Ladder:

@@ -28,7 +28,6 @@ from mergepipe.planner.expected import norms_left
 from mergepipe.planner.items import Candidates, Items, find_candidates, make_items
 from mergepipe.planner.knowledge import REASON_UNIT, Knowledge, find_usable, gather_knowledge, units
 from mergepipe.planner.levels import ALL, Ladders, find_ladders
-from mergepipe.planner.originals import decoding_seconds, originals_cost, take_originals
 from mergepipe.planner.policies import Order, at_random, by_norm, in_step, stratified
 from mergepipe.planner.pricing import Pricing
 from mergepipe.planner.problem import OnOmit, PlanningProblem, PlanOptions, Policy
@@ -37,7 +36,7 @@ from mergepipe.planner.sampling import sample_cost_bytes
 from mergepipe.planner.scores import amplitudes, score_blocks
 from mergepipe.planner.selection import Selection, full_costs, take_prefix
 from mergepipe.prices import Duration, three_digits
-from mergepipe.readers.base import ORIGINAL_LEVEL, Graded
+from mergepipe.readers.base import Graded
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
@@ -98,7 +97,7 @@ def _survey(problem: PlanningProblem) -> _Survey:
     known_ET, unusable = find_usable(problem, columns)
     rules = work_out_rules(problem, columns, known_ET)
     by_rows = {key for key, reason in rules.lacking.items() if reason == REASON_ROWS}
-    ladders = find_ladders(columns, operator_named(problem.operator), problem.block_elements, pricing, by_rows)
+    ladders = find_ladders(columns, operator_named(problem.operator), problem.block_elements, pricing)
     knowledge = gather_knowledge(problem, columns, known_ET, ladders, with_octaves=rules.trims)
     of_units = dict.fromkeys(units(columns), REASON_UNIT)
     unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
@@ -116,7 +115,7 @@ def _survey(problem: PlanningProblem) -> _Survey:
     decoding_EB = _decoding(columns, ladders, pricing)
     candidates = find_candidates(columns, cost_EB, knowledge, whole_ET, ladders, pricing, decoding_EB)
     sample_E, side_E = _sample_costs(problem), _side_costs(problem)
-    full_E = full_costs(candidates, sample_E) + originals_cost(candidates) + side_E + _least_of_unread(problem)
+    full_E = full_costs(candidates, sample_E) + side_E + _least_of_unread(problem)
     return _Survey(columns, knowledge, rules, candidates, reasons, sample_E, side_E, full_E)
 
 
@@ -136,6 +135,18 @@ def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[n
                 seconds = pricing.of_decoding(source, source.last_level, 1).sum()
                 decoding_EB[e, inside] = seconds * n_B / n_B.sum()
     return decoding_EB
+
+
+def _decoding_seconds(candidates: Candidates, selection: Selection) -> float:
+    """Seconds to decode what is selected, with all threads; none where only bytes count."""
+    extra_EB = candidates.extra_price_EB
+    if extra_EB is None:
+        return 0.0
+    seconds_EB = np.where(selection.level_EB > 0, extra_EB, 0.0)
+    for (e, t), ladder in candidates.ladders.items():
+        inside = candidates.columns.of_tensor(t)
+        seconds_EB[e, inside] = ladder.decoding_at(selection.level_EB[e, inside])
+    return float(seconds_EB.sum())
 
 
 def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
@@ -202,19 +213,11 @@ class Ranking:
         return int(self.survey.full_E.sum())
 
     def select(self, budget_bytes: int) -> Selection:
-        """The longest prefix that costs no more, indices included.
-
-        By time, if that is everything or as much as is asked for, what is left pays for originals.
-        """
+        """The longest prefix that costs no more, indices included."""
         survey, side_bytes = self.survey, int(self.survey.side_E.sum())
         prefix_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
-        sample_E = survey.sample_E
-        found = take_prefix(survey.candidates, self.items, self.order_I, sample_E, prefix_bytes - side_bytes)
-        found = replace(found, planned_E=found.planned_E + survey.side_E)
-        is_enough = found.next_item is None or prefix_bytes < budget_bytes
-        if self.problem.speeds is None or not is_enough:
-            return found
-        return take_originals(survey.candidates, found, budget_bytes - found.planned_bytes)
+        found = take_prefix(survey.candidates, self.items, self.order_I, survey.sample_E, prefix_bytes - side_bytes)
+        return replace(found, planned_E=found.planned_E + survey.side_E)
 
     def cheapest_bytes(self) -> int:
         """The least budget whose expected error is at most `options.target_error`.
@@ -269,7 +272,7 @@ class Ranking:
             planned_bytes=selection.planned_bytes,
             full_cost_bytes=self.full_cost_bytes,
             recipe=problem.recipe,
-            models=planned_models(problem, survey.full_E, selection.planned_E, survey.side_E, tensors),
+            models=planned_models(problem, survey.full_E, selection.planned_E, survey.side_E),
             tensors=tensors,
             fallbacks=(
                 *unread_fallbacks(problem, budget_bytes),
@@ -300,7 +303,7 @@ class Ranking:
         if speeds is None:
             return None
         reading = selection.planned_bytes * speeds.seconds_per_byte
-        decoding = decoding_seconds(self.survey.candidates, selection)
+        decoding = _decoding_seconds(self.survey.candidates, selection)
         return TimePrice(speeds, Duration(three_digits(reading), three_digits(decoding)))
 
     def read_cost_E(self, plan: Plan, runs: Mapping[str, Runs]) -> NDArray[np.int64]:
@@ -326,8 +329,6 @@ def _cost_of(access: Access, candidates: Candidates, e: int, t: int) -> NDArray[
         return np.where(level_B > 0, cost_B, 0)
     for start, stop, level in access.levels:
         level_B[start:stop] = level
-    for start, stop in access.originals:
-        level_B[start:stop] = ORIGINAL_LEVEL
     return ladder.cost_at(level_B)
 
 

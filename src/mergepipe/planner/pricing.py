@@ -15,7 +15,7 @@ from mergepipe.readers.base import Graded
 class Pricing:
     """The price of a byte, and of decoding, in one unit; by bytes decoding is free and nothing but bytes is known.
 
-    `is_time`: the unit is a second, and what an expert was packed from is worth a look.
+    `is_time`: the unit is a second.
     """
 
     price_of_byte: float = 1.0

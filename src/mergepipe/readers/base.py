@@ -164,10 +164,6 @@ class KeptAsItIs(Protocol):
     def entry(self) -> TensorEntry: ...
 
 
-ORIGINAL_LEVEL = 127
-"""In place of a level: what is read is not the encoded tensor but its original, see `Graded.find_original`."""
-
-
 @runtime_checkable
 class Graded(Protocol):
     """A computed tensor of which less can be read for fewer bytes, by levels: small numbers above 0.
@@ -209,10 +205,6 @@ class Graded(Protocol):
         """Elements no smaller than the `kept`-th largest |delta|; None where levels do not tell these from others."""
         ...
 
-    def find_original(self) -> TensorEntry | None:
-        """The same tensor as it was before it was encoded, if that is still at hand: the same bits."""
-        ...
-
 
 class EncodedSide(Protocol):
     """What a checkpoint of encoded tensors keeps beside them: an index that is read when it is first needed."""
@@ -242,15 +234,6 @@ class EncodedSide(Protocol):
 
     @property
     def index_file(self) -> Path: ...
-
-    @property
-    def found_original(self) -> Checkpoint | None:
-        """What `find_original` found, if it was asked."""
-        ...
-
-    def find_original(self) -> Checkpoint | None:
-        """What was encoded, if it is still at hand, unchanged; only headers are read."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,10 @@ _DIGEST_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DeltaMark:
-    """`base` identifies the base (32 hex digits); `full` names the tensors that are stored as weights after all.
-
-    Law: `mark_of(m.to_metadata()) == m`.
-    """
+    """`base` identifies the base (32 hex digits); `full` names the tensors that are stored as weights after all."""
 
     base: str
     full: frozenset[str] = frozenset()
-
-    def to_metadata(self) -> dict[str, str]:
-        """The entries of the file's metadata."""
-        return {KIND_KEY: DELTA_KIND, BASE_KEY: self.base, FULL_KEY: json.dumps(sorted(self.full), allow_nan=False)}
 
 
 def mark_of(metadata: Mapping[str, str], path: Path) -> DeltaMark | None:

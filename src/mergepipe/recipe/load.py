@@ -53,17 +53,9 @@ def reload_recipes(text: str, located: Mapping[str, Path]) -> tuple[Recipe, ...]
     return _load(parse_documents(Path.cwd() / "recipe", text), located)
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read and validate the only recipe in `path`. Raises as `load_recipes` does."""
-    return _only(load_recipes(path))
-
-
 def reload_recipe(text: str, located: Mapping[str, Path]) -> Recipe:
     """Read the only recipe that was stored as text, as `reload_recipes`; intermediate models are located by name."""
-    return _only(reload_recipes(text, located))
-
-
-def _only(recipes: tuple[Recipe, ...]) -> Recipe:
+    recipes = reload_recipes(text, located)
     if len(recipes) > 1:
         where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
         raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))

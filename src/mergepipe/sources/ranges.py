@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from mergepipe.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.budget import Purpose
 from mergepipe.cost import block_cost_bytes
 from mergepipe.errors import CorruptError
-from mergepipe.readers.base import Readable, TensorEntry
+from mergepipe.readers.base import TensorEntry
 from mergepipe.storage.base import RangeFile
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 
@@ -66,28 +65,3 @@ def decoded_into(raw: NDArray[np.uint8], code: int, out: NDArray[np.float32]) ->
 def whole_cost_bytes(entries: Sequence[TensorEntry]) -> int:
     """Bytes requested to read each of the entries in full on its own, in whole pages."""
     return sum(block_cost_bytes(entry, Span(0, entry.n_elements)) for entry in entries)
-
-
-class SpanReader(Protocol):
-    """Gives the bytes of a span of one tensor, in the tensor's dtype."""
-
-    def __call__(self, span: Span, purpose: Purpose) -> NDArray[np.uint8]: ...
-
-
-def reader_of(tensor: Readable, files: Mapping[Path, RangeFile]) -> SpanReader:
-    """Read any tensor span by span; safe to call from many threads. Holds what its `Fetch` keeps."""
-    if isinstance(tensor, TensorEntry):
-        entry = tensor
-
-        def read(span: Span, purpose: Purpose) -> NDArray[np.uint8]:
-            return read_span(entry, span, files, purpose)
-
-        return read
-    fetch, itemsize = tensor.opened(files), tensor.dtype.itemsize
-
-    def compute(span: Span, purpose: Purpose) -> NDArray[np.uint8]:
-        out = np.empty(span.n_elements * itemsize, np.uint8)
-        fetch(span, out, purpose)
-        return out
-
-    return compute

@@ -135,7 +135,3 @@ class TrainingCheckpoint:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of state it holds, in order of first appearance."""
         return tuple(dict.fromkeys(kind for _, kind in self.states))
-
-    def step_of(self, parameter: str) -> AdamStep | None:
-        """The step counter that serves a parameter; None for a frozen one."""
-        return next((s for s in self.steps if parameter in s.parameters), None)

@@ -39,7 +39,6 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
     metadata = read_dcp_metadata(store, skeleton.path)
     linked = _relink(metadata, skeleton, moved, home)
     steps = choose_steps(assignment)
-    files = list_skeleton(skeleton)
     return CompositionPlan(
         assignment,
         steps,
@@ -48,10 +47,9 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
             FilePlan(f.name, (Literal(InertPickler().dump(metadata)),))
             if f.name == METADATA_NAME
             else patched_file(f.name, f.path, f.size_bytes, ())
-            for f in files
+            for f in list_skeleton(skeleton)
             if f.path not in linked.own_files
         ),
-        files,
         linked.files,
     )
 

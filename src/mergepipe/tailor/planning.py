@@ -34,7 +34,6 @@ class CompositionPlan:
     steps: tuple[StepChoice, ...]
     staleness: tuple[UnitStaleness, ...]
     files: tuple[FilePlan, ...]
-    skeleton_files: tuple[SkeletonFile, ...]
     linked_files: tuple[Path, ...] = ()  # files that the composite points into without copying them
 
     @property
@@ -67,7 +66,7 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     overlay = overlay_state(store, assignment, list_skeleton(assignment.skeleton))
     plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
     _check_all_used(patches.by_file, overlay.files)
-    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans, overlay.files)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans)
 
 
 class PatchCollector:

@@ -53,7 +53,7 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
     steps = choose_steps(assignment, [group.names for group in groups])
     work = _Work(store, assignment, zero, overlay, groups, steps, world_size)
     plans = sorted([*work.other_files(), *work.optimizer_files()], key=lambda plan: plan.name)
-    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans), overlay.files)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)

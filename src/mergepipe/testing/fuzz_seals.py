@@ -53,8 +53,7 @@ def _digest_plan(document: dict[str, Any]) -> None:
 def _digest_manifest(document: dict[str, Any]) -> None:
     identity = {key: document[key] for key in ("version", "recipe", "seed", "files")}
     document["sid"] = digest_of(identity)
-    if document["format"] != "mergepipe-manifest/1":  # which had none
-        _digest_all(document)
+    _digest_all(document)
 
 
 def _digest_all(document: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import yaml
 
 from mergepipe.plan_reading import parse_plan
-from mergepipe.sources.delta_record import RECORD_FORMAT
 from mergepipe.tailor.save_log import SaveRecord, start_line
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, layer
 from mergepipe.testing.disk_families import write_sharded, write_single
@@ -83,7 +82,7 @@ PLAN_WORDS = (
     b"expert",
     b"base",
     b"format",
-    b"mergepipe-plan/2",
+    b"mergepipe-plan/3",
     b",",
     b"@",
 )
@@ -163,17 +162,6 @@ def plans(folder: Path) -> tuple[bytes, ...]:
         found.append(mergepipe.plan(recipe, budget, home=folder / "home").to_json())
         parse_plan(found[-1])
     return tuple(found)
-
-
-def delta_record() -> bytes:
-    """The record of a delta checkpoint."""
-    tensor = {
-        "name": "a", "dtype": "BF16", "shape": [2, 3], "form": "delta", "stored_dtype": "F32", "differing": 0,
-        "worst": 0.0, "blake3": "0" * 32,
-    }  # fmt: skip
-    full = {**tensor, "name": "b", "form": "full", "stored_dtype": "BF16"}
-    document = {"format": RECORD_FORMAT, "base": "b", "base_digest": "1" * 32, "expert": "e", "tensors": [tensor, full]}
-    return json.dumps(document).encode()
 
 
 def fast_tokenizers() -> tuple[bytes, ...]:

@@ -21,7 +21,6 @@ from mergepipe.readers.inert_pickle import load_inert
 from mergepipe.readers.safetensors import read_header
 from mergepipe.readers.torch_weights import read_torch_weights
 from mergepipe.sources.adapter import open_adapter
-from mergepipe.sources.delta_record import record_of_json
 from mergepipe.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.opening import open_training_checkpoint
@@ -116,15 +115,13 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
 def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     """Plans, manifests, journals, tables of digests, statistics: what MergePipe wrote itself."""
     plans = Shape(seeds.plans(folder / "planned"), seals.seal_plan, words=seeds.PLAN_WORDS, is_json=True)
-    kept = tuple((golden / f"manifest-{n}" / "mergepipe.json").read_bytes() for n in (1, 2))
-    manifests = Shape(kept, seals.seal_manifest, is_json=True)
+    manifests = Shape(((golden / "manifest-3" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
     return (
         Target("plan", parse_plan, plans),
         Target("manifest", manifest_of_json, manifests),
         _journal_target(folder),
         _table_target(),
         _statistics_target(),
-        Target("delta-record", lambda raw: record_of_json(raw, FILE), Shape((seeds.delta_record(),), is_json=True)),
     )
 
 

@@ -50,7 +50,6 @@ class Alignment:
     lender: int
     files: Mapping[str, bytes]
     dropped: tuple[DroppedTokens, ...]
-    n_aligned: int  # tensors that are not as stored
     digest: str
 
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -98,7 +97,6 @@ def align_vocabulary(
         lender,
         MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, joining)),
         tuple(_dropped(vocabularies, output)),
-        sum(isinstance(tensor, GatheredRows) for tensors in replaced for tensor in tensors.values()),
         _digest(output, replaced),
     )
 

@@ -262,16 +262,13 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
     access, model = tensor.access[e], reasons.names[e]
     if access is None:
         return
-    in_part = joined((*((start, stop) for start, stop, _ in access.levels), *access.originals))
+    in_part = joined((start, stop) for start, stop, _ in access.levels)
     in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
     if in_full:
         yield BlockUse(model, READ, format_runs(in_full), reasons.read)
     for level in sorted({level for _, _, level in access.levels}):
         runs = joined((start, stop) for start, stop, own in access.levels if own == level)
         yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reasons.read}")
-    if access.originals:
-        why = f"faster than its packed form; {reasons.read}"
-        yield BlockUse(model, f"{READ} from the original", format_runs(access.originals), why)
     for source in sorted({source for _, _, source in access.shared}):
         runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
         yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))

@@ -57,17 +57,9 @@ def _changed(path: Path) -> MergePipeError:
 
 
 def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Path, FileFingerprint]]:
-    for checkpoint in (each for given in checkpoints for each in _read_of(given)):
+    for checkpoint in checkpoints:
         for file in checkpoint.files:
             yield checkpoint.root / file.name, file
-
-
-def _read_of(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """The checkpoint, and what it was packed from if that may have been read as well."""
-    yield checkpoint
-    original = None if checkpoint.encoded is None else checkpoint.encoded.found_original
-    if original is not None:
-        yield original
 
 
 def allow_open_files(count: int) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from mergepipe.deltastore.codec.levels import Level
 from mergepipe.plan import Access
 
-WHOLE, ORIGINAL = "whole", "original"
-NAMES = (*(level.name.lower().replace("_", " ") for level in Level if Level.NOTHING < level < Level.LOSSLESS), WHOLE,
-         ORIGINAL)  # fmt: skip
+WHOLE = "whole"
+NAMES = (*(level.name.lower().replace("_", " ") for level in Level if Level.NOTHING < level < Level.LOSSLESS), WHOLE)
 
 
 def level_name(level: int) -> str:
@@ -25,8 +24,5 @@ def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
         found[WHOLE] += access.n_blocks
         for start, stop, level in access.levels:
             found[level_name(level)] += stop - start
-            found[WHOLE] -= stop - start
-        for start, stop in access.originals:
-            found[ORIGINAL] += stop - start
             found[WHOLE] -= stop - start
     return tuple((name, found[name]) for name in NAMES if found[name])

@@ -25,6 +25,7 @@ from mergepipe.manifest import (
     FileRecord,
     InputRecord,
     Manifest,
+    SmallFileRecord,
     record_of,
 )
 from mergepipe.operators.registry import operator_named
@@ -45,7 +46,6 @@ from mergepipe.workflows.along import Along, AlongPlan, Candidate, along_plan, r
 from mergepipe.workflows.checking import sidecar_bytes
 from mergepipe.workflows.coverage import coverage_of
 from mergepipe.workflows.executing import Earlier, Execution, Made
-from mergepipe.workflows.fastest_forms import in_fastest_form
 from mergepipe.workflows.inputs import check_unchanged, open_files
 from mergepipe.workflows.manifest_records import (
     file_records,
@@ -60,7 +60,6 @@ from mergepipe.workflows.recording import CatalogLink, StatisticsRecorder, known
 from mergepipe.workflows.resuming import MergeProgress, Resume, run_key
 from mergepipe.workflows.reusing import Snapshots, candidates
 from mergepipe.workflows.sidecars import sidecar_contents
-from mergepipe.workflows.speeds import BY_BYTES, PriceRequest
 from mergepipe.workflows.works import merge_work
 from mergepipe.writer import INDEX_NAME, index_json, table_of
 
@@ -75,8 +74,7 @@ class MergeSettings:
     what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
     `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on. An `overlay` stores only
     blocks that differ from the base; it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed
-    into `pack` on the way; for that all is read: nothing is reused, nor resumed. With a `pricing` by time a merge in
-    full reads each packed expert in the form that is faster.
+    into `pack` on the way; for that all is read: nothing is reused, nor resumed.
     """
 
     engine: EngineOptions
@@ -91,7 +89,6 @@ class MergeSettings:
     overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
-    pricing: PriceRequest = BY_BYTES
 
 
 def run_merge(
@@ -101,9 +98,6 @@ def run_merge(
     store = LocalStore()
     with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
         inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
-        speeds = settings.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
-        if speeds is not None:
-            inputs = in_fastest_form(inputs, speeds, store, settings.allow_dropped)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)
 
 
@@ -286,7 +280,7 @@ class _Run:
             recorder.flush()
         if overlay is not None:
             self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, made, self._manifest(made, ids, progress), overlay)
+        return self._write_small_files(directory, made, ids, progress, overlay)
 
     def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
         if not self._settings.overlay:
@@ -295,18 +289,21 @@ class _Run:
         return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
 
     def _write_small_files(
-        self, directory: Path, made: Made, unfinished: Manifest, overlay: OverlayWriter | None
+        self,
+        directory: Path,
+        made: Made,
+        ids: Mapping[int, str],
+        progress: MergeProgress,
+        overlay: OverlayWriter | None,
     ) -> Manifest:
         """Write all that holds no tensors, the manifest last; return it as it was written."""
+        blocks = table_of(self._output.shards, made.digests).to_bytes()
+        unfinished = self._manifest(made, ids, progress, record_of(BLOCKS_NAME, blocks))
         contents = {**sidecar_contents(self._inputs, self._store, unfinished), **made.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
-        blocks = table_of(self._output.shards, made.digests).to_bytes()
-        manifest = replace(
-            unfinished,
-            blocks=record_of(BLOCKS_NAME, blocks),
-            sidecars=tuple(record_of(name, content) for name, content in sorted(contents.items())),
-        )
+        sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
+        manifest = replace(unfinished, sidecars=sidecars)
         if overlay is not None:
             manifest, contents = as_overlay(manifest, contents, overlay.table)
         small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
@@ -381,7 +378,9 @@ class _Run:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
-    def _manifest(self, made: Made, ids: Mapping[int, str], progress: MergeProgress) -> Manifest:
+    def _manifest(
+        self, made: Made, ids: Mapping[int, str], progress: MergeProgress, blocks: SmallFileRecord
+    ) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
             version=mergepipe.__version__,
@@ -406,6 +405,7 @@ class _Run:
                 **reuse_facts(made, usage),
                 **_earlier_run_facts(progress),
             },
+            blocks=blocks,
         )
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:

@@ -287,7 +287,7 @@ def small_files(overlay: Overlay) -> dict[str, bytes]:
         NotFoundError, StorageError: one cannot be read.
     """
     records = [record for record in overlay.manifest.sidecars if record.name.startswith(_PREFIX)]
-    records += [overlay.manifest.blocks] if overlay.manifest.blocks is not None else []
+    records.append(overlay.manifest.blocks)
     contents = {}
     for record in records:
         content = read_small_file(overlay.path / record.name, record.size_bytes)

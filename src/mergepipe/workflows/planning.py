@@ -16,7 +16,6 @@ from mergepipe.catalog.rows import Evidence
 from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
 from mergepipe.plan import Plan, PlannedModel
 from mergepipe.plan_reading import parse_plan
-from mergepipe.planner.assembly import bindings
 from mergepipe.planner.planning import rank_blocks
 from mergepipe.planner.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
 from mergepipe.prices import Speeds
@@ -201,7 +200,7 @@ def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
     bound = zip(plan.models, inputs.checkpoints, strict=True)
-    problems = [problem for model, found in bound for problem in (*_changes(model, found), *_moved(model, found))]
+    problems = [problem for model, found in bound for problem in _changes(model, found)]
     if _vocabulary(inputs) != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
         problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
@@ -224,17 +223,6 @@ def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
         for name in sorted(now.keys() | then.keys())
         if now.get(name) != then.get(name)
     ]
-
-
-def _moved(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
-    """The original of a packed expert, if the plan reads it and it is not where and what it was."""
-    if model.original is None:
-        return ()
-    original = None if found.encoded is None else found.encoded.find_original()
-    if original is not None and bindings(original) == model.original.files:
-        return ()
-    message = f"'{model.model}' was packed from it, the plan reads it as well, and it is gone or has changed"
-    return (Problem("plan.input-changed", model.original.path, message, "make the plan again (`mergepipe plan`)"),)
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

@@ -124,7 +124,7 @@ def _small_files(found: Examination) -> dict[str, bytes]:
     if not wanted:
         return {}
     inputs = open_recorded(manifest, LocalStore())
-    bare = replace(manifest, blocks=None, sidecars=())
+    bare = replace(manifest, sidecars=())
     contents = sidecar_contents(inputs, LocalStore(), bare)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
@@ -260,7 +260,7 @@ def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
     """Write the table of block digests again where it is damaged, once all blocks are what the roots say."""
     found = examine(path, engine.threads, None)
     record = found.manifest.blocks
-    if record is None or not any(each.kind == "blocks-file" for each in found.damages):
+    if not any(each.kind == "blocks-file" for each in found.damages):
         return 0
     blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in found.scan.blocks)
     headers = tuple(header for header in found.scan.headers if header is not None)

@@ -22,7 +22,7 @@ from mergepipe.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expe
 from mergepipe.plan import Plan, PlannedTensor
 from mergepipe.publish import CONTENT_NAME, Staging
 from mergepipe.read_account import ReadAccount, ReadTotals, read_totals
-from mergepipe.readers.base import ORIGINAL_LEVEL, Readable, TensorEntry, Unchanged
+from mergepipe.readers.base import Readable, TensorEntry, Unchanged
 from mergepipe.recipe.tasks import MergeTask
 from mergepipe.storage import owned
 from mergepipe.storage.output import sync_directory
@@ -373,7 +373,6 @@ def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
             continue
         read = (block for start, stop in access.blocks for block in range(start, stop))
         levels = {block: level for start, stop, level in access.levels for block in range(start, stop)}
-        levels |= {block: ORIGINAL_LEVEL for start, stop in access.originals for block in range(start, stop)}
         spans = defaultdict[int, list[Span]](list)
         for block in (block for block in read if block not in reused):
             spans[levels.get(block, 0)].append(grid.span(block))

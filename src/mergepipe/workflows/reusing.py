@@ -213,7 +213,7 @@ def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> Bloc
     """A table as the manifest records it."""
     path = directory / name
     raw = read_small(path, BLOCK_TABLE_BYTES)
-    records = (*manifest.sidecars, *((manifest.blocks,) if manifest.blocks else ()))
+    records = (*manifest.sidecars, manifest.blocks)
     if not any(record.name == name and record.blake3 == blake3(raw).hexdigest(16) for record in records):
         raise CorruptError.of("reuse.table", path, "is not what the manifest records", "`mergepipe repair` it")
     return block_table_of(raw, path, n_files, [element_count(tensor.shape) for tensor in manifest.tensors])

@@ -135,8 +135,8 @@ def _is_contained(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def read_table(directory: Path, manifest: Manifest) -> BlockTable | None:
-    """The digests of all blocks; None for a snapshot of format 1, which has none.
+def read_table(directory: Path, manifest: Manifest) -> BlockTable:
+    """Read the digests of all blocks.
 
     Raises:
         CorruptError: `blocks.*`: it is not what the manifest says.
@@ -144,8 +144,6 @@ def read_table(directory: Path, manifest: Manifest) -> BlockTable | None:
         UnsupportedError: `blocks.newer`.
     """
     record = manifest.blocks
-    if record is None:
-        return None
     path = directory / record.name
     raw = read_small_file(path, record.size_bytes)
     table = block_table_of(raw, path, len(manifest.files), [element_count(t.shape) for t in manifest.tensors])

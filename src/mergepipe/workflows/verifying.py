@@ -107,8 +107,7 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
         table = read_table(path, manifest)
     except (CorruptError, NotFoundError) as error:
         record = manifest.blocks
-        if record is not None:
-            damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
+        damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
     layout = layout_of(manifest, path / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
     store, done = LocalStore(), [0]
     total = sum(tensor.nbytes for tensor in layout.tensors)
@@ -277,9 +276,7 @@ def _index_trouble(path: Path, manifest: Manifest) -> str:
 
 
 def _strangers(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that the merge did not write. A snapshot of format 1 does not tell which small files are its own."""
-    if manifest.blocks is None:
-        return
+    """Files that the merge did not write."""
     known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
     known |= {MANIFEST_NAME, manifest.blocks.name}
     known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
