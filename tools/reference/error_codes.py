@@ -13,10 +13,9 @@ from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 
-from tools.reference import cell, row, table
-
 from mergepipe import errors
 from mergepipe.errors import MergePipeError
+from tools.reference import cell, row, table
 
 _CODE = re.compile(r"^[a-z][a-z0-9_]*([-.][a-z0-9_]+)*$")
 _SHOWN_MESSAGES = 2

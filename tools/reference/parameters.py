@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tools.reference import row, table
-
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
+from tools.reference import row, table
 
 _BASE = {
     BaseRole.REQUIRED: "required",
