@@ -423,11 +423,13 @@ def _assigned(function: Function, name: str) -> list[ast.expr]:
 @cache
 def _assignments(function: Function) -> dict[str, list[ast.expr]]:
     values: dict[str, list[ast.expr]] = defaultdict(list)
-    for node in ast.walk(function):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(target, ast.Name):
-                values[target.id].append(node.value)
-            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                for each, value in zip(target.elts, node.value.elts, strict=False):
+    for statement in ast.walk(function):
+        if not isinstance(statement, ast.Assign):
+            continue
+        for target in statement.targets:
+            if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+                for each, value in zip(target.elts, statement.value.elts, strict=False):
                     values[_name(each)].append(value)
+            else:
+                values[_name(target)].append(statement.value)
     return dict(values)
