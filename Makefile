@@ -144,7 +144,7 @@ lint: $(VENV)/.lint
 
 # Strict: a broken link, a missing anchor or a page outside the navigation fails it.
 docs: $(DOCS_VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
 
 reference: $(VENV)/.package
 	$(BIN)/python -m tools.reference docs/reference
