@@ -66,10 +66,10 @@ def _entry(name: str, value: object) -> list[str]:
 def _declaration(name: str, value: object) -> list[str]:
     short = name.rpartition(".")[2]
     if inspect.isclass(value):
-        fields = getattr(value, "__dataclass_fields__", None)
-        if fields is None:
+        fields = [each for each in getattr(value, "__dataclass_fields__", {}).values() if not each.name.startswith("_")]
+        if not fields:
             return [f"class {short}"]
-        return [f"class {short}:", *(f"    {field.name}: {field.type}" for field in fields.values())]
+        return [f"class {short}:", *(f"    {each.name}: {each.type}" for each in fields)]
     if not callable(value):
         return [short]
     signature = inspect.signature(value)
