@@ -197,7 +197,7 @@ class Plan:
     reuse: tuple[ReusedSnapshot, ...] = ()
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
     price: TimePrice | None = None
-    error_is_least: bool = False  # only a part of what is lost is in it: docs/internals/formats/plan.md
+    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost: see docs/format/plan.md
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
