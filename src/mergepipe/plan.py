@@ -256,7 +256,7 @@ class Plan:
         )
 
     def to_json(self) -> bytes:
-        """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
+        """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
         return (json.dumps(self.content(), indent=1, ensure_ascii=False) + "\n").encode()
 
     def content(self) -> dict[str, object]:

@@ -50,6 +50,19 @@ def read(raw, *, code):
     return Rules(code, "file").check(raw)
 
 
+class Codes:
+    key: str
+    hint: str
+
+
+CODES = Codes("field.key", "write it again")
+
+
+def take(codes: Codes, fields, key):
+    if key not in fields:
+        raise CorruptError.of(codes.key, key, "a field is missing", codes.hint)
+
+
 def choose(value):
     kind = "hole" if value else "overlap"
     raise UnsupportedError.of(f"{PREFIX}.{kind}", value, "rows must touch")
@@ -69,6 +82,7 @@ def load(raw):
     )
     entries = error_codes(source)
     assert {code: (entry.classes, entry.messages) for code, entry in entries.items()} == {
+        "field.key": ({"CorruptError"}, ["a field is missing"]),
         "header.row": ({"CorruptError"}, ["row … is empty"]),
         "index.row": ({"CorruptError"}, ["row … is empty"]),
         "table.hole": ({"UnsupportedError"}, ["rows must touch"]),

@@ -192,7 +192,7 @@ def _exits(code: str, entry: Entry) -> str:
 
 def _messages(entry: Entry) -> str:
     general = [_meaning(CLASSES[name]) for name in sorted(entry.classes)]
-    shown = list(dict.fromkeys(each for each in entry.messages if each.strip("… "))) or general
+    shown = list(dict.fromkeys(each for each in entry.messages if _says_something(each))) or general
     return "; or: ".join(shown[:_SHOWN_MESSAGES]) + ("; or others" if len(shown) > _SHOWN_MESSAGES else "")
 
 
@@ -258,7 +258,7 @@ class _Search:
             return
         own = self._text(site.module, site.scope, site.message)
         for code, caller in self._values(site.module, site.scope, site.code, frozenset()):
-            yield code, own if own.strip("… ") else self._told(caller) or self._described(site)
+            yield code, own if _says_something(own) else self._told(caller) or self._described(site)
 
     def _told(self, caller: Caller | None) -> str:
         """The message that a caller gives together with the code."""
@@ -266,7 +266,7 @@ class _Search:
             return ""
         module, call = caller
         texts = [self._text(module, module.scopes[call], each) for each in call.args]
-        return max((each for each in texts if each.strip("… ") and not _CODE.match(each)), key=len, default="")
+        return max((each for each in texts if _says_something(each) and not _CODE.match(each)), key=len, default="")
 
     def _described(self, site: Site) -> str:
         """The first line of the nearest docstring, for an error whose message is worked out."""
@@ -295,7 +295,18 @@ class _Search:
             case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
                 owner = next(each for each in reversed(scope) if isinstance(each, ast.ClassDef))
                 return self._given(module, owner, attribute.removeprefix("_"), seen)
+            case ast.Attribute(value=holder, attr=attribute):
+                for home, record in self._defined(_annotation(scope, holder)):
+                    if attribute in _parameters(record):
+                        return self._given(home, record, attribute, seen)
         raise UnknownCodeError(f"{module.path}:{value.lineno}: the code {ast.unparse(value)} is not followed")
+
+    def _defined(self, name: str) -> Iterator[tuple[Module, ast.ClassDef]]:
+        """Classes of that name, each after the module in which it is."""
+        for module in self.modules:
+            for node in module.tree.body:
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    yield module, node
 
     def _named(
         self, module: Module, scope: tuple[Function, ...], name: str, value: ast.expr, seen: frozenset[Parameter]
@@ -326,7 +337,8 @@ class _Search:
             if given is None or caller.scopes[call][-1:] == (function,):
                 continue
             found = self._values(caller, caller.scopes[call], given, seen | {parameter})
-            values += [(text, inner or (caller, call)) for text, inner in found]
+            own = None if isinstance(function, ast.ClassDef) else (caller, call)
+            values += [(text, inner or own) for text, inner in found]
         return values
 
     def _may_call(self, caller: Module, module: Module, function: Function) -> bool:
@@ -397,6 +409,23 @@ def _raised_with(function: ast.AST, call: ast.Call) -> set[str]:
         for given in each.args
         if isinstance(given, ast.Starred) and _name(given.value) in names
     }
+
+
+def _says_something(message: str) -> bool:
+    """Whether a message has words of its own beside what is worked out."""
+    return any(each.isalpha() for each in message)
+
+
+def _annotation(scope: tuple[Function, ...], holder: ast.expr) -> str:
+    """The class that annotates a parameter, or the parameter from which an attribute of `self` is set."""
+    name = _name(holder).removeprefix("_") if isinstance(holder, ast.Attribute) else _name(holder)
+    for function in reversed(scope):
+        methods = [each for each in ast.walk(function) if isinstance(each, ast.FunctionDef)]
+        for each in [function, *methods] if isinstance(function, ast.FunctionDef) else methods:
+            for given in (*each.args.args, *each.args.kwonlyargs):
+                if given.arg == name and given.annotation is not None:
+                    return _name(given.annotation)
+    return ""
 
 
 def _is_relay(call: ast.Call) -> bool:
