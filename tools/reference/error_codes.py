@@ -192,12 +192,12 @@ def _exits(code: str, entry: Entry) -> str:
 
 def _messages(entry: Entry) -> str:
     general = [_meaning(CLASSES[name]) for name in sorted(entry.classes)]
-    shown = list(dict.fromkeys(each for each in entry.messages if _says_something(each))) or general
+    shown = list(dict.fromkeys(entry.messages or general or ["…"]))
     return "; or: ".join(shown[:_SHOWN_MESSAGES]) + ("; or others" if len(shown) > _SHOWN_MESSAGES else "")
 
 
-Caller = tuple[Module, ast.Call]
-"""A call that gives a code, after the module in which it stands."""
+Caller = tuple[Module, ast.Call, Function]
+"""A call that gives a code: its module, the call, and the function that is called."""
 
 
 class _Search:
@@ -219,7 +219,7 @@ class _Search:
                 if not _CODE.match(code):
                     raise UnknownCodeError(f"{site.module.path}:{site.code.lineno}: {code!r} is no code")
                 entries[code].classes |= set(site.classes)
-                entries[code].messages.append(message)
+                entries[code].messages += [message] if message else []
         return dict(entries)
 
     def _sites(self) -> Iterator[Site]:
@@ -257,21 +257,28 @@ class _Search:
         if isinstance(site.code, ast.Attribute) and site.code.attr in _RELAYED and _name(site.code.value) != "self":
             return
         own = self._text(site.module, site.scope, site.message)
-        for code, caller in self._values(site.module, site.scope, site.code, frozenset()):
-            yield code, own if _says_something(own) else self._told(caller) or self._described(site)
+        values = self._values(site.module, site.scope, site.code, frozenset())
+        paired = self._paired(site)
+        for index, (code, caller) in enumerate(values):
+            message = paired[index] if len(paired) == len(values) else own
+            yield code, message if _says_something(message) else self._told(caller)
+
+    def _paired(self, site: Site) -> list[str]:
+        """The messages of a place where code and message are chosen together, in the order of the choices."""
+        if not isinstance(site.message, ast.Name) or not site.scope:
+            return []
+        assigned = _assigned(site.scope[-1], site.message.id)
+        return [self._text(site.module, site.scope, each) for each in assigned]
 
     def _told(self, caller: Caller | None) -> str:
         """The message that a caller gives together with the code."""
         if caller is None:
             return ""
-        module, call = caller
-        texts = [self._text(module, module.scopes[call], each) for each in call.args]
-        return max((each for each in texts if _says_something(each) and not _CODE.match(each)), key=len, default="")
-
-    def _described(self, site: Site) -> str:
-        """The first line of the nearest docstring, for an error whose message is worked out."""
-        documented = (ast.get_docstring(each) for each in reversed(site.scope if site.classes else ()))
-        return next((each.partition("\n")[0] for each in documented if each), "")
+        module, call, function = caller
+        names = _parameters(function)
+        given = _argument(call, names.index("message"), "message") if "message" in names else None
+        message = self._text(module, module.scopes[call], given)
+        return message if _says_something(message) else ""
 
     def _values(
         self, module: Module, scope: tuple[Function, ...], value: ast.expr, seen: frozenset[Parameter]
@@ -337,7 +344,7 @@ class _Search:
             if given is None or caller.scopes[call][-1:] == (function,):
                 continue
             found = self._values(caller, caller.scopes[call], given, seen | {parameter})
-            own = None if isinstance(function, ast.ClassDef) else (caller, call)
+            own = None if isinstance(function, ast.ClassDef) else (caller, call, function)
             values += [(text, inner or own) for text, inner in found]
         return values
 
@@ -360,8 +367,9 @@ class _Search:
                 return self._text(module, scope, left) + self._text(module, scope, right)
             case ast.Name(id=name):
                 assigned = [each for function in reversed(scope) for each in _assigned(function, name)]
-                if assigned and not any(_mentions(each, name) for each in assigned):
-                    return self._text(module, scope, assigned[0])
+                before = [each for each in assigned if each.lineno < value.lineno and not _mentions(each, name)]
+                if before:
+                    return self._text(module, scope, before[-1])
         return "…"
 
 
