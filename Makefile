@@ -5,6 +5,7 @@ VENV := .venv
 PEER_VENV := .venv-peer
 TRAIN_VENV := .venv-train
 WHEEL_VENV := .venv-wheel
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -32,7 +33,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint bench clean
+.PHONY: help demo test test-slow test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -45,6 +46,8 @@ help:
 	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
 	@echo "make smoke-frameworks  one such proof of each kind, in a minute"
 	@echo "make lint        ruff and mypy"
+	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
+	@echo "make reference   write the pages of docs/reference that come from the code"
 	@echo "make bench       measure against the I/O floor, and against mergekit if test-peers installed it"
 	@echo "make clean       remove environments, demo and caches"
 
@@ -91,6 +94,12 @@ $(TRAIN_VENV)/.train: requirements/train.txt pyproject.toml
 	@DS_BUILD_OPS=0 $(TRAIN_PIP) --no-build-isolation $(DEEPSPEED) $(TORCH)
 	@touch $@
 
+$(DOCS_VENV)/.docs: requirements/docs.txt
+	$(call MAKE_VENV,$(DOCS_VENV))
+	@echo "installing mkdocs into $(DOCS_VENV)"
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
 # --- what to run ---
 
 demo: $(VENV)/.package
@@ -131,13 +140,20 @@ smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)
 
 lint: $(VENV)/.lint
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/mypy src tests benchmarks examples
+	$(BIN)/ruff check src tests tools benchmarks examples
+	$(BIN)/ruff format --check src tests tools benchmarks examples
+	$(BIN)/mypy src tests tools benchmarks examples
+
+# Strict: a broken link, a missing anchor or a page outside the navigation fails it.
+docs: $(DOCS_VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --clean
+
+reference: $(VENV)/.package
+	$(BIN)/python -m tools.reference docs/reference
 
 bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(DOCS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -110,7 +110,7 @@ def _row(runs: Sequence[MethodRun]) -> tuple[str, ...]:
 
 
 def to_markdown(runs: Sequence[MethodRun], memory: str) -> str:
-    """The table for docs/benchmarks.md."""
+    """The table for docs/internals/benchmarks.md."""
     names = list(dict.fromkeys(run.name for run in runs))
     rows = [_row([run for run in runs if run.name == name]) for name in names]
     loads = sorted(run.load for run in runs)

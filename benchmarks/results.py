@@ -152,7 +152,7 @@ def _lines(path: str) -> list[str]:
 
 
 def to_markdown(rows: Sequence[Row], machine: Machine, title: str) -> str:
-    """The table for docs/benchmarks.md."""
+    """The table for docs/internals/benchmarks.md."""
     about = f"{title}; {machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, Linux {machine.kernel}"
     lines = [f"{about}, Python {machine.python}.", "", _markdown_line(COLUMNS), "|" + "---|" * len(COLUMNS)]
     return "\n".join([*lines, *(_markdown_line(cells(row)) for row in rows)]) + "\n"

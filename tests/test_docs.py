@@ -30,7 +30,12 @@ def table(text: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def recipes() -> str:
-    return (DOCS / "recipes.md").read_text(encoding="utf-8")
+    return (DOCS / "guide" / "recipes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def parameters() -> str:
+    return (DOCS / "reference" / "parameters.md").read_text(encoding="utf-8")
 
 
 def default_text(spec: ParameterSpec) -> str:
@@ -72,9 +77,9 @@ BASE_TEXT = {
 }
 
 
-def test_recipes_doc__states_the_catalogue(recipes: str) -> None:
-    assert table(section(recipes, "Parameters")) == parameter_rows()
-    assert table(section(recipes, "Operators")) == [
+def test_parameters_doc__states_the_catalogue(parameters: str) -> None:
+    assert table(section(parameters, "Parameters")) == parameter_rows()
+    assert table(section(parameters, "Operators")) == [
         [f"`{spec.name}`", spec.title, BASE_TEXT[spec.base_role], models_text(spec)] for spec in OPERATORS.values()
     ]
 

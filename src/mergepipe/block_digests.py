@@ -42,7 +42,7 @@ class BlockTable:
     tensors: tuple[tuple[bytes, ...], ...]
 
     def to_bytes(self) -> bytes:
-        """The side file (`docs/format/blocks.md`)."""
+        """The side file (`docs/internals/formats/blocks.md`)."""
         blocks = [block for tensor in self.tensors for block in tensor]
         head = _HEAD.pack(_MAGIC, BLOCKS_VERSION, DIGEST_BYTES, len(self.headers), len(blocks))
         return b"".join((head, _BLOCK_ELEMENTS.pack(self.block_elements), *self.headers, *blocks))

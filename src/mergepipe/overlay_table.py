@@ -57,7 +57,7 @@ class OverlayTable:
     places: tuple[BlockPlace, ...]
 
     def to_bytes(self) -> bytes:
-        """The side file (`docs/format/overlay.md`)."""
+        """The side file (`docs/internals/formats/overlay.md`)."""
         files = canonical_json([list(astuple(file)) for file in self.files])
         head = _HEAD.pack(_MAGIC, OVERLAY_VERSION, len(self.files), len(self.places), len(files), self.stored_bytes)
         return b"".join((head, files, *(_ROW.pack(place.source, place.offset) for place in self.places)))

@@ -202,5 +202,5 @@ def interrupt(root: Path, arguments: list[str], until: str) -> float:
 
 
 def show(what: str, figures: Figures) -> None:
-    """For `pytest -s`: the figures of docs/reliability.md."""
+    """For `pytest -s`: the figures of docs/internals/reliability.md."""
     print(f"{what}: {figures.seconds:.1f} s, {figures.grown_bytes / 2**20:.0f} MiB of addresses taken")

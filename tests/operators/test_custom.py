@@ -161,7 +161,8 @@ def test_check_operator__finds_what_depends_on_omission() -> None:
 
 
 def test_operators_doc__names_every_operator_with_its_defaults_and_shows_one_that_works() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "reference" / "operators.md").read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip(" `"): line for line in text.splitlines() if line.startswith("| `")}
     assert set(rows) == set(OPERATORS)
     inherited = {"dare_ties": "dare_linear", "breadcrumbs_ties": "breadcrumbs", "della_linear": "della"}
@@ -169,9 +170,10 @@ def test_operators_doc__names_every_operator_with_its_defaults_and_shows_one_tha
         shown = rows[name] + rows.get(inherited.get(name, ""), "")
         named = [p for p in spec.parameters if not p.ignored]
         assert [p.name for p in named if f"`{p.name}`" not in shown] == []
-    example = text.split("```python\n")[1].split("```")[0]
+    guide = (docs / "guide" / "own-operators.md").read_text(encoding="utf-8")
+    example = guide.split("```python\n")[1].split("```")[0]
     try:
-        exec(compile(example, "docs/operators.md", "exec"), {})
+        exec(compile(example, "docs/guide/own-operators.md", "exec"), {})
         assert OPERATORS["median"].title == "Median of the deltas."
     finally:
         remove_operator("median")

@@ -17,7 +17,7 @@ from mergepipe.recipe.schema import recipe_schema, schema_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 VALIDATOR = Draft202012Validator(recipe_schema())
-IN_DOCS = re.findall(r"```yaml\n(.*?)```", (DOCS / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
+IN_DOCS = re.findall(r"```yaml\n(.*?)```", (DOCS / "guide" / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
 GOOD = [LINEAR, TIES, DARE, SLERP_OF_MODELS, SLERP, STACK, TOKENS, *CHAIN.split("---\n"), *IN_DOCS]
 
 

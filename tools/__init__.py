@@ -1,0 +1,1 @@
+"""What the repository needs and users do not: pages written from the code."""

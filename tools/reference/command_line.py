@@ -1,0 +1,84 @@
+"""The page of the command line: every command with its arguments and options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tools.reference import cell, row, table
+
+_HEAD = """# Command line
+
+Every command has `--help`. Paths in a recipe are relative to the recipe. Errors are lines on standard error with a
+stable code in brackets ([errors](errors.md)), and the exit code tells their class.
+
+"""
+_DEFAULT = re.compile(r"\s*\[(default: .*|required)\]$")
+
+
+def command_line_page() -> str:
+    """Return the page, one section a command, in the order of `mergepipe --help`."""
+    from mergepipe.cli.app import build_command
+
+    commands = list(_commands(build_command(), "mergepipe"))
+    contents = [f"- [`{path}`](#{path.replace(' ', '-')}): {_summary(command)}" for path, command in commands]
+    return _HEAD + "\n".join([*contents, "", *(line for each in commands for line in _section(*each))])
+
+
+def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{path} {name}")
+        elif not command.hidden:
+            yield f"{path} {name}", command
+
+
+def _summary(command: Any) -> str:
+    return str(command.help).split("\n\n")[0].replace("\n", " ").strip()
+
+
+def _section(path: str, command: Any) -> list[str]:
+    shown = [param for param in command.params if not getattr(param, "hidden", False)]
+    arguments = [param for param in shown if param.param_type_name == "argument"]
+    options = [param for param in shown if param.param_type_name == "option"]
+    usage = " ".join([path, *(_argument_name(each) for each in arguments), "[OPTIONS]" if options else ""]).strip()
+    lines = [f"## {path}", "", "```text", usage, "```", "", *_paragraphs(command), ""]
+    if arguments:
+        lines += [*table("argument", "meaning"), *(_argument(each) for each in arguments), ""]
+    if options:
+        lines += [*table("option", "default", "meaning"), *(_option(each) for each in options), ""]
+    return lines
+
+
+def _paragraphs(command: Any) -> list[str]:
+    paragraphs = str(command.help).strip().split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs).splitlines()
+
+
+def _argument_name(argument: Any) -> str:
+    name = str(argument.metavar or argument.name).upper().rstrip(".") + ("..." if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _argument(argument: Any) -> str:
+    return row(f"`{_argument_name(argument)}`", cell(_DEFAULT.sub("", argument.help or "")))
+
+
+def _option(option: Any) -> str:
+    names = "/".join([*option.opts, *option.secondary_opts])
+    value = "" if option.is_flag else f" {option.metavar or option.name.upper()}"
+    return row(f"`{names}{value}`", _default(option), cell(_DEFAULT.sub("", option.help or "")))
+
+
+def _default(option: Any) -> str:
+    written = _DEFAULT.search(option.help or "")
+    if written:
+        return cell(written[1].removeprefix("default: "))
+    if option.required:
+        return "required"
+    if option.is_flag:
+        return "on" if option.default is True else "off" if option.default is False else ""
+    if option.multiple or option.default is None or callable(option.default):
+        return "may be repeated" if option.multiple else ""
+    return f"`{option.default}`"
