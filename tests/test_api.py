@@ -59,6 +59,7 @@ EXIT_CODES = {
     "StorageError": 8,
     "ConflictError": 9,
     "LimitError": 10,
+    "PublishedError": 11,
     "InterruptedRunError": 130,
 }
 
@@ -153,7 +154,8 @@ def test_reports__keep_their_fields() -> None:
     assert [field.name for field in dataclasses.fields(reports.MergeReport)] == [
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
-        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed",
+        "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
+        "forgiven_expert_bytes",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

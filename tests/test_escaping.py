@@ -19,7 +19,7 @@ from mergepipe.escaping import yaml_scalar as scalar
 
 SRC = Path(__file__).resolve().parent.parent / "src" / "mergepipe"
 HOSTILE = 'a\u202eb\u2028c\x1b[31md\ne\x85f`g|h<i>&"j\\k\x00l\u2066m\x9bn\r\to*p[bold]q#r\U000e0001s'
-PASSED_ON = {"workflows/sidecars.py", "vocabulary/extending.py", "readers/strict_json.py"}  # documents of others
+PASSED_ON = {"readers/config_json.py", "vocabulary/extending.py", "readers/strict_json.py"}  # documents of others
 
 any_text = st.text(st.characters(exclude_categories=[]), max_size=40)  # surrogates too
 

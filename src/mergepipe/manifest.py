@@ -111,7 +111,7 @@ class Coverage:
 class Manifest:
     """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
 
-    `plan` is the whole plan of a merge under a budget (`docs/format.md`, Plan): its runs of blocks are the touch map.
+    `plan` is the whole plan of a merge under a budget: its runs of blocks are the touch map.
     `blocks` is the table of block digests and `sidecars` are the other small files.
 
     Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.

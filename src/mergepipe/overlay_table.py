@@ -82,7 +82,6 @@ def overlay_table_of(raw: bytes, where: object, block_bytes: Sequence[int]) -> O
         raise UnsupportedError.of("overlay.newer", where, message, "use a newer version of MergePipe")
     if 0 < version < OVERLAY_VERSION:
         message = f"its version is {version}, {OVERLAY_VERSION} is known"
-        message = f"its version is {version}, {OVERLAY_VERSION} is known"
         raise UnsupportedError.of("overlay.older", where, message, _HINT)
     rows_start = _HEAD.size + files_bytes
     if version < 1 or n_blocks != len(block_bytes) or len(raw) != rows_start + n_blocks * _ROW.size:

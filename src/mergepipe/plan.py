@@ -186,7 +186,7 @@ class Plan:
     reuse: tuple[ReusedSnapshot, ...] = ()
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
     price: TimePrice | None = None
-    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost: see docs/format/plan.md
+    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -245,7 +245,7 @@ class Plan:
         )
 
     def to_json(self) -> bytes:
-        """Readable JSON (`docs/format/plan.md`; `schemas/plan.schema.json`)."""
+        """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
         return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def content(self) -> dict[str, object]:

@@ -53,7 +53,6 @@ MODELS = (
     ("expert/tokenizer.json", "merge tokenizers.yml again"),
     ("expert/model-00002-of-00002.safetensors", "analyze base expert"),
     ("expert/generation_config.json", "pack base expert --out again"),
-    ("expert/model-00002-of-00002.safetensors", "delta base expert --out again"),
     ("expert/tokenizer_config.json", "run plan.json again"),
     ("adapter/adapter_config.json", "merge adapter.yml again"),
     ("plain.yml", "merge plain.yml again"),

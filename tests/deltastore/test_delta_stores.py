@@ -437,7 +437,7 @@ def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:
 
 
 def test_format__an_index_row_has_the_documented_size() -> None:
-    document = Path(__file__).resolve().parents[2] / "docs" / "format" / "delta-store.md"
+    document = Path(__file__).resolve().parents[2] / "docs" / "internals" / "formats" / "delta-store.md"
     text = document.read_text(encoding="utf-8")
     assert f"{ROW_BYTES} bytes a block" in text
     for name in OWN_NAMES:

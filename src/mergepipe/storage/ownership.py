@@ -30,7 +30,7 @@ OWNER_NAME = "owner.json"
 ACCOUNT_NAME = "reads"
 RECORD_FORMAT = "mergepipe-staging/1"
 _NEW_NAME = f"{OWNER_NAME}.new"
-_HEAD = json.dumps({"format": RECORD_FORMAT}).encode()[:-1]
+_HEAD = json.dumps({"format": RECORD_FORMAT}, allow_nan=False).encode()[:-1]
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
 
@@ -126,7 +126,7 @@ def write_owner(directory: Path, output: str) -> None:
     new = directory / _NEW_NAME
     with contextlib.suppress(FileNotFoundError):
         remove_file(new)
-    write_file(new, json.dumps(content).encode())
+    write_file(new, json.dumps(content, allow_nan=False).encode())
     rename(new, directory / OWNER_NAME)
     sync_folder(directory)
 
