@@ -86,15 +86,19 @@ def test_read_small__asks_for_no_more_than_the_limit_of_a_file_that_grows(
     path.write_bytes(b"12")
     requested: list[int] = []
 
-    def pread(_descriptor: int, nbytes: int, _offset: int) -> bytes:
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
         requested.append(nbytes)
-        return bytes(nbytes)
+        content = read(descriptor, nbytes, offset)
+        with path.open("ab") as stream:
+            stream.write(b"345")
+        return content
 
+    read = os.pread
     monkeypatch.setattr(os, "pread", pread)
     with pytest.raises(CorruptError, match="at most 8") as caught:
         read_small(path, 8)
     assert caught.value.code == "storage.too-large"
-    assert sum(requested) <= 9
+    assert requested == [2, 3, 3]
 
 
 def test_read_small__names_what_is_not_there(tmp_path: Path) -> None:

@@ -199,19 +199,6 @@ def test_keeping__commands_name_the_input_of_another_version(bench: Bench, chang
     assert bench.digest("first") == before
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_merge__takes_no_changed_original_for_what_was_packed(bench: Bench, change: str) -> None:
-    stores = bench.folder / "stores"
-    mergepipe.pack(bench.folder / "base", [bench.folder / "expert1"], stores)
-    packed = Recipe("task_arithmetic", experts=(1,))
-    bench.scratch(packed, "plain", catalog=False)
-    path = bench.write(packed)
-    path.write_text(path.read_text().replace('"expert1"', '"stores/expert1"'))
-    CHANGES[change](bench.only_file("expert1"))
-    mergepipe.merge(path, bench.folder / "out", home=bench.home, reuse=False, price="time", storage_speed="1GB/s")
-    assert bench.digest("out") == bench.digest("plain")
-
-
 @pytest.mark.parametrize("time", [-(10**18) - 1, -1, 10**19 + 1])
 def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):

@@ -91,7 +91,7 @@ def open_regular(path: Path) -> int:
 def read_small(path: Path, limit_bytes: int) -> bytes:
     """Read a whole regular file of at most `limit_bytes`; a larger one is refused before anything is read.
 
-    Memory: the size of the file, at most `limit_bytes + 1`.
+    Memory: the size of the file, at most `limit_bytes`.
 
     Raises:
         NotFoundError: `storage.not-found`.
@@ -124,13 +124,16 @@ def read_descriptor(descriptor: int, path: Path, limit_bytes: int) -> bytes:
             raise too_large(path, size_bytes, limit_bytes)
         parts: list[bytes] = []
         done = 0
-        # One byte more than it had: a file that grows meanwhile is not taken for whole.
-        while part := os.pread(descriptor, min(size_bytes - done, _LARGEST_READ_BYTES) + 1, done):
+        while done < size_bytes:
+            part = os.pread(descriptor, min(size_bytes - done, _LARGEST_READ_BYTES), done)
+            if not part:
+                break
             parts.append(part)
             done += len(part)
-            if done > limit_bytes:
-                raise too_large(path, done, limit_bytes)
-            size_bytes = max(size_bytes, done)
+            if done == size_bytes:  # a file that grew meanwhile is not taken for whole
+                size_bytes = os.fstat(descriptor).st_size
+            if size_bytes > limit_bytes:
+                raise too_large(path, size_bytes, limit_bytes)
     except OSError as error:
         raise os_error(error, path, "reading it") from error
     return parts[0] if len(parts) == 1 else b"".join(parts)
