@@ -103,7 +103,7 @@ $(DOCS_VENV)/.docs: requirements/docs.txt
 # --- what to run ---
 
 demo: $(VENV)/.package
-	@$(BIN)/python examples/demo.py .demo
+	@PYTHONPATH=tests $(BIN)/python examples/demo.py .demo
 
 test: $(VENV)/.test
 	$(PYTEST) -n 2 -m "not peer and not slow"
@@ -120,7 +120,7 @@ test-wheel: $(VENV)/.package
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps build/wheel/*.whl
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/*.whl
-	cd tests/wheel && $(abspath $(WHEEL_VENV))/bin/python every_command.py
+	PYTHONPATH=tests $(WHEEL_VENV)/bin/python tests/wheel/every_command.py
 
 test-peers: $(VENV)/.test $(PEER_VENV)/.peer
 	MERGEPIPE_REQUIRE_PEERS=1 $(PYTEST) -m peer tests/peer
@@ -131,7 +131,7 @@ test-faults: $(VENV)/.test
 
 # A million inputs, most of them wrong: FUZZ_INPUTS, FUZZ_SEED and FUZZ_MINUTES change the run.
 test-fuzz: $(VENV)/.test
-	$(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
+	PYTHONPATH=tests $(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) tests/tailor tests/train

@@ -16,7 +16,7 @@ import yaml
 from benchmarks.cold import make_cold
 from benchmarks.make_family import SHAPES, FamilyRequest, ensure_family
 from benchmarks.process import ProcessCost, measure
-from mergepipe.testing.families import FamilyPaths
+from support.families import FamilyPaths
 
 OURS = Path(".venv/bin/mergepipe")
 GROWTH = (2, 4, 8, 12, 16, 20)

@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, Span
-from mergepipe.budget import Purpose
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.core.blocks import BF16, Span
+from mergepipe.deltastore.band_sample import choose_bands
+from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.bytewise import decode_bytewise, encode_bytewise
-from mergepipe.deltastore.codec.decoding import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.encoding import encode_bands
+from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level
-from mergepipe.deltastore.opening import open_store
-from mergepipe.deltastore.packed import PackedTensor
-from mergepipe.deltastore.sampling import choose_bands
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.storage.base import RangeFile
+from mergepipe.deltastore.tensor import PackedTensor
+from mergepipe.jobs.pack import pack
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.families import FamilyPaths, FamilyShape, write_family
-from mergepipe.workflows.inputs import open_files
-from mergepipe.workflows.packing import pack
+from support.families import FamilyPaths, FamilyShape, write_family
 
 # Six of the 28 layers of Qwen3-0.6B with a fifth of its vocabulary: the same tensors, the same share of embeddings.
 SLICE = FamilyShape(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16
+from mergepipe.core.blocks import BF16
 from mergepipe.engine.reductions import make_reduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Scalar
 from mergepipe.operators.catalogue import OPERATORS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe.errors import MergePipeError
-from mergepipe.testing.families import (
+from support.families import (
     DEMO,
     QWEN3_0_6B,
     TINY,

@@ -22,7 +22,7 @@ from benchmarks.process import ProcessCost, measure
 from benchmarks.recipes import Case, cases
 from benchmarks.results import COLUMNS, Row, Run, cells, summarise, this_machine, to_json, to_markdown
 from mergepipe.errors import MergePipeError
-from mergepipe.testing.families import family_bytes
+from support.families import family_bytes
 
 OURS = Path(".venv/bin/mergepipe")
 PEER_VENV = Path(".venv-peer")

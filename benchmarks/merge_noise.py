@@ -16,8 +16,8 @@ from benchmarks.fidelity_points import OPERATORS
 from benchmarks.fidelity_results import mean_loss
 from benchmarks.heldout import Heldout, heldout_losses, read_heldout
 from benchmarks.packed_merging import BUDGET_OPERATORS
-from mergepipe import session
-from mergepipe.testing.families import FamilyPaths, family_paths
+from mergepipe import api as session
+from support.families import FamilyPaths, family_paths
 
 _FULL = "full"
 

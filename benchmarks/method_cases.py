@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 from safetensors.numpy import save_file
 
-from mergepipe.testing.families import FamilyPaths
-from mergepipe.testing.family_shapes import FamilyShape
+from support.families import FamilyPaths
+from support.family_shapes import FamilyShape
 
 RANK = 16
 NEW_TOKENS = 64

@@ -27,13 +27,13 @@ from benchmarks.deltastore import SLICE
 from benchmarks.fidelity_points import OPERATORS
 from benchmarks.fidelity_results import mean_loss
 from benchmarks.heldout import Heldout, heldout_losses, read_heldout
-from mergepipe import session
-from mergepipe.budget import Purpose
+from mergepipe import api as session
+from mergepipe.jobs.pack import pack
+from mergepipe.jobs.plan import PACKED_BLOCK_ELEMENTS
 from mergepipe.reports import MergeReport
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
-from mergepipe.testing.families import QWEN3_0_6B, FamilyPaths, family_paths, write_family
-from mergepipe.workflows.packing import pack
-from mergepipe.workflows.planning import PACKED_BLOCK_ELEMENTS
+from support.families import QWEN3_0_6B, FamilyPaths, family_paths, write_family
 
 RATES = (100e6, 250e6, 500e6, 1e9, math.inf)
 BUDGETS = (0.025, 0.05, 0.1, 0.15, 0.25, 1.0)

@@ -24,13 +24,13 @@ from benchmarks.trained_family import (
     request_of,
     train_family,
 )
-from mergepipe import session
-from mergepipe.deltastore.opening import open_store
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe import api as session
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.deltastore.checkpoint import open_store
+from mergepipe.jobs.pack import pack
 from mergepipe.storage.local import LocalStore
-from mergepipe.workflows.inputs import open_files
-from mergepipe.workflows.packing import pack
 
 RATES = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4)
 STEPS = (30, 100, 300)

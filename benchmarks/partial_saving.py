@@ -102,7 +102,7 @@ def _train(request: Request, strategy: str, work: Path) -> None:
     trainer = _trainer(request, work / "run", last, saves_itself=strategy == _FULL)
     full_saves = _watch_full_saves(trainer)
     if strategy != _FULL:
-        train: Any = import_module("mergepipe.train")
+        train: Any = import_module("mergepipe.tailor.saving")
         trainer.add_callback(train.PartialCheckpointCallback(request.every, _strategy(strategy, trainer.model)))
     started = time.perf_counter()
     trainer.train()
@@ -159,7 +159,7 @@ def _deepspeed() -> dict[str, Any]:
 
 
 def _strategy(name: str, model: Any) -> Any:
-    train: Any = import_module("mergepipe.train")
+    train: Any = import_module("mergepipe.tailor.saving")
     if name == "parity":
         return train.Parity()
     if name == "filter":
@@ -195,7 +195,7 @@ def _sync(path: Path) -> None:
 
 
 def _partial_saves(run: Path) -> list[tuple[int, float, float]]:
-    journal: Any = import_module("mergepipe.train.journal")
+    journal: Any = import_module("mergepipe.tailor.saving.save_journal")
     records = [record for record in journal.read_journal(run).records if not record.is_full]
     return [(record.saved_bytes, record.seconds, record.seconds) for record in records]
 

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
-from mergepipe.budget_request import ShareBudget
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.planner.planning import plan_merge
-from mergepipe.planner.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
-from mergepipe.readers.base import Checkpoint, TensorEntry
-from mergepipe.recipe.model import ModelInput, Recipe
-from mergepipe.recipe.resolve import resolve
-from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.planning.budget import ShareBudget
+from mergepipe.planning.planner import plan_merge
+from mergepipe.planning.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
+from mergepipe.recipes.parse.recipe import ModelInput, Recipe
+from mergepipe.recipes.resolve.resolution import resolve
 
 CASES = (
     ("task_arithmetic", Policy.NORM),

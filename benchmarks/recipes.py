@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from mergepipe.testing.families import FamilyPaths
+from support.families import FamilyPaths
 
 DENSITY = 0.2
 

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.cold import make_cold
-from mergepipe import keeping, session
+from mergepipe import api as keeping
+from mergepipe import api as session
 from mergepipe.reports import MergeReport
-from mergepipe.testing.families import write_family
-from mergepipe.testing.family_shapes import QWEN3_0_6B
+from support.families import write_family
+from support.family_shapes import QWEN3_0_6B
 
 RECIPE = """\
 merge_method: task_arithmetic

@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks import tiny_lm
 from benchmarks.local_text import gather
 from mergepipe.tailor import api
-from mergepipe.tailor.compose import CompositionReport
-from mergepipe.train.journal import LOG_NAME, read_journal
+from mergepipe.tailor.composition.compose import CompositionReport
+from mergepipe.tailor.saving.save_journal import LOG_NAME, read_journal
 
 _SHAPE = tiny_lm.LmShape(vocab=1024, hidden=96, layers=8, kv_heads=2, head_dim=24, intermediate=256, context=64)
 _WINDOW_TOKENS, _BATCH, _HELDOUT_WINDOWS = 64, 8, 96
@@ -199,7 +199,7 @@ class Experiment:
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.add_callback(_steering(transformers.TrainerCallback, saved_at, last))
         if strategy:
-            train: Any = import_module("mergepipe.train")
+            train: Any = import_module("mergepipe.tailor.saving")
             trainer.add_callback(
                 train.PartialCheckpointCallback(self._setting.every, _strategy(train, strategy, model))
             )

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.report.units import format_bytes, format_rate, format_seconds
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.families import DEMO, FamilyPaths, family_paths, write_family
+from support.families import DEMO, FamilyPaths, family_paths, write_family
 
 N_EXPERTS = 3
 PARAMETERS = {

@@ -9,7 +9,7 @@ import pytest
 
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
-from mergepipe.recipe.load import RECIPE_KEYS, load_recipes
+from mergepipe.recipes.parse.recipe_files import RECIPE_KEYS, load_recipes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

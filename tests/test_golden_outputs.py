@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from golden_outputs import RECORD, all_digests
+from support.golden_outputs import RECORD, all_digests
 
 
 def test_golden_outputs__every_job_gives_the_recorded_bytes(tmp_path: Path) -> None:

@@ -16,16 +16,17 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 LAYERS = (
     {"errors"},
-    {"blocks", "budget", "canonical", "json_fields", "outcome", "prices", "sizes", "bounds", "escaping"},
-    {"operators", "kernels", "storage", "statistics", "budget_request"}
-    | {"block_digests", "manifest", "manifest_reading", "overlay_table", "plan", "plan_reading"},
-    {"recipe", "readers", "catalog", "writer", "overlay_writer", "journal", "read_account", "cost", "deltastore"}
-    | {"sources", "vocabulary"},
-    {"engine", "planner", "tailor", "publish"},
-    {"asked"},
-    {"report", "reports", "workflows", "train"},
-    {"session"},
-    {"keeping"},
+    {"core"},
+    {"storage"},
+    {"kernels", "operators"},
+    {"checkpoints"},
+    {"recipes", "catalog", "snapshots", "deltastore"},
+    {"reports"},
+    {"planning", "engine", "tailor"},
+    {"options"},
+    {"runs"},
+    {"jobs"},
+    {"api"},
     {"cli", "__main__"},
 )
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from sys import modules
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mergepipe import tailor
+    from mergepipe.api import (
+        analyze,
+        catalog_stats,
+        check,
+        diff,
+        explain,
+        gc,
+        lineage,
+        materialise,
+        merge,
+        plan,
+        rebuild_catalog,
+        repair,
+        replay,
+        run,
+        show,
+        snapshots,
+        store_plan,
+        sweep,
+        verify,
+    )
     from mergepipe.catalog.catalog import Catalog
     from mergepipe.errors import MergePipeError
-    from mergepipe.keeping import diff, gc, materialise, repair, replay, verify
+    from mergepipe.jobs.pack import pack
+    from mergepipe.jobs.unpack import unpack
     from mergepipe.operators.custom import operator
-    from mergepipe.plan import Plan
+    from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
@@ -24,23 +44,6 @@ if TYPE_CHECKING:
         SweepReport,
         UnpackReport,
     )
-    from mergepipe.session import (
-        analyze,
-        catalog_stats,
-        check,
-        explain,
-        lineage,
-        merge,
-        plan,
-        rebuild_catalog,
-        run,
-        show,
-        snapshots,
-        store_plan,
-        sweep,
-    )
-    from mergepipe.workflows.packing import pack
-    from mergepipe.workflows.unpacking import unpack
 
 __version__ = "0.1.0"
 __all__ = [
@@ -90,47 +93,35 @@ _HOMES = {
     "MergePipeError": "errors",
     "MergeReport": "reports",
     "PackReport": "reports",
-    "Plan": "plan",
+    "Plan": "planning.plan",
     "Progress": "reports",
     "SnapshotReport": "reports",
     "SweepReport": "reports",
     "UnpackReport": "reports",
-    "analyze": "session",
-    "catalog_stats": "session",
-    "check": "session",
-    "diff": "keeping",
-    "explain": "session",
-    "gc": "keeping",
-    "lineage": "session",
-    "materialise": "keeping",
-    "merge": "session",
+    "analyze": "api",
+    "catalog_stats": "api",
+    "check": "api",
+    "diff": "api",
+    "explain": "api",
+    "gc": "api",
+    "lineage": "api",
+    "materialise": "api",
+    "merge": "api",
     "operator": "operators.custom",
-    "pack": "workflows.packing",
-    "plan": "session",
-    "rebuild_catalog": "session",
-    "repair": "keeping",
-    "replay": "keeping",
-    "run": "session",
-    "show": "session",
-    "snapshots": "session",
-    "store_plan": "session",
-    "sweep": "session",
-    "unpack": "workflows.unpacking",
-    "verify": "keeping",
+    "pack": "jobs.pack",
+    "plan": "api",
+    "rebuild_catalog": "api",
+    "repair": "api",
+    "replay": "api",
+    "run": "api",
+    "show": "api",
+    "snapshots": "api",
+    "store_plan": "api",
+    "sweep": "api",
+    "unpack": "jobs.unpack",
+    "verify": "api",
 }
 _PACKAGES = ("tailor",)
-
-
-class _Facade(ModuleType):
-    """The package, in which a public function keeps its name where a module is called the same."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            return  # importing `mergepipe.plan` would put the module in the place of the function
-        super().__setattr__(name, value)
-
-
-modules[__name__].__class__ = _Facade
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from mergepipe.recipe.tasks import DroppedTensor
+from mergepipe.recipes.resolve.tasks import DroppedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_checkpoints import metadata_of
+from mergepipe.checkpoints.formats.adapter_config import AdapterConfig, read_adapter_config
+from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.readers.adapter_config import AdapterConfig, read_adapter_config
-from mergepipe.readers.delta_mark import DeltaMark, mark_of
-from mergepipe.sources.opening import open_model
+from mergepipe.runs.models import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
-from mergepipe.testing.safetensors_bytes import file_bytes, record
-from mergepipe.testing.stores import InMemoryStore, MetadataStore
-from mergepipe.testing.torch_bytes import Call, torch_bytes
-from mergepipe.testing.torch_bytes import Named as GlobalName
+from support.delta_checkpoints import metadata_of
+from support.safetensors_bytes import file_bytes, record
+from support.stores import InMemoryStore, MetadataStore
+from support.torch_bytes import Call, torch_bytes
+from support.torch_bytes import Named as GlobalName
 
 T = TypeVar("T")
 

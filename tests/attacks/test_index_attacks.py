@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.directory import MAX_PROBLEMS, open_checkpoint
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.readers.hf import MAX_PROBLEMS, open_checkpoint
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
-from mergepipe.testing.safetensors_bytes import file_bytes, honest_file
-from mergepipe.testing.stores import MetadataStore
+from support.safetensors_bytes import file_bytes, honest_file
+from support.stores import MetadataStore
 
 INDEX = "model.safetensors.index.json"
 A, B = "a.safetensors", "b.safetensors"

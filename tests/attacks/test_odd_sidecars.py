@@ -9,7 +9,7 @@ import pytest
 from odd_models import CHANGES, FILES, ODD, RECIPES, odd_content, write_models
 
 from mergepipe.cli import main
-from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 
 KINDS = (*ODD, *CHANGES)
 NAMES = (*FILES, "chat_template.jinja", "model.safetensors.index.json")

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.cli.sweep import _check_page
+from mergepipe.cli.commands.sweep import _check_page
 from mergepipe.errors import MergePipeError, OutputError
-from mergepipe.publish import CONTENT_NAME, staging_directory
+from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
-from mergepipe.storage.ownership import OWNER_NAME, write_owner
-from mergepipe.testing.disk_families import tree_digest, weights_digest
-from mergepipe.testing.families import TINY, write_family
-from mergepipe.testing.faults import replaced, system_error
+from mergepipe.storage.owner import OWNER_NAME, write_owner
+from support.disk_families import tree_digest, weights_digest
+from support.families import TINY, write_family
+from support.faults import replaced, system_error
 
 RECIPE = """\
 merge_method: linear

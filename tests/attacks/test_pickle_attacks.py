@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.formats.inert_pickle import PickleLimits, load_inert
+from mergepipe.checkpoints.formats.torch_zip import StoredTensor, read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.readers.inert_pickle import PickleLimits, load_inert
-from mergepipe.readers.torch_zip import StoredTensor, read_torch_zip, walk_tensors
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.torch_bytes import (
+from support.stores import MetadataStore
+from support.torch_bytes import (
     Call,
     Member,
     Named,

@@ -12,11 +12,11 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from mergepipe.checkpoints.formats.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.readers.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
-from mergepipe.readers.strict_json import MAX_DEPTH, parse_object
-from mergepipe.testing.safetensors_bytes import file_bytes, honest_file, record
-from mergepipe.testing.stores import InMemoryStore
+from support.safetensors_bytes import file_bytes, honest_file, record
+from support.stores import InMemoryStore
 
 PATH = Path("model.safetensors")
 LIBRARY_READ: Callable[[bytes], list[tuple[str, dict[str, object]]]] = safetensors.deserialize

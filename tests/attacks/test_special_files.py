@@ -14,7 +14,7 @@ import pytest
 from odd_models import RECIPES, write_models
 
 from mergepipe.cli import main
-from mergepipe.testing.training_trees import (
+from support.training_trees import (
     decay_groups,
     decoder_shapes,
     known_states,

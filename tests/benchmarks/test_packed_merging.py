@@ -28,9 +28,9 @@ from benchmarks.packed_merging import (
 )
 from safetensors.numpy import save_file
 
-from mergepipe.budget import Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.families import TINY, write_family
+from support.families import TINY, write_family
 
 
 @pytest.fixture(scope="module", name="family")

@@ -11,7 +11,7 @@ from benchmarks.packed_sizes import BUDGETS, Cell, Grid, measure_store, table
 from benchmarks.tiny_lm import LmShape, Schedule
 from benchmarks.trained_family import FamilyError, TrainedRequest, train_family
 
-from mergepipe.testing.families import TINY, write_family
+from support.families import TINY, write_family
 
 pytestmark = pytest.mark.transformers
 

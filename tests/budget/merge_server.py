@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mergepipe import session
+from mergepipe import api as session
 from mergepipe.errors import MergePipeError
-from mergepipe.testing.faults import Fault, drop_from_page_cache, replaced
+from support.faults import Fault, drop_from_page_cache, replaced
 
 MARKER = "/nowhere/mergepipe-trace"
 

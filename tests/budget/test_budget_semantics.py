@@ -13,12 +13,12 @@ from budget_cases import CASES, POLICIES, Setting, make_setting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe import session
-from mergepipe.blocks import BlockGrid
+from mergepipe import api as session
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.access import FREE, source_of_blocks
-from mergepipe.plan import Plan
-from mergepipe.testing.budgets import GRAIN, planned_tensor, tensor_plans
-from mergepipe.testing.disk_families import Model, read_snapshot, weights_digest
+from mergepipe.planning.plan import Plan
+from support.budgets import GRAIN, planned_tensor, tensor_plans
+from support.disk_families import Model, read_snapshot, weights_digest
 
 EVERY_OPERATOR = ("linear", "linear_sum", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
 BASE_ANCHORED = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")

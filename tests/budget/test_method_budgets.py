@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from budget_cases import Setting
 
-from mergepipe.plan import Plan
-from mergepipe.testing.budgets import AWKWARD, make_budget_models
-from mergepipe.testing.disk_families import read_snapshot, weights_digest, write_family
+from mergepipe.planning.plan import Plan
 from mergepipe.testing.oracle import MergeCase
+from support.budgets import AWKWARD, make_budget_models
+from support.disk_families import read_snapshot, weights_digest, write_family
 
 Each = tuple[dict[str, float], dict[str, float], dict[str, float]]
 NOTHING: Each = ({}, {}, {})

@@ -18,10 +18,10 @@ from budget_cases import CASES, POLICIES, Setting, make_setting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.plan import Plan
-from mergepipe.testing.budgets import as_float32, tensor_plans
-from mergepipe.testing.disk_families import read_snapshot
+from mergepipe.planning.plan import Plan
 from mergepipe.testing.oracle import MergeCase
+from support.budgets import as_float32, tensor_plans
+from support.disk_families import read_snapshot
 
 WEIGHTS = st.floats(-2, 2).filter(lambda w: w == 0 or abs(w) > 1e-3)
 BOUNDED = ("linear", "linear_sum", "task_arithmetic")

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tracing import PAGE_BYTES, STRACE, TracedRun, TracedServer, traced_server
 
-from mergepipe import session
-from mergepipe.blocks import BF16
+from mergepipe import api as session
+from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME
-from mergepipe.plan import Plan
-from mergepipe.storage.ownership import ACCOUNT_NAME, OWNER_NAME
-from mergepipe.storage.residency import resident_fraction
-from mergepipe.testing.budgets import (
+from mergepipe.jobs.pack import pack
+from mergepipe.planning.plan import Plan
+from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
+from mergepipe.storage.page_cache import resident_fraction
+from support.budgets import (
     AWKWARD,
     GRAIN,
     TensorPlanOf,
@@ -31,8 +32,7 @@ from mergepipe.testing.budgets import (
     smallest_memory,
     tensor_plans,
 )
-from mergepipe.testing.disk_families import DiskFamily, write_recipe, write_sharded
-from mergepipe.workflows.packing import pack
+from support.disk_families import DiskFamily, write_recipe, write_sharded
 
 BUDGETS = ("0", "4096", "7%", "35%", "80%", "100%")
 

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 from budget_cases import CASES, POLICIES, Setting, make_setting
 
-from mergepipe import session
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
+from mergepipe import api as session
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.migrations import MIGRATIONS
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
-from mergepipe.plan_reading import parse_plan
-from mergepipe.testing.budgets import GRAIN, TensorPlanOf, smallest_memory
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.testing.faults import Fault, replaced, worker_threads
+from mergepipe.planning.plan_json import parse_plan
+from support.budgets import GRAIN, TensorPlanOf, smallest_memory
+from support.disk_families import weights_digest
+from support.faults import Fault, replaced, worker_threads
 
 PLANNER = """
 import sys
-from mergepipe import session
+from mergepipe import api as session
 recipe, home, select = sys.argv[1:]
 print(session.plan(recipe, "35%", select=select, block_elements=16384, home=home).digest)
 """

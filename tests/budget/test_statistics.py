@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe import session
-from mergepipe.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F16, F32, BlockGrid
+from mergepipe import api as session
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F16, F32, BlockGrid
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
+from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
-from mergepipe.testing.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
-from mergepipe.testing.faults import Fault, replaced
-from octaves import decode_octaves
+from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
+from support.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
+from support.faults import Fault, replaced
+from support.octaves import decode_octaves
 
 SMALL_MEMORY = 1_900_000
 DENSITIES = tuple(sorted({*COMMON_DENSITIES, 0.001, 0.37, 1.0}))
@@ -237,7 +237,7 @@ def test_analyze__is_idempotent_and_adds_what_is_missing(tmp_path: Path) -> None
 
 
 def test_analyze__goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergepipe.workflows.recording.BATCH_TENSORS", 4)
+    monkeypatch.setattr("mergepipe.runs.catalog_link.BATCH_TENSORS", 4)
     family = write_family(tmp_path, make_budget_models(3))
     analyze(family, tmp_path / "whole")
     counter = Fault()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.blocks import BF16, BlockGrid
-from mergepipe.manifest import (
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.core.blocks import BF16, BlockGrid
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
     Coverage,
     FileRecord,
@@ -20,8 +22,6 @@ from mergepipe.manifest import (
     RealizedBytes,
     SmallFileRecord,
 )
-from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
-from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
 from mergepipe.storage.file_version import version_of
 
 WEIGHTS_NAME = "model.safetensors"

@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 
 from catalog_cases import NOON, WEIGHTS_NAME, make_manifest, make_statistics
 
-from mergepipe.blocks import BF16
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence
-from mergepipe.readers.base import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.core.blocks import BF16
 
 DENSITIES = (0.1, 1 / 3)
 

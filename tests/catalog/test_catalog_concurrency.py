@@ -19,7 +19,7 @@ from catalog_cases import (
 )
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.readers.base import Checkpoint
+from mergepipe.checkpoints.contract import Checkpoint
 
 _SPAWN = multiprocessing.get_context("spawn")
 _TENSORS = 25

@@ -11,8 +11,8 @@ from catalog_cases import make_checkpoint, make_statistics, publish, reopened, r
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import ModelKind, Staleness
+from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.errors import UnsupportedError
-from mergepipe.readers.base import FileFingerprint
 
 
 def test_register_model__describes_the_checkpoint(tmp_path: Path) -> None:

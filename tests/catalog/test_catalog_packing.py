@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mergepipe.blocks import BlockGrid
 from mergepipe.catalog.packing import CHECKSUM_BYTES, HEADER_BYTES, pack, unpack
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics
 
 
 @st.composite

@@ -16,10 +16,10 @@ from mergepipe.catalog.database import PAGE_BYTES
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import Evidence, ModelRow, SnapshotRow
+from mergepipe.cli.render.catalog import rebuild_table
 from mergepipe.errors import ConflictError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.manifest import MANIFEST_NAME
-from mergepipe.report.catalog_tables import rebuild_table
-from mergepipe.tailor.composite import COMPOSITE_FORMAT
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.tailor.composition.composite import COMPOSITE_FORMAT
 
 
 def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:

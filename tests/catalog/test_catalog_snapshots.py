@@ -16,7 +16,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.manifests import parse_manifest
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.errors import CorruptError, NotFoundError, RecipeError, UnsupportedError
-from mergepipe.manifest import Coverage, Manifest
+from mergepipe.snapshots.manifest import Coverage, Manifest
 
 
 def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from catalog_cases import make_checkpoint, make_statistics, same_bits
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.errors import ConflictError, CorruptError
-from mergepipe.testing.family_shapes import QWEN3_0_6B
+from support.family_shapes import QWEN3_0_6B
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mergepipe.cli import main
-from mergepipe.testing.families import TINY, FamilyPaths, write_family
+from support.families import TINY, FamilyPaths, write_family
 
 RECIPE = """\
 merge_method: {operator}

@@ -13,11 +13,11 @@ import jsonschema
 import pytest
 from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
-from mergepipe import session
+from mergepipe import api as session
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.options import DEFAULT_MIN_DENSITY
-from mergepipe.plan_reading import parse_plan
-from mergepipe.planner.problem import OnOmit, Policy
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.problem import OnOmit, Policy
 
 
 @pytest.fixture

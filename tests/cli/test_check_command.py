@@ -11,7 +11,7 @@ import pytest
 from command_line import Runner, Workplace, make_workplace
 
 from mergepipe.reports import CheckReport
-from mergepipe.testing.families import TINY
+from support.families import TINY
 
 
 @pytest.fixture

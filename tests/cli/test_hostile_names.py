@@ -18,7 +18,7 @@ from command_line import Ran
 from safetensors.numpy import save_file
 
 from mergepipe.cli import main
-from mergepipe.report.sweep_page import sweep_page
+from mergepipe.cli.render.sweep_page import sweep_page
 from mergepipe.reports import SweepPoint, SweepReport
 
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from command_line import Runner, Workplace, make_workplace
 
-from mergepipe.publish import staging_directory
-from mergepipe.testing.faults import Fault, replaced, system_error
-from mergepipe.workflows import resuming
+from mergepipe.runs import resume as resuming
+from mergepipe.snapshots import staging
+from mergepipe.snapshots.staging import staging_directory
+from support.faults import Fault, replaced, system_error
 
 
 @pytest.fixture
@@ -107,13 +108,13 @@ def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monk
     with replaced(os, "ftruncate", Fault(2, system_error(errno.ENOSPC)).wrap):
         ran = run(*merge)
     assert ran.exit_code == 8
-    assert ran.error_lines[-1] == f"error: {resuming.KEPT} [run.kept]"
+    assert ran.error_lines[-1] == f"error: {staging.KEPT} [run.kept]"
     found = run("gc", work.root, "--dry-run")
     assert f"staging {staging_directory(work.out)}" in found.out
     assert "would free" in found.out
     with replaced(os, "ftruncate", Fault(1, KeyboardInterrupt()).wrap):
         ran = run(*merge, "--resume", "--json")
-    assert ran.error_lines == [f"interrupted: nothing was published; {resuming.KEPT}"]
+    assert ran.error_lines == [f"interrupted: nothing was published; {staging.KEPT}"]
     ran = run(*merge, "--resume")
     assert ran.exit_code == 0
     assert "went on with an interrupted run" in ran.out

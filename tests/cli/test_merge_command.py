@@ -13,7 +13,9 @@ import pytest
 from command_line import Runner, Workplace, file_bytes, make_workplace
 
 import mergepipe
-from mergepipe import asked, errors, session
+from mergepipe import api as session
+from mergepipe import errors
+from mergepipe import options as asked
 from mergepipe.reports import MergeReport
 
 
@@ -304,7 +306,7 @@ def test_merge__an_unexpected_failure_is_one_line_and_leaves_nothing(
     def fail(*_arguments: object) -> object:
         raise ZeroDivisionError("by accident")
 
-    monkeypatch.setattr("mergepipe.workflows.merging.sidecar_contents", fail)
+    monkeypatch.setattr("mergepipe.jobs.merge.sidecar_contents", fail)
     before = work.names()
     ran = run("merge", work.recipe, work.out, "--quiet")
     assert ran.exit_code == 70

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.cli.sizes import parse_size
+from mergepipe.core.sizes import MAX_SIZE_BYTES
 from mergepipe.errors import RecipeError
-from mergepipe.sizes import MAX_SIZE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from command_line import Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.cli import main
-from mergepipe.workflows import merging
+from mergepipe.jobs import merge as merging
 
 FULL = Path("/dev/full")
 MERGE = ("merge", "recipe.yml", "out", "--no-catalog")
@@ -122,7 +122,7 @@ def test_merge__that_fails_after_the_commit_says_what_stands(
         elif where == "report":
             patch.setattr(merging, "MergeReport", raising(error))
         else:
-            patch.setattr("mergepipe.report.tables.merge_table", raising(error))
+            patch.setattr("mergepipe.cli.render.merges.merge_table", raising(error))
         assert main(["merge", "recipe.yml", "out", "--home", "home"]) == exit_code
     lines = capsys.readouterr().err
     assert said in lines

@@ -42,7 +42,7 @@ BEFORE_PUBLISHING = [
     ("import", "typer"),
     ("import", "mergepipe.cli.app"),
     ("import", "mergepipe.session"),
-    ("import", "mergepipe.recipe.load"),
+    ("import", "mergepipe.recipes.parse.recipe_files"),
     ("import", "numpy"),
     ("import", "numba"),
     ("import", "mergepipe.engine.pipeline"),

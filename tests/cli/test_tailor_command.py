@@ -8,7 +8,7 @@ import pytest
 from command_line import Runner, finish, start_python
 from test_start_up import LOADED
 
-from mergepipe.testing.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
+from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3
 
 
 @pytest.fixture

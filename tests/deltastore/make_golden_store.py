@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import mergepipe
-from mergepipe.canonical import digest_of
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.header import FORMAT_VERSION, HEADER_NAME
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.testing.safetensors_bytes import file_bytes
+from support.safetensors_bytes import file_bytes
 
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001
 SHAPES = {"a.wide": (1, N_WIDE), "b.norm": (777,), "c.square": (512, 513), "d.wide": (BLOCK_ELEMENTS + 16,)}

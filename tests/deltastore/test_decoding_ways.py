@@ -12,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.core.blocks import BF16
+from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.decoding import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.encoding import encode_bands
+from mergepipe.deltastore.codec.bit_spread import HAS_SPREADING
+from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.decode_tiles import BY_16, BY_FOUR
+from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.range_decoder import decode_head_by_16, has_vectors
 from mergepipe.deltastore.codec.rans import (
     LANES,
     MAX_CONTEXTS,
@@ -28,12 +33,7 @@ from mergepipe.deltastore.codec.rans import (
     scale_counts,
 )
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
-from mergepipe.deltastore.codec.spreading import HAS_SPREADING
-from mergepipe.deltastore.codec.tiles import BY_16, BY_FOUR
-from mergepipe.deltastore.codec.vectors import decode_head_by_16, has_vectors
-from mergepipe.deltastore.sampling import choose_bands
 from mergepipe.errors import CorruptError
-from mergepipe.readers.base_bytes import BaseBytes
 from mergepipe.testing.rounding import decode, encode
 
 WAYS = [0] + [BY_16] * has_vectors() + [BY_FOUR] * HAS_SPREADING + [BY_16 | BY_FOUR] * (has_vectors() and HAS_SPREADING)

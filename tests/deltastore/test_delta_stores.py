@@ -13,14 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, F32, Span
-from mergepipe.budget import Purpose
-from mergepipe.canonical import digest_of
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Graded, KeptAsItIs, NeedsBase
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.core.blocks import BF16, F32, Span
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
 from mergepipe.deltastore.index import ROW, ROW_BYTES
-from mergepipe.deltastore.opening import open_store
-from mergepipe.deltastore.packed import PackedTensor
+from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import (
     CorruptError,
@@ -31,15 +34,12 @@ from mergepipe.errors import (
     RecipeError,
     UnsupportedError,
 )
-from mergepipe.readers.base import Checkpoint, ComputedTensor, Graded, KeptAsItIs, NeedsBase
-from mergepipe.readers.base_bytes import BaseBytes
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.jobs.pack import pack
+from mergepipe.jobs.unpack import unpack
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.disk_families import make_models, write_single
-from mergepipe.testing.safetensors_bytes import file_bytes
-from mergepipe.workflows.inputs import open_files
-from mergepipe.workflows.packing import pack
-from mergepipe.workflows.unpacking import unpack
+from support.disk_families import make_models, write_single
+from support.safetensors_bytes import file_bytes
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-3"
 BIG = "big.weight"

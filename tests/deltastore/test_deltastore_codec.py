@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, DTYPES, F16, F32, DType
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
+from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import (
     BlockContext,
@@ -21,6 +22,7 @@ from mergepipe.deltastore.codec.block import (
     encode_block,
 )
 from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
+from mergepipe.deltastore.codec.range_decoder import decode_symbols_by_16
 from mergepipe.deltastore.codec.rans import (
     LANES,
     LOWEST_STATE,
@@ -33,8 +35,6 @@ from mergepipe.deltastore.codec.rans import (
     padded,
     scale_counts,
 )
-from mergepipe.deltastore.codec.vectors import decode_symbols_by_16
-from mergepipe.deltastore.sampling import choose_bands
 from mergepipe.errors import CorruptError
 from mergepipe.testing.rounding import decode, encode
 from mergepipe.testing.strategies import SPECIAL

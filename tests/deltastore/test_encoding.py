@@ -11,17 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, DTYPES, F16, F32, DType
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bitpacking import packed_streams
+from mergepipe.deltastore.codec.bit_packing import packed_streams
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_rows, encode_block
-from mergepipe.deltastore.codec.comparing import are_equal
+from mergepipe.deltastore.codec.byte_differences import fold_differences
+from mergepipe.deltastore.codec.byte_equality import are_equal
+from mergepipe.deltastore.codec.byte_lookup import HAS_WIDE_LOOKUPS, look_up_by_64, look_up_one_by_one
 from mergepipe.deltastore.codec.contexts import Contexts
-from mergepipe.deltastore.codec.fines import EXCEPTION_BITS, STREAM_CODES, WIDTH_COUNTS
-from mergepipe.deltastore.codec.folding import fold_differences
+from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
 from mergepipe.deltastore.codec.levels import Codec
-from mergepipe.deltastore.codec.lookups import HAS_WIDE_LOOKUPS, look_up_by_64, look_up_one_by_one
-from mergepipe.deltastore.codec.loops import (
+from mergepipe.deltastore.codec.range_encoder import HAS_VECTORS
+from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, SKIPPED, TOTAL, Halves, padded, scale_counts
+from mergepipe.deltastore.codec.residual_streams import EXCEPTION_BITS, STREAM_CODES, WIDTH_COUNTS
+from mergepipe.deltastore.codec.residual_widths import FIRST_STEP_COUNT, N_SAMPLE_COUNTS, choose_widths
+from mergepipe.deltastore.codec.symbol_stages import encode_stages, push_one_by_one, push_stages
+from mergepipe.deltastore.codec.symbols import (
     EDGE_CLASSES,
     EDGE_WIDTHS,
     MAX_LOW,
@@ -30,11 +35,6 @@ from mergepipe.deltastore.codec.loops import (
     NEAR_CELLS,
     QUANTILE_BUCKETS,
 )
-from mergepipe.deltastore.codec.pushing import HAS_VECTORS
-from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, SKIPPED, TOTAL, Halves, padded, scale_counts
-from mergepipe.deltastore.codec.stages import encode_stages, push_one_by_one, push_stages
-from mergepipe.deltastore.codec.summing import ERROR_SUMS, SUMS_SHAPE, sum_tile
-from mergepipe.deltastore.codec.widths import FIRST_STEP_COUNT, N_SAMPLE_COUNTS, choose_widths
 from mergepipe.kernels.compiled import Bytes, Counts
 
 seeds = st.integers(0, 2**32 - 1)

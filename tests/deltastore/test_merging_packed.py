@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import mergepipe
-from mergepipe.blocks import BF16
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.cost import range_cost_bytes
+from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
-from mergepipe.deltastore.packed import PackedTensor
-from mergepipe.engine.levels import sufficient_levels
+from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.jobs.pack import pack
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.recipe.tasks import MergeTask
+from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
-from mergepipe.workflows.opening import open_inputs, open_path
-from mergepipe.workflows.packing import pack
+from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 
 WIDE = "layers.0.wide"
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001

@@ -11,11 +11,13 @@ import pytest
 from packing_cases import PackFamily, make_family, tree
 
 import mergepipe
-from mergepipe.deltastore.opening import read_store
+from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.pack import originals
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
+from mergepipe.jobs import pack as packing
+from mergepipe.jobs import unpack as unpacking
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
-from mergepipe.workflows import originals, packing, unpacking
 
 Edit = Callable[[Path], Path]
 

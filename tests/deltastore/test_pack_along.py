@@ -14,14 +14,14 @@ import pytest
 from packing_cases import PackFamily, halves, make_family, tree, write_model
 
 import mergepipe
-from delta_checkpoints import write_delta
+from mergepipe.checkpoints.contract import FileFingerprint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.deltastore.pack.job import reason_against
 from mergepipe.errors import ConflictError, OutputError, RecipeError
-from mergepipe.readers.base import FileFingerprint
-from mergepipe.readers.hf import open_checkpoint
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.workflows.packing import reason_against
+from support.delta_checkpoints import write_delta
+from support.disk_families import weights_digest
 
 PAGE_BYTES = 4096
 SAMPLE_BYTES = 256 << 10

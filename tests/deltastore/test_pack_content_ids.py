@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from packing_cases import PackFamily, make_family
 
 import mergepipe
+from mergepipe.checkpoints.content_id import PassingContentId, content_id, samples
+from mergepipe.checkpoints.contract import TensorEntry, files_of
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.header import HEADER_NAME, parse_header
-from mergepipe.engine.identity import PassingContentId, content_id, samples
-from mergepipe.readers.base import TensorEntry, files_of
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.workflows.inputs import open_files
-from mergepipe.workflows.opening import open_path
+from support.disk_families import weights_digest
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

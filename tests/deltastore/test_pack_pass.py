@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from packing_cases import SHAPES, PackFamily, halves, make_family, tree, write_model
 
 import mergepipe
-from delta_checkpoints import write_delta
-from mergepipe.budget import Ledger, Purpose
 from mergepipe.deltastore.codec.block import EncodedBlock
 from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.deltastore.index import digest, make_row
-from mergepipe.deltastore.ordering import OrderedBlocks
+from mergepipe.deltastore.ordered_blocks import OrderedBlocks
+from mergepipe.deltastore.pack import builder as store_building
+from mergepipe.deltastore.pack import encode_pass as pack_pass
 from mergepipe.deltastore.writer import StoreWriter
 from mergepipe.errors import ConflictError, LimitError, OutputError, StorageError, UnsupportedError
-from mergepipe.publish import Staging
 from mergepipe.reports import Progress
+from mergepipe.snapshots.staging import Staging
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile
-from mergepipe.testing.faults import open_descriptors
-from mergepipe.workflows import pack_pass, store_building
+from support.delta_checkpoints import write_delta
+from support.faults import open_descriptors
 
 TENSOR_BYTES = 2 * sum(int(np.prod(shape)) for shape in SHAPES.values())
 
@@ -56,7 +57,7 @@ def test_pack__of_many_at_once_gives_the_stores_of_one_by_one(
 def test_pack__of_more_than_fit_at_once_gives_the_same(
     family: PackFamily, wanted: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.workflows.packing.EXPERTS_AT_ONCE", 2)
+    monkeypatch.setattr("mergepipe.jobs.pack.EXPERTS_AT_ONCE", 2)
     monkeypatch.setattr(pack_pass, "REQUEST_BYTES", 1)  # a block at a time
     monkeypatch.setattr(store_building, "EARLY_BYTES", 1)  # what comes early waits on disk
     monkeypatch.setattr(store_building, "_LEAST_BYTES", 4096)

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.blocks import BF16
-from mergepipe.budget import Purpose
 from mergepipe.cli import main
+from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
-from mergepipe.deltastore.timing import measure_decoding
+from mergepipe.deltastore.decode_speed import measure_decoding
 from mergepipe.errors import RecipeError
-from mergepipe.plan import Plan
-from mergepipe.plan_reading import parse_plan
-from mergepipe.planner.levels import Ladder, find_steps
-from mergepipe.prices import DecodingPrices, Speeds, two_digits
+from mergepipe.jobs.pack import pack
+from mergepipe.planning.levels import Ladder, find_steps
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.runs import speeds as speeds_module
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.storage.timing import MOST_BYTES, measure_reading
-from mergepipe.testing.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from mergepipe.storage.prices import DecodingPrices, Speeds, two_digits
+from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
-from mergepipe.workflows import speeds as speeds_module
-from mergepipe.workflows.packing import pack
+from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 
 SIZES = {"layers.0.up": 2 * BLOCK_ELEMENTS + 7001, "layers.1.up": BLOCK_ELEMENTS, "layers.1.norm": 700}
 AVERAGE = MergeCase("task_arithmetic", (0.4, 0.3, 0.3), (1.0, 1.0, 1.0))
@@ -38,7 +38,7 @@ SLOW, FAST = "10MB/s", "100GB/s"
 @pytest.fixture(autouse=True)
 def known_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding takes the same everywhere, so that plans are the same."""
-    monkeypatch.setattr("mergepipe.deltastore.timing.measure_decoding", lambda: DECODING)
+    monkeypatch.setattr("mergepipe.deltastore.decode_speed.measure_decoding", lambda: DECODING)
 
 
 @pytest.fixture(name="family")

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import mergepipe
-from mergepipe.blocks import BF16
-from mergepipe.budget import Ledger, Purpose
+from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.errors import LimitError
-from mergepipe.plan import Plan
-from mergepipe.testing.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from mergepipe.jobs.pack import pack
+from mergepipe.planning.plan import Plan
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
-from mergepipe.workflows.packing import pack
+from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
 
 CASES = {
     "average": MergeCase("task_arithmetic", (0.4, 0.6), (1.0, 1.0)),
@@ -141,7 +141,7 @@ def test_plan__for_an_error_needs_every_index(family: DiskFamily, tmp_path: Path
 def test_plan__refuses_a_budget_below_an_index_that_had_to_be_read(
     family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.workflows.planning.find_unread", lambda *_: frozenset())
+    monkeypatch.setattr("mergepipe.jobs.plan.find_unread", lambda *_: frozenset())
     with pytest.raises(LimitError) as refusal:
         plan_of(family, "100", tmp_path)
     assert refusal.value.code == "plan.budget-index"

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import mergepipe
-from mergepipe.blocks import BF16
 from mergepipe.cli import main
+from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
-from mergepipe.plan import Plan
-from mergepipe.plan_reading import parse_plan
-from mergepipe.planner.levels import ALL, Ladder, find_steps
-from mergepipe.testing.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
+from mergepipe.jobs.pack import pack
+from mergepipe.planning.levels import ALL, Ladder, find_steps
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan_json import parse_plan
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
-from mergepipe.workflows.packing import pack
+from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
 
 SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS + 7001, "layers.1.up": 2 * BLOCK_ELEMENTS, "layers.1.norm": 700}
 STDS = (1.5e-4, 3e-4, 6e-4)

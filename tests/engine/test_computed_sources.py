@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F32, DType, Span
-from mergepipe.budget import Ledger, Purpose
-from mergepipe.cost import block_cost_bytes
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.checkpoints.contract import NO_TURNS, Fetch, FetchOnBase, Source, TensorEntry, Turns, Unchanged
+from mergepipe.checkpoints.read_cost import block_cost_bytes
+from mergepipe.core.blocks import BF16, F32, DType, Span
 from mergepipe.engine.execute import EngineOptions, MergeWork, execute_merge, plan_output
 from mergepipe.engine.fused import MergedTensor, can_fuse
 from mergepipe.engine.segments import full_access
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
-from mergepipe.readers.base import NO_TURNS, Fetch, FetchOnBase, Source, TensorEntry, Turns, Unchanged
-from mergepipe.readers.base_bytes import BaseBytes
-from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
-from mergepipe.storage.base import RangeFile
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.testing.rounding import decode, encode
 

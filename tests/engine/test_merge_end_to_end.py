@@ -16,9 +16,11 @@ from mergepipe.engine.execute import plan_output
 from mergepipe.engine.segments import choose_buffer_sizes
 from mergepipe.errors import LimitError
 from mergepipe.reports import MergeReport
+from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.testing.disk_families import (
+from mergepipe.testing.oracle import MergeCase
+from support.disk_families import (
     UNTOUCHED,
     DiskFamily,
     Model,
@@ -33,8 +35,6 @@ from mergepipe.testing.disk_families import (
     write_single,
     wrong_elements,
 )
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.workflows.opening import open_inputs
 
 WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
 CASES = {

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, F32, Span
-from mergepipe.budget import Purpose
+from mergepipe.checkpoints.contract import KeptTotal, TensorEntry
+from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.engine.execute import MergeWork, can_reuse
-from mergepipe.engine.layouts import lay_out
+from mergepipe.engine.segment_layout import lay_out
 from mergepipe.engine.segments import Reusable, full_access, plan_jobs, with_reuse
 from mergepipe.engine.segments import choose_buffer_sizes as sizes_for
 from mergepipe.operators.registry import operator_named
-from mergepipe.readers.base import KeptTotal, TensorEntry
-from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.storage.ledger import Purpose
 
 GRAIN = 16_384
 N_GRAINS = 40

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
-from mergepipe.budget import Purpose
-from mergepipe.engine.layouts import SegmentLayout, lay_out
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
+from mergepipe.engine.segment_layout import SegmentLayout, lay_out
 from mergepipe.engine.segments import (
     FEWEST_BUFFERS,
     JobShape,
@@ -25,9 +25,9 @@ from mergepipe.engine.segments import (
     stored_bytes,
 )
 from mergepipe.errors import LimitError
-from mergepipe.readers.base import TensorEntry
-from mergepipe.recipe.tasks import Action, MergeTask, TensorParameters
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
+from mergepipe.storage.ledger import Purpose
 
 SIZES = st.one_of(
     st.integers(0, 9), st.integers(0, 3000), st.sampled_from([GRAIN_ELEMENTS, GRAIN_ELEMENTS + 1]),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import mergepipe
-from mergepipe.testing.disk_families import write_family
+from support.disk_families import write_family
 
 SHAPE = (1500, 700)
 RECIPES: dict[str, dict[str, float | bool]] = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.engine.execute import EngineOptions
+from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.reports import MergeReport
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.testing.families import TINY, write_family
-from mergepipe.workflows import resuming
-from mergepipe.workflows.verifying import verify_snapshot
+from mergepipe.runs import resume as resuming
+from support.disk_families import weights_digest
+from support.families import TINY, write_family
 
 SHARD_BYTES = 30_000
 ENGINE = EngineOptions(2, 1 << 28)

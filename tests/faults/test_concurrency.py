@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe import keeping
+from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
-from mergepipe.testing.families import TINY, write_family
+from support.families import TINY, write_family
 
 WORKERS = 16
 SHORT_SECONDS, LONG_SECONDS = 4.0, 60.0

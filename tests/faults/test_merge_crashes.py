@@ -11,9 +11,9 @@ from crash_cases import CrashJob, make_job, note_often
 
 import mergepipe
 from mergepipe.errors import NotFoundError
-from mergepipe.testing.crashes import Death, count_operations, run_killed
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.workflows import resuming
+from mergepipe.runs import resume as resuming
+from support.crashes import Death, count_operations, run_killed
+from support.disk_families import weights_digest
 
 FEW = 11  # the fast form looks at every eleventh operation, the slow one at every
 

@@ -17,7 +17,8 @@ import pytest
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
 from mergepipe.storage import owned
-from mergepipe.testing.disk_families import (
+from mergepipe.testing.oracle import MergeCase
+from support.disk_families import (
     DiskFamily,
     make_models,
     tree_digest,
@@ -25,7 +26,7 @@ from mergepipe.testing.disk_families import (
     write_family,
     write_recipe,
 )
-from mergepipe.testing.faults import (
+from support.faults import (
     Fault,
     drop_from_page_cache,
     open_descriptors,
@@ -35,7 +36,6 @@ from mergepipe.testing.faults import (
     system_error,
     worker_threads,
 )
-from mergepipe.testing.oracle import MergeCase
 
 CASE = MergeCase("dare_ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 

@@ -15,21 +15,22 @@ from types import FrameType
 import pytest
 
 import mergepipe
-from mergepipe import publish
 from mergepipe.engine import pipeline
+from mergepipe.jobs import merge as merging
 from mergepipe.reports import Progress
+from mergepipe.runs import execution as executing
+from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile
-from mergepipe.testing.disk_families import (
+from mergepipe.testing.oracle import MergeCase
+from support.disk_families import (
     make_models,
     tree_digest,
     weights_digest,
     write_family,
     write_recipe,
 )
-from mergepipe.testing.faults import Fault, open_descriptors, replaced, worker_threads
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.workflows import executing, merging
+from support.faults import Fault, open_descriptors, replaced, worker_threads
 
 CASE = MergeCase("ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 

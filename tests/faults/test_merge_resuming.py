@@ -18,8 +18,7 @@ import pytest
 from crash_cases import CrashJob, make_job, note_often
 
 import mergepipe
-from mergepipe import keeping
-from mergepipe.budget import Purpose
+from mergepipe import api as keeping
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -29,15 +28,17 @@ from mergepipe.errors import (
     PublishedError,
     StorageError,
 )
-from mergepipe.journal import JOURNAL_NAME, expert_bytes_of, read_journal
-from mergepipe.publish import CONTENT_NAME, staging_directory
-from mergepipe.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.reports import MergeReport, Progress
-from mergepipe.storage.ownership import ACCOUNT_NAME, OWNER_NAME
-from mergepipe.testing.crashes import Death, count_operations, run_forked, run_killed
-from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error, worker_threads
-from mergepipe.workflows import resuming
-from mergepipe.workflows.snapshots import read_manifest_value
+from mergepipe.runs import resume as resuming
+from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots import staging
+from mergepipe.snapshots.journal import JOURNAL_NAME, expert_bytes_of, read_journal
+from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
+from support.crashes import Death, count_operations, run_forked, run_killed
+from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def interrupt_late(job: CrashJob, error: BaseException) -> None:
     ):
         job.run()
     assert fault.fired
-    assert caught.value.__notes__.count(resuming.KEPT) == 1
+    assert caught.value.__notes__.count(staging.KEPT) == 1
 
 
 ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.EDQUOT), system_error(errno.EIO)]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe import keeping
+from mergepipe import api as keeping
 from mergepipe.errors import StorageError
-from mergepipe.testing.crashes import Death, count_operations, run_killed
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.testing.families import TINY, write_family
-from mergepipe.testing.faults import Fault, replaced, system_error
-from mergepipe.workflows.overlays import is_overlay
-from mergepipe.workflows.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.overlay.reader import is_overlay
+from support.crashes import Death, count_operations, run_killed
+from support.disk_families import weights_digest
+from support.families import TINY, write_family
+from support.faults import Fault, replaced, system_error
 
 STEPS = [13, pytest.param(1, marks=pytest.mark.slow)]  # the fast form looks at every 13th operation
 ACCOUNT = {".overlay.mergepipe-staging", "owner.json", "reads"}

@@ -14,13 +14,14 @@ import pytest
 
 import mergepipe
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.pack import builder as store_building
+from mergepipe.deltastore.pack import progress as pack_progress
+from mergepipe.deltastore.pack.builder import StoreBuilder
 from mergepipe.errors import MergePipeError, StorageError
 from mergepipe.reports import PackReport, Progress
-from mergepipe.testing.crashes import Death, count_operations, run_killed
-from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error, worker_threads
-from mergepipe.testing.safetensors_bytes import file_bytes
-from mergepipe.workflows import pack_progress, store_building
-from mergepipe.workflows.store_building import StoreBuilder
+from support.crashes import Death, count_operations, run_killed
+from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
+from support.safetensors_bytes import file_bytes
 
 FEW = 17  # the fast form looks at every 17th operation, the slow one at every
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from crash_cases import CrashJob, make_job, note_often
 
-from mergepipe.testing.disk_families import weights_digest
-from mergepipe.testing.power import Kind, Trace, Traced, leave, undurable
-from mergepipe.workflows import resuming
+from mergepipe.runs import resume as resuming
+from support.disk_families import weights_digest
+from support.power import Kind, Trace, Traced, leave, undurable
 
 DRAWN = 3  # random subsets beside the systematic ones, at every point
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mergepipe.testing.fuzz_targets import all_targets
-from mergepipe.testing.fuzzing import Failure, Tally, Target, fuzz, total
+from support.fuzz_targets import all_targets
+from support.fuzzing import Failure, Tally, Target, fuzz, total
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 LEAST_INPUTS = 200

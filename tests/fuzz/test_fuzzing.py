@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.formats.inert_pickle import load_inert
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
+from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
 from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.journal import read_journal
-from mergepipe.manifest_reading import manifest_of_json
-from mergepipe.plan_reading import parse_plan
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.readers.safetensors import read_header
-from mergepipe.readers.torch_weights import read_torch_weights
-from mergepipe.recipe.load import reload_recipes
-from mergepipe.testing.fuzz_seals import (
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.recipes.parse.recipe_files import reload_recipes
+from mergepipe.snapshots.journal import read_journal
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from support.fuzz_seals import (
     instructions_of,
     journal_payloads,
     lines_of,
@@ -28,11 +29,10 @@ from mergepipe.testing.fuzz_seals import (
     seal_manifest,
     seal_plan,
 )
-from mergepipe.testing.fuzz_targets import all_targets
-from mergepipe.testing.fuzzing import Failure, Limits, Target, check_input, fuzz
-from mergepipe.testing.mutations import Mutator, Shape
-from mergepipe.testing.stores import InMemoryStore
-from mergepipe.vocabulary.sentencepiece import read_pieces
+from support.fuzz_targets import all_targets
+from support.fuzzing import Failure, Limits, Target, check_input, fuzz
+from support.mutations import Mutator, Shape
+from support.stores import InMemoryStore
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SHORT_INPUTS = 120

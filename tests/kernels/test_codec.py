@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_all, decode_tile, encode_all, encode_tile
 from mergepipe.testing.rounding import canonical_bits, decode, encode
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType
 from mergepipe.kernels.codec import encode_all
 from mergepipe.testing.rounding import canonical_bits, decode
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.engine.identity import stream_key
+from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
-from mergepipe.testing.random_oracle import kept_by_dare, philox4x32, stream_key_of, words_of_elements
+from support.random_oracle import kept_by_dare, philox4x32, stream_key_of, words_of_elements
 
 N = 1 << 18
 

@@ -21,7 +21,7 @@ from big_models import (
     write_sparse,
 )
 
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.storage.local import LocalStore
 
 MEMORY_BYTES = 64 << 20

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType
 from mergepipe.testing.in_memory import StoredTensor, merge_in_memory
 from mergepipe.testing.oracle import MergeCase, expected
-from mergepipe.testing.random_oracle import kept_by_dare
 from mergepipe.testing.rounding import canonical_bits, encode
 from mergepipe.testing.strategies import DELTA_OPERATORS, FLOATS, Family, families, make_family, merge_cases
+from support.random_oracle import kept_by_dare
 
 KEYS = (3, 2**64 - 1, 17, 1 << 40, 12345)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.blocks import F32
+from mergepipe.core.blocks import F32
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators import custom, registry
 from mergepipe.operators.base import BlockFunction, OperatorInput, Plain, RawBlock, Reduced, Scalar

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F32, GRAIN_ELEMENTS, DType
+from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, DType
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Scalar
 from mergepipe.operators.catalogue import OPERATORS
@@ -21,9 +21,9 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.operators.selecting import magnitude_cuts
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.in_memory import StoredTensor, apply_operator
-from mergepipe.testing.model_oracle import MERGES, ModelCase, fused_importance
-from mergepipe.testing.random_oracle import words_of_elements
 from mergepipe.testing.strategies import Family
+from support.model_oracle import MERGES, ModelCase, fused_importance
+from support.random_oracle import words_of_elements
 
 KEYS = (3, 2**64 - 1, 17, 1 << 40, 12345)
 EACH: tuple[dict[str, Scalar], ...] = (

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16
-from mergepipe.readers.base import Checkpoint, CheckpointKind, Readable
-from mergepipe.sources.opening import open_model
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
+from mergepipe.core.blocks import BF16
+from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.fetching import fetched
 from mergepipe.testing.rounding import decode, encode
+from support.fetching import fetched
 
 pytestmark = pytest.mark.peer
 

@@ -14,8 +14,8 @@ import yaml
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from mergepipe.blocks import F32
-from mergepipe.testing.families import TINY, TINY_LLAMA, FamilyPaths, FamilyShape, write_family
+from mergepipe.core.blocks import F32
+from support.families import TINY, TINY_LLAMA, FamilyPaths, FamilyShape, write_family
 
 pytestmark = pytest.mark.peer
 

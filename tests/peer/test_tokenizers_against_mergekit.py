@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 import mergepipe
-from mergepipe.blocks import F32
-from mergepipe.readers.hf import open_checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
+from mergepipe.checkpoints.tokenizers.vocabulary_files import read_vocabulary
+from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.families import TINY_LLAMA, write_family
-from mergepipe.vocabulary.reading import read_vocabulary
-from mergepipe.vocabulary.sentencepiece import read_pieces
+from support.families import TINY_LLAMA, write_family
 
 pytestmark = pytest.mark.peer
 

@@ -12,8 +12,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import mergepipe
-from mergepipe.canonical import digest_of
-from mergepipe.manifest import MANIFEST_NAME, MANIFEST_VERSION
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.snapshots.manifest import MANIFEST_NAME, MANIFEST_VERSION
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SHARD_BYTES = 4200

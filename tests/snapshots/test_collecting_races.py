@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe import keeping
-from mergepipe.publish import staging_directory
-from mergepipe.storage.ownership import OWNER_NAME, write_owner
-from mergepipe.workflows import collecting
+from mergepipe import api as keeping
+from mergepipe.jobs import gc as collecting
+from mergepipe.snapshots.staging import staging_directory
+from mergepipe.storage.owner import OWNER_NAME, write_owner
 
 
 def _left_staging(out: Path) -> Path:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from mergepipe.block_digests import root_of
-from mergepipe.budget import Purpose
 from mergepipe.errors import StorageError
-from mergepipe.journal import JOURNAL_NAME, Journal, JournalState, expert_bytes_of, read_journal
-from mergepipe.testing.faults import Fault, open_descriptors, replaced, system_error
-from mergepipe.writer import TensorDigest
+from mergepipe.snapshots.block_digests import root_of
+from mergepipe.snapshots.journal import JOURNAL_NAME, Journal, JournalState, expert_bytes_of, read_journal
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.storage.ledger import Purpose
+from support.faults import Fault, open_descriptors, replaced, system_error
 
 USAGE = (("base.safetensors", Purpose.BASE, 10), ("expert.safetensors", Purpose.EXPERT, 100))
 MORE = (("base.safetensors", Purpose.BASE, 20), ("expert.safetensors", Purpose.EXPERT, 150))

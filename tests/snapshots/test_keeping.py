@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe import keeping
-from mergepipe.block_digests import BLOCKS_NAME
+from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError
-from mergepipe.manifest import MANIFEST_NAME
-from mergepipe.testing.disk_families import tree_digest
-from mergepipe.testing.families import TINY, write_family
-from mergepipe.workflows.snapshots import read_manifest_value
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.block_digests import BLOCKS_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from support.disk_families import tree_digest
+from support.families import TINY, write_family
 
 SHARD_BYTES = 30_000
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import mergepipe
-from mergepipe import keeping, overlay_writer
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe import api as keeping
+from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -28,10 +29,11 @@ from mergepipe.errors import (
     RecipeError,
     UnsupportedError,
 )
-from mergepipe.manifest import MANIFEST_NAME, Manifest, record_of
-from mergepipe.overlay_table import (
-    OVERLAY_NAME,
-    OVERLAY_TABLE_NAME,
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, record_of
+from mergepipe.snapshots.overlay import writer as overlay_writer
+from mergepipe.snapshots.overlay.reader import as_overlay, block_sizes, completed, is_overlay, open_overlay
+from mergepipe.snapshots.overlay.table import (
     OVERLAY_VERSION,
     SIDECAR_FOLDER,
     BaseFile,
@@ -39,9 +41,7 @@ from mergepipe.overlay_table import (
     OverlayTable,
     overlay_table_of,
 )
-from mergepipe.testing.disk_families import tree_digest
-from mergepipe.workflows.overlays import as_overlay, block_sizes, completed, is_overlay, open_overlay
-from mergepipe.workflows.snapshots import read_manifest_value
+from support.disk_families import tree_digest
 
 SHARD_BYTES = 3_000_000
 BIG = 2 * DEFAULT_BLOCK_ELEMENTS + 1000  # elements: three blocks

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe.block_digests import BlockTable, block_table_of
-from mergepipe.blocks import BF16, F32, element_count
-from mergepipe.budget import Ledger
+from mergepipe.core.blocks import BF16, F32, element_count
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.snapshots.block_digests import BlockTable, block_table_of
+from mergepipe.snapshots.shards import ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards, table_of
 from mergepipe.storage import output
-from mergepipe.writer import ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards, table_of
+from mergepipe.storage.ledger import Ledger
 
 SPECS = (
     TensorSpec("empty.first", F32, (0, 3)),

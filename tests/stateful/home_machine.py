@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import mergepipe
-from mergepipe import keeping
+from mergepipe import api as keeping
 from mergepipe.errors import OutputError
 from mergepipe.reports import MergeReport
-from mergepipe.testing.crashes import Death, run_killed
-from mergepipe.testing.disk_families import tree_digest, weights_digest, write_single
-from mergepipe.workflows import resuming
+from mergepipe.runs import resume as resuming
+from support.crashes import Death, run_killed
+from support.disk_families import tree_digest, weights_digest, write_single
 
 PLACES = ("one", "two", "three")
 MOST_EXPERTS = 4

@@ -12,11 +12,11 @@ SOURCE = Path(mergepipe.__file__).parent
 # Files of the package or of the kernel, and files that the same process made a moment before.
 ALLOWED = {
     "kernels/compiled.py": "read_bytes",  # the kernels' own source
-    "report/sweep_page.py": "read_text",  # a template of the package
-    "workflows/sidecars.py": "read_text",  # a template of the package
-    "storage/ownership.py": "read_text",  # /proc
+    "cli/render/sweep_page.py": "read_text",  # a template of the package
+    "runs/sidecars.py": "read_text",  # a template of the package
+    "storage/owner.py": "read_text",  # /proc
     "storage/output.py": "open",  # the staged output
-    "workflows/repairing.py": "open",  # the copy that was made anew
+    "jobs/repair.py": "open",  # the copy that was made anew
 }
 
 

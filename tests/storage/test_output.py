@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile, sync_directory, write_durably
-from mergepipe.testing.faults import Fault, open_descriptors, replaced, short_writes, system_error
+from support.faults import Fault, open_descriptors, replaced, short_writes, system_error
 
 SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5000]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.budget import Purpose
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.regular import open_regular, read_small
-from mergepipe.testing.faults import open_descriptors
+from support.faults import open_descriptors
 
 
 def make_socket(path: Path) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
-from mergepipe.tailor.compose import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.formats.dcp import unpack_piece
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.self_check import Thoroughness
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import (
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.stores import MetadataStore
+from support.training_trees import (
     KnownStates,
     decay_groups,
     decoder_shapes,

@@ -90,7 +90,7 @@ def resume_loop(kind: str, out: Path, step: int, rank: int) -> None:
     dcp.load(state, checkpoint_id=str(folder))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     scheduler.load_state_dict(state["scheduler"])
-    import_module("mergepipe.train").restore_random_state(folder)
+    import_module("mergepipe.tailor.saving").restore_random_state(folder)
     arrays = loop_arrays(model, optimizer)
     arrays["global_steps"] = torch.tensor(state["step"])
     arrays["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups])

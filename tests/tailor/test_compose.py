@@ -27,7 +27,7 @@ from composing import (
     wrong_values,
 )
 
-from mergepipe.budget import Purpose
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import (
     ConflictError,
     CorruptError,
@@ -41,22 +41,25 @@ from mergepipe.errors import (
     StorageError,
     UnsupportedError,
 )
-from mergepipe.publish import staging_directory
-from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
-from mergepipe.tailor.assignment import assign, giving_state
+from mergepipe.storage.ledger import Purpose
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
-from mergepipe.tailor.compose import ComposeOptions, check_recipe, compose
-from mergepipe.tailor.copy_plan import CopyRange
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.pickle_node import Node
-from mergepipe.tailor.planning import plan_composition
-from mergepipe.tailor.recipe import load_composition, real_place
-from mergepipe.tailor.self_check import Thoroughness
-from mergepipe.tailor.staleness import StepPolicy
+from mergepipe.tailor.composition.assignment import assign, giving_state
+from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
+from mergepipe.tailor.composition.composition_plan import plan_composition
+from mergepipe.tailor.composition.copy_plan import CopyRange
+from mergepipe.tailor.composition.recipe import load_composition, real_place
+from mergepipe.tailor.composition.self_check import Thoroughness
+from mergepipe.tailor.composition.staleness import StepPolicy
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.saving.engine_view import Ranks
+from mergepipe.tailor.saving.partial_run import no_extra_files
+from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
 from mergepipe.tailor.units import EMBED, Unit, layer
-from mergepipe.testing.engine_views import known_view, on_ranks
-from mergepipe.testing.faults import (
+from support.engine_views import known_view, on_ranks
+from support.faults import (
     Fault,
     open_descriptors,
     replaced,
@@ -65,9 +68,9 @@ from mergepipe.testing.faults import (
     system_error,
     worker_threads,
 )
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.torch_bytes import Member, pickle_file, zip_bytes
-from mergepipe.testing.training_trees import (
+from support.stores import MetadataStore
+from support.torch_bytes import Member, pickle_file, zip_bytes
+from support.training_trees import (
     KnownStates,
     decoder_shapes,
     known_states,
@@ -76,9 +79,6 @@ from mergepipe.testing.training_trees import (
     write_zero3,
     write_zero12,
 )
-from mergepipe.train.engine_view import Ranks
-from mergepipe.train.partial_run import no_extra_files
-from mergepipe.train.saving import PartialJob, write_partial
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed, norm]}]\n"
 

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16, DTYPES, F16, F32, F64, ByteRange, DType, Span
-from mergepipe.budget import Purpose
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, ByteRange, DType, Span
 from mergepipe.errors import CorruptError, LimitError, UnsupportedError
 from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.tailor.archives import stale_checksums
-from mergepipe.tailor.casting import cast_bytes, values_of
 from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.chunks import buffer_bytes_for, cut_chunks
-from mergepipe.tailor.copy_plan import (
+from mergepipe.tailor.composition.archives import stale_checksums
+from mergepipe.tailor.composition.cast import cast_bytes, values_of
+from mergepipe.tailor.composition.chunks import buffer_bytes_for, cut_chunks
+from mergepipe.tailor.composition.copier import FEWEST_BYTES, ChecksumRenewal, Copier
+from mergepipe.tailor.composition.copy_plan import (
     CastRange,
     Checksum,
     CopyRange,
@@ -36,10 +37,9 @@ from mergepipe.tailor.copy_plan import (
     patched_file,
     source_bytes,
 )
-from mergepipe.tailor.copying import FEWEST_BYTES, ChecksumRenewal, Copier
-from mergepipe.testing.faults import drop_from_page_cache
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.torch_bytes import torch_bytes
+from support.faults import drop_from_page_cache
+from support.stores import MetadataStore
+from support.torch_bytes import torch_bytes
 
 SOURCE = Path("source")
 

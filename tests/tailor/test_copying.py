@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, NotFoundError
-from mergepipe.storage.base import RangeFile
+from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
-from mergepipe.tailor.copy_plan import CopyRange, FilePlan, Fill, Literal, Segment
-from mergepipe.tailor.copying import FEWEST_BYTES, Copier
-from mergepipe.testing.faults import open_descriptors
+from mergepipe.tailor.composition.copier import FEWEST_BYTES, Copier
+from mergepipe.tailor.composition.copy_plan import CopyRange, FilePlan, Fill, Literal, Segment
+from support.faults import open_descriptors
 
 SOURCE_BYTES = 3 << 20
 

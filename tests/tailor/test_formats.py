@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adam_steps import step_of
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.readers.torch_zip import read_torch_zip
 from mergepipe.tailor.checkpoint import Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.torch_bytes import Array, Call, Named, torch_bytes
-from mergepipe.testing.training_trees import (
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.adam_steps import step_of
+from support.stores import MetadataStore
+from support.torch_bytes import Array, Call, Named, torch_bytes
+from support.training_trees import (
     KnownStates,
     decay_groups,
     decoder_shapes,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mergepipe.tailor.inspect import inspect_checkpoints
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import (
+from support.stores import MetadataStore
+from support.training_trees import (
     decay_groups,
     decoder_shapes,
     known_states,

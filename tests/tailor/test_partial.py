@@ -11,17 +11,17 @@ import pytest
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, Format, TrainingCheckpoint
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.partial import read_partial, read_partial_manifest
+from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.tailor.inspect import inspect_checkpoints
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.partial_manifest import MANIFEST_NAME, parse_manifest
+from mergepipe.tailor.saving.engine_view import Ranks
+from mergepipe.tailor.saving.partial_run import no_extra_files
+from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
 from mergepipe.tailor.units import EMBED, Unit, layer
-from mergepipe.testing.engine_views import known_view, on_ranks
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import decoder_shapes, known_states, write_zero3
-from mergepipe.train.engine_view import Ranks
-from mergepipe.train.partial_run import no_extra_files
-from mergepipe.train.saving import PartialJob, write_partial
+from support.engine_views import known_view, on_ranks
+from support.stores import MetadataStore
+from support.training_trees import decoder_shapes, known_states, write_zero3
 
 SHAPES = decoder_shapes()
 KNOWN = known_states(SHAPES)

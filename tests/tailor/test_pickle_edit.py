@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.errors import CorruptError
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.tailor.pickle_edit import edit_pickle
-from mergepipe.tailor.pickle_node import PicklePath
+from mergepipe.tailor.composition.pickle_edit import edit_pickle
+from mergepipe.tailor.formats.pickle_node import PicklePath
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-(1 << 40), 1 << 40) | st.floats(allow_nan=False) | st.text(max_size=9)

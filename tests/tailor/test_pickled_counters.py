@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from composing import FULL, Pair, make_pair, wrong_values
 
-from mergepipe.readers.torch_zip import read_torch_zip
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.storage.local import LocalStore
-from mergepipe.tailor.copying import Copier
-from mergepipe.tailor.edited_archive import plan_edited
+from mergepipe.tailor.composition.copier import Copier
+from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.pickle_node import Node, PicklePath
-from mergepipe.tailor.skeleton_files import SkeletonFile
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from support.stores import MetadataStore
+from support.training_trees import KnownStates, decay_groups, write_hf, write_zero3, write_zero12
 
 TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}]\n"
 

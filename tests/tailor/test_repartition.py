@@ -13,22 +13,22 @@ from composing import FORMATS, FULL, Pair, hidden, layer_groups, make_pair, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.blocks import BF16
+from mergepipe.checkpoints.formats.inert_pickle import load_inert
+from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
+from mergepipe.core.blocks import BF16
 from mergepipe.errors import UnsupportedError
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.readers.inert_values import Global, PickledStorage, PickledTensor, Record
-from mergepipe.readers.torch_zip import read_torch_zip
-from mergepipe.readers.zip_directory import Window, read_zip_directory
 from mergepipe.storage.local import LocalStore
-from mergepipe.tailor.compose import compose
-from mergepipe.tailor.copy_plan import Fill, Literal
-from mergepipe.tailor.copying import Copier
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.pickle_node import Node
-from mergepipe.tailor.torch_writer import InertPickler
-from mergepipe.tailor.zip_layout import MemberPlan, lay_out_archive, literal_member
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.training_trees import KnownStates, decay_groups, write_zero3, write_zero12
+from mergepipe.tailor.composition.compose import compose
+from mergepipe.tailor.composition.copier import Copier
+from mergepipe.tailor.composition.copy_plan import Fill, Literal
+from mergepipe.tailor.composition.torch_writer import InertPickler
+from mergepipe.tailor.composition.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.pickle_node import Node
+from support.stores import MetadataStore
+from support.training_trees import KnownStates, decay_groups, write_zero3, write_zero12
 
 PARITY = "default: new\ntake: [{from: old, units: [layers even, embed]}]\n"
 ZERO = ("zero1", "zero2", "zero2-regrouped", "zero3", "zero3-regrouped", "zero3-saved", "hf-zero2")

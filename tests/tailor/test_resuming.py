@@ -16,7 +16,7 @@ import pytest
 from composing import FULL
 
 from mergepipe.tailor import api
-from mergepipe.tailor.compose import ComposeOptions, CompositionReport, compose
+from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
 
 pytestmark = pytest.mark.slow
 

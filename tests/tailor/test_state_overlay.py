@@ -12,23 +12,25 @@ from pathlib import Path
 import pytest
 from composing import FULL, Pair, make_pair, stored_values, tree, wrong_values
 
+from mergepipe.checkpoints.formats.inert_pickle import load_inert
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import MergePipeError
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.readers.strict_json import JsonValue
-from mergepipe.readers.torch_zip import read_torch_zip
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.checkpoint import FP32, Format, Framework, TrainingCheckpoint
-from mergepipe.tailor.compose import CompositionReport
-from mergepipe.tailor.copying import Copier
-from mergepipe.tailor.edited_archive import plan_edited
+from mergepipe.tailor.composition.compose import CompositionReport
+from mergepipe.tailor.composition.copier import Copier
+from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.formats.dcp import unpack_piece
-from mergepipe.tailor.opening import open_training_checkpoint
-from mergepipe.tailor.pickle_node import Node
-from mergepipe.tailor.skeleton_files import SkeletonFile
-from mergepipe.testing.engine_views import known_view, on_ranks
-from mergepipe.testing.stores import MetadataStore
-from mergepipe.testing.torch_bytes import torch_bytes
-from mergepipe.testing.training_trees import (
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.saving.engine_view import EngineView, Ranks
+from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
+from support.engine_views import known_view, on_ranks
+from support.stores import MetadataStore
+from support.torch_bytes import torch_bytes
+from support.training_trees import (
     RATE,
     SAMPLES_A_STEP,
     KnownStates,
@@ -39,8 +41,6 @@ from mergepipe.testing.training_trees import (
     write_zero3,
     write_zero12,
 )
-from mergepipe.train.engine_view import EngineView, Ranks
-from mergepipe.train.saving import PartialJob, write_partial
 
 LATE = 1900  # a step that takes more bytes than that of the skeleton
 RECIPE = "default: old\ntake: [{from: new, units: [layers all]}]\n"

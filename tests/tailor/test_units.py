@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mergepipe.errors import RecipeError
 from mergepipe.tailor.selection import parse_selector, select_parameters
 from mergepipe.tailor.units import ModelUnits, model_units
-from mergepipe.testing.training_trees import decoder_shapes
+from support.training_trees import decoder_shapes
 
 DECODER = model_units(decoder_shapes(12))
 GPT2 = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from composing import FORMATS, make_pair
 
-from mergepipe import keeping
+from mergepipe import api as keeping
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 
 RECIPE = "default: old\ntake: [{from: new, units: [layers all]}]\n"
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from mergepipe.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType
 from mergepipe.errors import OutputError, StorageError
-from mergepipe.testing.families import (
+from support.families import (
     DEMO,
     MAX_DELTA_STD,
     MIN_DELTA_STD,

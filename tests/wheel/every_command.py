@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mergepipe.cli.app import build_command
-from mergepipe.testing.families import TINY, write_family
-from mergepipe.testing.training_trees import (
+from support.families import TINY, write_family
+from support.training_trees import (
     decay_groups,
     decoder_shapes,
     known_states,

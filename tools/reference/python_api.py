@@ -15,7 +15,7 @@ These names are public; all others may change. Results are immutable values; fai
 _WIDTH = 100
 _MODULES = {
     "mergepipe.tailor": "Training checkpoints",
-    "mergepipe.train": "Saving while training",
+    "mergepipe.tailor.saving": "Saving while training",
     "mergepipe.operators.custom": "Operators of your own",
     "mergepipe.testing.contracts": "",
 }

@@ -19,10 +19,10 @@ from mergepipe.catalog.rows import (
     StaleModel,
 )
 from mergepipe.catalog.usage import catalog_stats
-from mergepipe.manifest import Manifest
-from mergepipe.readers.base import Checkpoint
-from mergepipe.readers.strict_json import JsonValue
-from mergepipe.statistics import TensorStatistics
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.snapshots.manifest import Manifest
 
 
 class Catalog:

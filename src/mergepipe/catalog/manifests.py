@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from blake3 import blake3
 
-from mergepipe.canonical import canonical_json
+from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
+from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
-from mergepipe.manifest import MANIFEST_NAME, RealizedBytes
-from mergepipe.manifest_reading import check_format
-from mergepipe.readers.strict_json import JsonValue, parse_object, shown
+from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
+from mergepipe.snapshots.manifest_json import check_format
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.regular import read_small

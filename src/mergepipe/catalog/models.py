@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from mergepipe.canonical import canonical_json, digest_of
 from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.rows import ModelKind, ModelRow, StaleModel, Staleness
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, UnsupportedError
-from mergepipe.manifest import MANIFEST_NAME
-from mergepipe.readers.base import Checkpoint, FileFingerprint
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import version_of
 
 _COLUMNS = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"

@@ -15,9 +15,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BlockGrid
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.statistics import BLOCK_RECORD, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 
 PACKING_VERSION = 1
 CHECKSUM_BYTES = 16

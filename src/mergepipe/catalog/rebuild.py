@@ -17,7 +17,7 @@ from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
 from mergepipe.catalog.salvage import salvage
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
-from mergepipe.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import modified_at
 
 _FATAL = ("catalog.locked", "catalog.no-space", "catalog.io")

@@ -7,9 +7,9 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.errors import Problem
-from mergepipe.manifest import RealizedBytes
-from mergepipe.readers.base import FileFingerprint
+from mergepipe.snapshots.manifest import RealizedBytes
 
 
 class ModelKind(StrEnum):

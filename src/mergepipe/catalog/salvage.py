@@ -18,7 +18,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.tensor_statistics import PackedRow
 from mergepipe.errors import CorruptError, UnsupportedError
-from mergepipe.statistics import TensorStatistics
+from mergepipe.operators.statistics import TensorStatistics
 
 _BATCH = 256
 

@@ -11,9 +11,9 @@ from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_input
 from mergepipe.catalog.models import path_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
+from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
-from mergepipe.manifest import RealizedBytes
-from mergepipe.readers.strict_json import JsonValue
+from mergepipe.snapshots.manifest import RealizedBytes
 
 MIN_PREFIX_DIGITS = 4
 _COLUMNS = """

@@ -10,7 +10,7 @@ from mergepipe.catalog.models import key_of
 from mergepipe.catalog.packing import pack, unpack
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.errors import CorruptError
-from mergepipe.statistics import TensorStatistics
+from mergepipe.operators.statistics import TensorStatistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli import (
+from mergepipe.cli.commands import (
     analyze,
     catalog,
     check,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mergepipe.core.escaping import printable
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
-from mergepipe.escaping import printable
 
 INTERNAL_EXIT_CODE = 70
 NOTHING_PUBLISHED = "nothing was published"

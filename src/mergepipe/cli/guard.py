@@ -13,9 +13,9 @@ from typing import TextIO
 
 from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
+from mergepipe.core.escaping import json_line, printable_lines
+from mergepipe.core.outcome import committed_places, published_error
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
-from mergepipe.escaping import json_line, printable_lines
-from mergepipe.outcome import committed_places, published_error
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from mergepipe.escaping import printable
-from mergepipe.report.units import format_bytes, format_rate, format_seconds
+from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
+from mergepipe.core.escaping import printable
 
 if TYPE_CHECKING:
     from mergepipe.reports import Progress

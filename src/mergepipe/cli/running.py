@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.sizes import parse_size
-from mergepipe.escaping import printable_lines
+from mergepipe.core.escaping import printable_lines
 
 if TYPE_CHECKING:
     from mergepipe.reports import MergeReport, Progress
@@ -34,8 +34,8 @@ def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Prog
 @contextlib.contextmanager
 def truthful_about(out: Path) -> Iterator[None]:
     """Let an error or an interruption say so if the output had been published by then."""
+    from mergepipe.core.outcome import committed_places, published_but
     from mergepipe.errors import InterruptedRunError
-    from mergepipe.outcome import committed_places, published_but
 
     with committed_places() as committed:
         try:
@@ -50,8 +50,8 @@ def truthful_about(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def naming_what_stands() -> Iterator[None]:
     """Let an error of a command with several outputs name those that were published by then."""
+    from mergepipe.core.outcome import committed_places
     from mergepipe.errors import InterruptedRunError
-    from mergepipe.outcome import committed_places
 
     with committed_places() as committed:
         try:
@@ -80,7 +80,7 @@ def optional_size(text: str | None, option: str) -> int | None:
 def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
     """Tell what was found or done: as JSON, as `table` shows it, or not at all."""
     if as_json:
-        from mergepipe.report.as_json import to_json
+        from mergepipe.cli.render.json import to_json
 
         print(to_json(report))
     elif not quiet:
@@ -90,10 +90,10 @@ def print_report(report: Report, table: Callable[[Report], str], *, as_json: boo
 def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
     """Tell what a merge did."""
     if as_json:
-        from mergepipe.report.as_json import merge_json
+        from mergepipe.cli.render.json import merge_json
 
         print(merge_json(report))
     elif not quiet:
-        from mergepipe.report.tables import merge_table
+        from mergepipe.cli.render.merges import merge_table
 
         print(printable_lines(merge_table(report)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mergepipe.core.sizes import MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 from mergepipe.errors import RecipeError, did_you_mean
-from mergepipe.sizes import MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 
 _EXAMPLES = "write it as 4GiB, 512MB or a number of bytes"
 

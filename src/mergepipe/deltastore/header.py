@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mergepipe.blocks import BF16, DTYPES, BlockGrid, DType, element_count
-from mergepipe.canonical import digest_of
+from mergepipe.checkpoints.contained_files import is_plain_name
+from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
+from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
+from mergepipe.core.blocks import BF16, DTYPES, BlockGrid, DType, element_count
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.codec.byte_parts import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
-from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.errors import UnsupportedError
-from mergepipe.readers.choosing import STORE_HEADER_NAME
-from mergepipe.readers.contained import is_plain_name
-from mergepipe.readers.strict_json import JsonValue, parse_object, shown
 
 HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"

@@ -11,8 +11,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.byte_parts import corrupt
 from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.codec.parts import corrupt
 
 DIGEST_BYTES = 16
 CHECK_BYTES = 8

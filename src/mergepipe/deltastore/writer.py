@@ -12,12 +12,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.budget import Ledger, Purpose
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES
 from mergepipe.storage import owned
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import write_durably
 from mergepipe.storage.regular import read_head

@@ -9,12 +9,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BlockGrid, Span
+from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.engine.segments import Run, full_access
-from mergepipe.engine.selection import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
-from mergepipe.plan import Access, PlannedTensor
-from mergepipe.recipe.tasks import MergeTask
+from mergepipe.planning.plan import Access, PlannedTensor
+from mergepipe.recipes.resolve.tasks import MergeTask
 
 OMITTED = -1
 FREE = -2  # equal to the base: known without reading

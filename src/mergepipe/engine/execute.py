@@ -10,17 +10,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS, BlockGrid
-from mergepipe.budget import Ledger
+from mergepipe.checkpoints.content_id import stream_key
+from mergepipe.checkpoints.contract import NeedsBase
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS, BlockGrid
 from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.identity import stream_key
-from mergepipe.engine.jobs import Job, Tap, TensorWork
-from mergepipe.engine.knowledge import answer
-from mergepipe.engine.layouts import Piece
-from mergepipe.engine.levels import sufficient_levels
+from mergepipe.engine.known_quantities import answer
+from mergepipe.engine.passes import Job, Tap, TensorWork
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.engine.probing import ProbeSummary, sample_runs
 from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.engine.segment_layout import Piece
 from mergepipe.engine.segments import (
     CutOf,
     JobShape,
@@ -39,14 +38,15 @@ from mergepipe.engine.segments import (
 from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
-from mergepipe.overlay_writer import OverlayWriter
-from mergepipe.readers.base import NeedsBase
-from mergepipe.recipe.tasks import Action, MergeTask
-from mergepipe.statistics import COMMON_DENSITIES, TensorStatistics
-from mergepipe.storage.base import RangeFile
+from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
+from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.snapshots.overlay.writer import OverlayWriter
+from mergepipe.snapshots.shards import DurableProgress, ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.buffers import BufferPool
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.writer import DurableProgress, ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
 
 OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 

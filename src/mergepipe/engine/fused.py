@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DType, Span
-from mergepipe.budget import Purpose
-from mergepipe.cost import source_cost_bytes
-from mergepipe.engine.jobs import TensorWork, merge_piece
-from mergepipe.engine.layouts import lay_out
+from mergepipe.checkpoints.contract import Fetch, TensorEntry
+from mergepipe.checkpoints.read_cost import source_cost_bytes
+from mergepipe.core.blocks import DType, Span
+from mergepipe.engine.passes import TensorWork, merge_piece
 from mergepipe.engine.pipeline import fill_now, opened_sources
+from mergepipe.engine.segment_layout import lay_out
 from mergepipe.engine.segments import SegmentShape, full_access, stored_bytes
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput
-from mergepipe.readers.base import Fetch, TensorEntry
-from mergepipe.recipe.tasks import Action, MergeTask
-from mergepipe.storage.base import RangeFile
+from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
 
 
 def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:

@@ -20,16 +20,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.budget import Purpose
-from mergepipe.engine.jobs import Afterwards, Job, Pass, Stage
-from mergepipe.engine.layouts import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.checkpoints.contract import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
+from mergepipe.engine.passes import Afterwards, Job, Pass, Stage
+from mergepipe.engine.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
 from mergepipe.engine.segments import SegmentShape
 from mergepipe.errors import CorruptError, StorageError
-from mergepipe.readers.base import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
-from mergepipe.readers.base_bytes import BaseBytes
-from mergepipe.recipe.tasks import MergeTask
-from mergepipe.storage.base import RangeFile
+from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
 
 READER_THREADS = 8
 LOOKAHEAD_BUFFERS = 24

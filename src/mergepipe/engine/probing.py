@@ -8,13 +8,13 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BlockGrid, Span
+from mergepipe.checkpoints.contract import Source, TensorEntry
+from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.engine.segments import Run
 from mergepipe.engine.summaries import fill_record
 from mergepipe.operators.base import RawBlock, Reduced
-from mergepipe.readers.base import Source, TensorEntry
-from mergepipe.recipe.tasks import MergeTask
-from mergepipe.statistics import BLOCK_RECORD, HASH_BYTES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.operators.statistics import BLOCK_RECORD, HASH_BYTES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES
 
 

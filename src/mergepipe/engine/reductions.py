@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import GRAIN_ELEMENTS
-from mergepipe.engine.selection import RankSearch
+from mergepipe.core.blocks import GRAIN_ELEMENTS
+from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.operators.base import (
     ColumnGram,
     InnerProducts,

@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mergepipe.blocks import F32, GRAIN_ELEMENTS, Span
-from mergepipe.errors import LimitError
-from mergepipe.readers.base import (
+from mergepipe.checkpoints.contract import (
     Graded,
     NeedsBase,
     Readable,
@@ -19,7 +17,9 @@ from mergepipe.readers.base import (
     TensorEntry,
     Unchanged,
 )
-from mergepipe.recipe.tasks import MergeTask
+from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, Span
+from mergepipe.errors import LimitError
+from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 
 IDEAL_BUFFER_BYTES = 16 << 20

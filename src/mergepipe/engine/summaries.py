@@ -13,11 +13,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
+from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
+from mergepipe.engine.order_statistics import RankSearch
 from mergepipe.engine.reductions import join_products
-from mergepipe.engine.selection import RankSearch
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, RawBlock, Reduced, ReductionRequest
-from mergepipe.statistics import (
+from mergepipe.operators.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
     HASH_BYTES,

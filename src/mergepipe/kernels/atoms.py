@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import GRAIN_ELEMENTS
+from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.kernels.compiled import kernel
 
 _GRAIN = GRAIN_ELEMENTS

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DELTA_FLAG
+from mergepipe.core.blocks import DELTA_FLAG
 from mergepipe.kernels.compiled import Bits32, Bytes, Floats, kernel
 
 TILE_ELEMENTS = 2048

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.blocks import GRAIN_ELEMENTS
+from mergepipe.core.blocks import GRAIN_ELEMENTS
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_delta

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, Plain, RawBlock, Reduced, Scalar
 from mergepipe.operators.catalogue import OPERATORS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
+from mergepipe.core.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,

@@ -22,7 +22,7 @@ from mergepipe.operators.elementwise import ElementwiseRule, Keep
 from mergepipe.operators.linear import fixed_coefficients
 from mergepipe.operators.measures import KeptMagnitudes
 from mergepipe.operators.spec import OperatorSpec
-from mergepipe.statistics import rank_of_density
+from mergepipe.operators.statistics import rank_of_density
 
 SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
 

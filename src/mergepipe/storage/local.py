@@ -6,11 +6,11 @@ import errno
 import os
 from pathlib import Path
 
-from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import CorruptError
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.page_cache import resident_fraction
 from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
-from mergepipe.storage.residency import resident_fraction
 
 __all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
 

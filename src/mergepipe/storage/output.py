@@ -10,10 +10,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.budget import Ledger, Purpose
 from mergepipe.errors import StorageError
 from mergepipe.storage import owned
 from mergepipe.storage.buffers import aligned_buffer
+from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, os_error
 
 CHUNK_BYTES = 8 << 20

@@ -11,8 +11,8 @@ from mergepipe.errors import LimitError, RecipeError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mergepipe.tailor.compose import CompositionReport, OnProgress
-    from mergepipe.tailor.diff import DiffReport
+    from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
+    from mergepipe.tailor.composition.diff import DiffReport
     from mergepipe.tailor.inspect import InspectReport
 
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -44,7 +44,7 @@ def check(
     Raises:
         MergePipeError: every problem found, in one error.
     """
-    from mergepipe.tailor.compose import ComposeOptions, check_recipe
+    from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
@@ -79,10 +79,10 @@ def compose(
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind.
     """
-    from mergepipe.bounds import positive
-    from mergepipe.tailor.compose import ComposeOptions
-    from mergepipe.tailor.compose import compose as run
-    from mergepipe.tailor.self_check import Thoroughness
+    from mergepipe.core.bounds import positive
+    from mergepipe.tailor.composition.compose import ComposeOptions
+    from mergepipe.tailor.composition.compose import compose as run
+    from mergepipe.tailor.composition.self_check import Thoroughness
 
     options = ComposeOptions(
         DEFAULT_MEMORY_BYTES if memory_bytes is None else positive("--memory", memory_bytes),
@@ -100,8 +100,8 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
         MergePipeError: one cannot be read, or they are of different models.
     """
     from mergepipe.storage.local import LocalStore
-    from mergepipe.tailor.diff import diff_checkpoints
-    from mergepipe.tailor.opening import open_training_checkpoint
+    from mergepipe.tailor.composition.diff import diff_checkpoints
+    from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
     store = LocalStore()
     a, b = (open_training_checkpoint(store, absolute(path)) for path in (first, second))
@@ -125,7 +125,7 @@ def recipe(
         RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
         MergePipeError: as `recipe_text` and `recipe_from_log`.
     """
-    from mergepipe.tailor.strategies import Strategy
+    from mergepipe.tailor.composition.strategies import Strategy
 
     if (strategy is None) == (from_log is None):
         raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
@@ -138,7 +138,7 @@ def recipe(
         return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
     if from_log is None or at is None:
         raise RecipeError.of("option.invalid", "--at", "--from-log needs the step to compose")
-    from mergepipe.escaping import printable
+    from mergepipe.core.escaping import printable
 
     text, notes = recipe_from_log(from_log, run, at=at, folder=folder)
     return "".join(f"# {printable(note)}\n" for note in notes) + text
@@ -157,9 +157,9 @@ def recipe_text(
     Raises:
         MergePipeError: there are too few checkpoints.
     """
-    from mergepipe.bounds import shown_number
+    from mergepipe.core.bounds import shown_number
     from mergepipe.storage.local import LocalStore
-    from mergepipe.tailor.strategies import Strategy, find_checkpoints, strategy_recipe
+    from mergepipe.tailor.composition.strategies import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
@@ -180,8 +180,8 @@ def recipe_from_log(
     """
     from mergepipe.errors import NotFoundError
     from mergepipe.storage.local import LocalStore
-    from mergepipe.tailor.from_log import composition_from_log_file
-    from mergepipe.tailor.strategies import find_checkpoints
+    from mergepipe.tailor.composition.from_log import composition_from_log_file
+    from mergepipe.tailor.composition.strategies import find_checkpoints
 
     try:
         units = tuple(find_checkpoints(LocalStore(), absolute(run), at)[0].units.parameters)
@@ -197,6 +197,6 @@ def absolute(path: str | Path) -> Path:
 
 
 def _ranks(world_size: int | None) -> int | None:
-    from mergepipe.bounds import positive
+    from mergepipe.core.bounds import positive
 
     return None if world_size is None else positive("--world-size", world_size, MOST_RANKS)

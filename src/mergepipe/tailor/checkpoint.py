@@ -8,8 +8,8 @@ from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
-from mergepipe.blocks import DType, Span, element_count
-from mergepipe.tailor.pickle_node import PicklePath
+from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.units import ModelUnits
 
 FP32 = "fp32"  # the master weight an optimizer updates

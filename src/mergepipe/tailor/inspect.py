@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.blocks import element_count
-from mergepipe.readers.strict_json import JsonValue
-from mergepipe.storage.base import Store
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.blocks import element_count
+from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.opening import open_training_checkpoint
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.units import Unit
 
 _MAX_NAMED = 3

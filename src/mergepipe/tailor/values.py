@@ -13,10 +13,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import Span
-from mergepipe.budget import Purpose
+from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.base import RangeFile, Store
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
 from mergepipe.tailor.checkpoint import StoredState
 
 _SPARE_DESCRIPTORS = 64

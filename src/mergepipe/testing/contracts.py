@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F32, GRAIN_ELEMENTS
+from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS
 from mergepipe.engine.reductions import make_reduction
 from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Scalar

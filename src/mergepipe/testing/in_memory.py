@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DELTA_FLAG, DType, Span
+from mergepipe.core.blocks import DELTA_FLAG, DType, Span
 from mergepipe.engine.reductions import Reduction, make_reduction
 from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DType
+from mergepipe.core.blocks import DType
 from mergepipe.testing.rounding import encode
 
 Numbers = NDArray[np.float64]

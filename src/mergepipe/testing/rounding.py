@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DType
+from mergepipe.core.blocks import DType
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),

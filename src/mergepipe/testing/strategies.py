@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, F16, F32, F64, DType
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
 

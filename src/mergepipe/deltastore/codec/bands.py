@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe.deltastore.codec.loops import Integers
+from mergepipe.deltastore.codec.symbols import Integers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import BF16, DType, DTypeKind
+from mergepipe.core.blocks import BF16, DType, DTypeKind
 from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.byte_equality import are_equal
+from mergepipe.deltastore.codec.byte_parts import corrupt
 from mergepipe.deltastore.codec.bytewise import decode_bytewise, encode_bytewise
-from mergepipe.deltastore.codec.comparing import are_equal
-from mergepipe.deltastore.codec.decoding import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.encoding import BaseRows, encode_bands
+from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
+from mergepipe.deltastore.codec.encode import BaseRows, encode_bands
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.codec.parts import corrupt
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats

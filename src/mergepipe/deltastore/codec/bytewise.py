@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.blocks import DType, DTypeKind
-from mergepipe.deltastore.codec.folding import (
+from mergepipe.core.blocks import DType, DTypeKind
+from mergepipe.deltastore.codec.byte_differences import (
     Words,
     count_bytes,
     fold_differences,
@@ -14,10 +14,10 @@ from mergepipe.deltastore.codec.folding import (
     take_plane,
     unfold_differences,
 )
-from mergepipe.deltastore.codec.parts import Parts, corrupt, joined
+from mergepipe.deltastore.codec.byte_parts import Parts, corrupt, joined
 from mergepipe.deltastore.codec.rans import SKIPPED, padded, scale_counts
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.codec.stages import coded_words, decoded_words
+from mergepipe.deltastore.codec.symbol_stages import coded_words, decoded_words
 
 _ZERO, _CODED, _PLAIN = 0, 1, 2
 _N_SYMBOLS = 256

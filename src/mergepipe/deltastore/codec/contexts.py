@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.codec.loops import N_EXPONENTS, choose_lows, context_rows, count_exponents
 from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Halves
+from mergepipe.deltastore.codec.symbols import N_EXPONENTS, choose_lows, context_rows, count_exponents
 from mergepipe.kernels.compiled import Bytes
 
 _MIN_SHARE = 64

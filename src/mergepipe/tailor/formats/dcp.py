@@ -11,15 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.blocks import DType, Span, element_count
+from mergepipe.checkpoints.contained_files import is_plain_name
+from mergepipe.checkpoints.formats.inert_pickle import load_inert
+from mergepipe.checkpoints.formats.inert_values import TORCH_DTYPES, PickledTensor, Record
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
+from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
+from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
-from mergepipe.readers.contained import is_plain_name
-from mergepipe.readers.inert_pickle import load_inert
-from mergepipe.readers.inert_values import TORCH_DTYPES, PickledTensor, Record
-from mergepipe.readers.strict_json import shown
-from mergepipe.readers.torch_zip import read_torch_zip
-from mergepipe.readers.zip_directory import Window, read_zip_directory
-from mergepipe.storage.base import Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
@@ -31,8 +31,8 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.pickle_node import Node
-from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
 
 METADATA_NAME = ".metadata"

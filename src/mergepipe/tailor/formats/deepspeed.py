@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.blocks import DTYPES, Span, element_count
+from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
+from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
+from mergepipe.core.blocks import DTYPES, Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
-from mergepipe.readers.inert_values import PickledTensor, Record
-from mergepipe.readers.torch_zip import StoredTensor, TorchArchive, read_torch_zip
-from mergepipe.storage.base import Store
+from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import (
     FP32,
     WEIGHT,
@@ -23,8 +23,8 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.pickle_node import Node
-from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt", re.ASCII)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.blocks import DTYPES, Span
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
+from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.readers.base import Checkpoint, TensorEntry
-from mergepipe.readers.hf import open_checkpoint
-from mergepipe.readers.inert_values import PickledTensor
-from mergepipe.readers.strict_json import JsonValue
-from mergepipe.readers.torch_zip import TorchArchive, read_torch_zip
-from mergepipe.storage.base import Store
+from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -24,11 +24,11 @@ from mergepipe.tailor.checkpoint import (
     StoredState,
     TrainingCheckpoint,
 )
-from mergepipe.tailor.parameter_order import defined_order, trainer_order
-from mergepipe.tailor.pickle_node import Node, PicklePath
-from mergepipe.tailor.scalars import read_scalar
-from mergepipe.tailor.trainer_files import read_global_step, read_json, tied_aliases, weight_state
-from mergepipe.tailor.transformers_names import ask_transformers
+from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.scalars import read_scalar
+from mergepipe.tailor.formats.trainer_files import read_global_step, read_json, tied_aliases, weight_state
+from mergepipe.tailor.formats.transformers_names import ask_transformers
 from mergepipe.tailor.units import model_units
 
 OPTIMIZER_NAME = "optimizer.pt"

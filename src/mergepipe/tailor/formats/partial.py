@@ -7,23 +7,23 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
-from mergepipe.blocks import DTYPES, Span
+from mergepipe.checkpoints.contained_files import stat_regular
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import CorruptError
-from mergepipe.readers.base import TensorEntry
-from mergepipe.readers.contained import stat_regular
-from mergepipe.readers.safetensors import read_header
-from mergepipe.readers.strict_json import shown
-from mergepipe.storage.base import Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
 from mergepipe.tailor.checkpoint import AdamStep, Piece, StoredState, TrainingCheckpoint
-from mergepipe.tailor.partial_manifest import (
+from mergepipe.tailor.formats.partial_manifest import (
     MANIFEST_NAME,
     PartialManifest,
     ShardFile,
     ShardTensor,
     parse_manifest,
 )
-from mergepipe.tailor.scalars import read_scalar
+from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import ModelUnits, model_units
 
 _COUNTER_DTYPE = DTYPES["F32"]

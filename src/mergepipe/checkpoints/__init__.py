@@ -1,0 +1,1 @@
+"""Checkpoints: named tensors on storage, whatever format they are stored in."""

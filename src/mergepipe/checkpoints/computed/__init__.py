@@ -1,0 +1,1 @@
+"""Tensors that are computed from stored ones: adapters, stacked experts, vocabulary rows."""

@@ -1,0 +1,84 @@
+"""Which tensor of a base a name of an adapter means, where the two were saved below different prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.errors import MismatchError, did_you_mean
+
+_FEWEST_PARTS = 2  # what is left of a name after its prefix is gone must still say something
+_MOST_CANDIDATES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Names that start with `removed` start with `added` instead."""
+
+    removed: str
+    added: str
+
+    def applied(self, name: str) -> str | None:
+        """The other name, or None where the prefix does not match."""
+        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
+
+
+def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> dict[str, str]:
+    """For each wanted name the base's: the same, or all of the others by one common change of prefix.
+
+    Raises:
+        MismatchError: there is no such change, or more than one that takes equally little away.
+    """
+    renamed = {name: name for name in wanted if name in base}
+    others = [name for name in wanted if name not in base]
+    if not others:
+        return renamed
+    prefix = _common_prefix(others, base, where)
+    for name in others:
+        other = prefix.applied(name) if prefix else None
+        if other is None:
+            candidates = [each for each in base if each.rpartition(".")[2] == name.rpartition(".")[2]]
+            raise MismatchError.of(
+                "adapter.tensor.unknown", where, f"{shown(name)} has no counterpart in the base",
+                did_you_mean(name, candidates[:_MOST_CANDIDATES]),
+            )  # fmt: skip
+        renamed[name] = other
+    return renamed
+
+
+def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -> Prefix | None:
+    longest = max(names, key=lambda name: name.count("."))
+    for candidates in _candidates(longest, base):
+        fitting = _most_alike([each for each in candidates if all(each.applied(name) in base for name in names)])
+        if len(fitting) > 1:
+            both = " or ".join(shown(each.applied(longest)) for each in fitting[:2])
+            raise MismatchError.of("adapter.tensor.ambiguous", where, f"{shown(longest)} could be the base's {both}")
+        if fitting:
+            return fitting[0]
+    return None
+
+
+def _most_alike(prefixes: list[Prefix]) -> list[Prefix]:
+    """Those that keep most of the words they take away: `model.language_model.` is no `vision_tower.encoder.`."""
+    kept = [len({*each.removed.split(".")} & {*each.added.split(".")} - {""}) for each in prefixes]
+    return [each for each, count in zip(prefixes, kept, strict=True) if count == max(kept)]
+
+
+def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:
+    """Changes of prefix that lead from `name` to a name of the base, by how much they take away.
+
+    No prefix holds a number: another layer is not the same tensor saved differently.
+    """
+    parts = name.split(".")
+    for cut in range(len(parts) - _FEWEST_PARTS + 1):
+        rest = ".".join(parts[cut:])
+        removed = name[: len(name) - len(rest)]
+        if _has_number(removed):
+            return
+        found = (each[: len(each) - len(rest)] for each in base if each == rest or each.endswith(f".{rest}"))
+        yield [Prefix(removed, added) for added in found if not _has_number(added)]
+
+
+def _has_number(prefix: str) -> bool:
+    return any(part.isdigit() for part in prefix.split("."))

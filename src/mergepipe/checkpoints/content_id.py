@@ -1,0 +1,151 @@
+"""What randomness is keyed by: a content id per expert from a small sample, and a stream key per expert and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, Readable, TensorEntry
+from mergepipe.core.blocks import Span
+from mergepipe.core.canonical_json import canonical_json
+from mergepipe.storage.buffers import aligned_buffer, round_up
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+
+N_SAMPLES = 32
+SAMPLE_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bytes `[first, stop)` of the elements of a tensor."""
+
+    tensor: Readable
+    first: int
+    stop: int
+
+    @property
+    def span(self) -> Span:
+        """The elements that they lie in."""
+        size = self.tensor.dtype.itemsize
+        return Span(self.first // size, -(-self.stop // size))
+
+
+def content_id(checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
+    """Identify a checkpoint by its tensor table and 32 samples of 2 KiB, 32 hex digits.
+
+    Samples are spread evenly over the tensors' bytes in order of name, so the id does not depend on sharding, file
+    names or times, nor on whether the tensors are packed. At most 32 * 3 pages are read, as analysis; of packed ones
+    the blocks that the samples lie in; nothing where the checkpoint knows its id. Two checkpoints that agree in every
+    sample share an id: their random masks are then the same, nothing else follows from it.
+    """
+    if checkpoint.content_id is not None:
+        return checkpoint.content_id
+    return _id_of(checkpoint, (_bytes_of(sample, files) for sample in samples(checkpoint)))
+
+
+def _id_of(checkpoint: Checkpoint, contents: Iterable[bytes]) -> str:
+    """The id, given the content of each sample."""
+    tensors = _sampled_tensors(checkpoint)
+    hasher = blake3(canonical_json([[each.name, each.dtype.name, list(each.shape)] for each in tensors]))
+    for content in contents:
+        hasher.update(content)
+    return hasher.hexdigest(16)
+
+
+class PassingContentId:
+    """The content id of a checkpoint of stored tensors, taken from their bytes as they pass by, in any order.
+
+    Safe to use from many threads, as long as no byte is shown twice at the same time.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._samples = [(sample, bytearray(sample.stop - sample.first)) for sample in samples(checkpoint)]
+        self._left = [sample.stop - sample.first for sample, _ in self._samples]
+        self._by_name: dict[str, list[int]] = {}
+        for i, (sample, _) in enumerate(self._samples):
+            self._by_name.setdefault(sample.tensor.name, []).append(i)
+
+    def show(self, tensor: str, first: int, content: NDArray[np.uint8]) -> None:
+        """Look at bytes of a tensor from byte `first` on."""
+        for i in self._by_name.get(tensor, ()):
+            sample, own = self._samples[i]
+            low, high = max(first, sample.first), min(first + len(content), sample.stop)
+            if low < high:
+                own[low - sample.first : high - sample.first] = content[low - first : high - first].tobytes()
+                self._left[i] -= high - low
+
+    @property
+    def missing_files(self) -> set[Path]:
+        """Where samples are that did not pass by."""
+        seen = zip(self._samples, self._left, strict=True)
+        return {entry.file for (sample, _), left in seen if left for entry in sample.tensor.stored}
+
+    def value(self, files: Mapping[Path, RangeFile]) -> str:
+        """The id; samples that did not pass by are read from `files`."""
+        seen = zip(self._samples, self._left, strict=True)
+        contents = (_bytes_of(sample, files) if left else bytes(own) for (sample, own), left in seen)
+        return _id_of(self._checkpoint, contents)
+
+
+def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
+    """What has to be looked at for the content id: nothing where it is known."""
+    if checkpoint.content_id is not None:
+        return
+    tensors = _sampled_tensors(checkpoint)
+    total = sum(map(_element_bytes, tensors))
+    targets = [max(0, total - SAMPLE_BYTES) * i // (N_SAMPLES - 1) for i in range(N_SAMPLES)]
+    start = 0
+    for tensor in tensors:
+        nbytes = _element_bytes(tensor)
+        while targets and targets[0] < start + nbytes:
+            first = targets.pop(0) - start
+            yield Sample(tensor, first, min(first + SAMPLE_BYTES, nbytes))
+        start += nbytes
+
+
+def _element_bytes(tensor: Readable) -> int:
+    return tensor.n_elements * tensor.dtype.itemsize
+
+
+def _sampled_tensors(checkpoint: Checkpoint) -> list[Readable]:
+    """What is stored, by name; of encoded tensors what they stand for."""
+    found: dict[tuple[str, str, int], Readable] = {}
+    for tensor in checkpoint.tensors.values():
+        if isinstance(tensor, NeedsBase) and not tensor.is_delta:
+            found[tensor.name, "", 0] = tensor
+        else:
+            found.update({(entry.name, str(entry.file), entry.offset): entry for entry in tensor.stored})
+    return [found[key] for key in sorted(found)]
+
+
+def stored_entries(checkpoint: Checkpoint) -> list[TensorEntry]:
+    """The byte ranges behind a checkpoint's tensors, each once, by name."""
+    entries = {(e.name, str(e.file), e.offset): e for tensor in checkpoint.tensors.values() for e in tensor.stored}
+    return [entries[key] for key in sorted(entries)]
+
+
+def _bytes_of(sample: Sample, files: Mapping[Path, RangeFile]) -> bytes:
+    tensor = sample.tensor
+    if not isinstance(tensor, TensorEntry):
+        out = np.empty(sample.span.n_elements * tensor.dtype.itemsize, np.uint8)
+        tensor.opened(files)(sample.span, out, Purpose.ANALYSIS)
+        skip = sample.first - sample.span.start * tensor.dtype.itemsize
+        return out[skip : skip + sample.stop - sample.first].tobytes()
+    file, first, last = files[tensor.file], tensor.offset + sample.first, tensor.offset + sample.stop
+    aligned = first // file.alignment * file.alignment
+    nbytes = round_up(last, file.alignment) - aligned
+    buffer = aligned_buffer(round_up(nbytes, 4096))
+    file.read_into(aligned, buffer.data[:nbytes], Purpose.ANALYSIS)
+    return bytes(buffer[first - aligned : last - aligned])
+
+
+def stream_key(seed: int, expert_content_id: str, tensor: str) -> int:
+    """64-bit key of one expert's random stream for one tensor."""
+    return int.from_bytes(blake3(canonical_json([seed, expert_content_id, tensor])).digest(8), "little")

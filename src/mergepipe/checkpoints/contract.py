@@ -1,0 +1,314 @@
+"""What every reader yields: a checkpoint as named tensors, stored in one byte range or worked out from such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.prices import DecodingPrices
+
+
+class CheckpointKind(StrEnum):
+    """What the tensors of a checkpoint are, compared with its base."""
+
+    FULL = "full"  # weights: every tensor of the base is expected
+    DELTA = "delta"  # differences from the base; a tensor that is not there does not differ
+    ADAPTER = "adapter"  # low-rank differences; a tensor that is not there does not differ
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor: `nbytes` bytes at absolute `offset` of `file`, row-major, little-endian."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+    is_delta: bool = False  # the stored values are differences from the base
+
+    def __post_init__(self) -> None:
+        if self.nbytes != self.n_elements * self.dtype.itemsize:
+            raise ValueError(f"{self.name}: {self.shape} {self.dtype.name} is not {self.nbytes} bytes")
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def kernel_code(self) -> int:
+        """How kernels decode the stored bytes: the dtype's code, with `DELTA_FLAG` where they are a delta."""
+        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges behind this tensor: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTotal(TensorEntry):
+    """The float32 sum that an earlier merge kept: no model's tensor, so that no budget counts it."""
+
+
+class Fetch(Protocol):
+    """Writes the elements `span` of a computed tensor into `out` (uint8, `span.n_elements * dtype.itemsize` bytes).
+
+    Called from many threads. It reads through the files it was opened with, charging `purpose`.
+    """
+
+    def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+
+
+class ComputedTensor(Protocol):
+    """A tensor that is not one byte range: an adapter's product, gathered rows, encoded deltas, another merge.
+
+    `dtype` is that of the fetched elements. `is_unit`: its stored bytes are read all at once, on the first fetch of
+    an opened tensor, and kept; a plan reads all of its blocks or none. Otherwise each block is read on its own.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_delta(self) -> bool: ...
+
+    @property
+    def is_unit(self) -> bool: ...
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The byte ranges it may be worked out from, for accounting and to open their files."""
+        ...
+
+    @property
+    def n_elements(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that reading all of it needs."""
+        ...
+
+    @property
+    def kernel_code(self) -> int: ...
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages; for a unit, those of all of it."""
+        ...
+
+    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+        """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
+        ...
+
+
+class FetchOnBase(Protocol):
+    """As `Fetch`, given the base's stored bytes of the same elements, in the base's dtype."""
+
+    def __call__(self, span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
+
+
+Turns: TypeAlias = AbstractContextManager[object]
+"""Entered for as long as a thread computes and does not wait, so that no more threads do than were allowed."""
+NO_TURNS: Turns = nullcontext()
+
+
+@runtime_checkable
+class NeedsBase(Protocol):
+    """A computed tensor whose stored bytes mean something only together with another's: encoded differences.
+
+    The engine hands it the bytes of `encoded_on` where that is the base it has read anyway. `opened` still works
+    alone: it reads them too. Cut at multiples of `cut_elements`, nothing that is stored is read twice.
+    """
+
+    @property
+    def encoded_on(self) -> TensorEntry: ...
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that it may be read from, whatever the level, without its base's; known without reading."""
+        ...
+
+    @property
+    def cut_elements(self) -> int: ...
+
+    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase: ...
+
+
+@runtime_checkable
+class KeptAsItIs(Protocol):
+    """A computed tensor that is one byte range after all: where it lies is known once something else has been read."""
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """As in `NeedsBase`."""
+        ...
+
+    def entry(self) -> TensorEntry: ...
+
+
+@runtime_checkable
+class Graded(Protocol):
+    """A computed tensor of which less can be read for fewer bytes, by levels: small numbers above 0.
+
+    Below the last level it is a delta in float32; read as it is, it is at the last.
+    """
+
+    def at_level(self, level: int) -> ComputedTensor:
+        """The same tensor read at a level; the same object for the same level."""
+        ...
+
+    def exact_level(self, kept: int) -> int:
+        """The least level at which the `kept` largest |deltas| are exact, and all others smaller or exact too."""
+        ...
+
+    def ladder(self, top: int) -> tuple[int, ...]:
+        """Levels up to `top`, each of which reads all that the one before it reads."""
+        ...
+
+    @property
+    def last_level(self) -> int: ...
+
+    @property
+    def cut_elements(self) -> int: ...
+
+    def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
+        """`cost_bytes` at a level, of each `stretches` stretches of `cut_elements` that are fetched as one."""
+        ...
+
+    def squared_errors(self, level: int) -> NDArray[np.float64]:
+        """What a level leaves of the squared delta, for each stretch of `cut_elements`; level 0 reads nothing."""
+        ...
+
+    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
+        """Processor time to decode each stretch of `cut_elements` at a level."""
+        ...
+
+    def kept_with_ties(self, kept: int) -> int | None:
+        """Elements no smaller than the `kept`-th largest |delta|; None where levels do not tell these from others."""
+        ...
+
+
+class EncodedSide(Protocol):
+    """What a checkpoint of encoded tensors keeps beside them: an index that is read when it is first needed."""
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes requested to read the index, in whole pages."""
+        ...
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is stored of all tensors, without the index."""
+        ...
+
+    @property
+    def least_bytes(self) -> int:
+        """What reading all tensors costs at least, at the least level that is worth it, with the index."""
+        ...
+
+    @property
+    def is_read(self) -> bool: ...
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that the tensors are read from."""
+        ...
+
+    @property
+    def index_file(self) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """A tensor that an adapter or a delta checkpoint does not touch: its delta is zero, and nothing is read."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    is_delta: bool = True
+    nbytes: int = 0
+    stored: tuple[TensorEntry, ...] = ()
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code | DELTA_FLAG
+
+
+Readable: TypeAlias = TensorEntry | ComputedTensor
+Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
+
+
+def files_of(sources: Iterable[Source]) -> set[Path]:
+    """The files that reading these needs: of encoded ones also what they are encoded on."""
+    files: set[Path] = set()
+    for source in sources:
+        if isinstance(source, TensorEntry | Unchanged):
+            files.update(entry.file for entry in source.stored)
+        elif isinstance(source, NeedsBase):
+            files |= {*source.files, source.encoded_on.file}
+        else:
+            own = source.files if isinstance(source, KeptAsItIs) else {entry.file for entry in source.stored}
+            files |= own
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class FileFingerprint:
+    """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint.
+
+    Two that are equal, of the same path, are of the same bytes: `version` (see `storage.file_version`) changes whenever
+    those do. Two that differ in their versions alone may be of the same bytes or not.
+    """
+
+    name: str
+    size_bytes: int
+    version: str
+    header_digest: str  # BLAKE3-128 (32 hex digits) of the safetensors length prefix + header
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Named tensors on storage. `tensors` is in storage order: file by file in order, by offset inside a file.
+
+    `root` is the directory, or the directory that holds a bare file; `sidecars` are the names (relative to `root`,
+    sorted) of configuration, tokenizer and chat-template files that belong to the model. A bare file has none.
+    """
+
+    path: Path
+    root: Path
+    tensors: Mapping[str, Readable]
+    files: tuple[FileFingerprint, ...]
+    sidecars: tuple[str, ...]
+    kind: CheckpointKind = CheckpointKind.FULL
+    base_digest: str | None = None  # of a delta: identifies the base it was taken from
+    encoded: EncodedSide | None = None  # of one whose tensors are encoded beside a base's
+    content_id: str | None = None  # see `engine.identity`; where it is known without looking at tensors
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes stored of all tensors."""
+        if self.encoded is not None:  # without a look at the index
+            return self.encoded.stored_bytes
+        return sum(t.nbytes for t in self.tensors.values())

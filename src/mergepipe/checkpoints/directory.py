@@ -1,0 +1,250 @@
+"""A Hugging Face directory, or one bare file of weights, opened as a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.checkpoints.contained_files import is_plain_name, stat_regular
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
+from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
+from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH, choose_weights, names_shown
+from mergepipe.errors import CorruptError, NotFoundError, Problem, StorageError, UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+
+MAX_PROBLEMS = 20
+TEMPLATE_FOLDER = "additional_chat_templates"
+# Code (*.py named by auto_map) is left out on purpose: nothing executable passes from an input to an output.
+SIDECAR_NAMES = frozenset({
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "spiece.model", "sentencepiece.bpe.model",
+})  # fmt: skip
+_SIDECAR_PATTERN = "*.tiktoken"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One file of tensors: what it says it holds; `mark` where those are differences from a base."""
+
+    fingerprint: FileFingerprint
+    entries: tuple[TensorEntry, ...]
+    mark: DeltaMark | None = None
+
+
+def open_checkpoint(store: Store, path: Path) -> Checkpoint:
+    """Open a directory or a bare file of weights; reads headers, the index and names, never tensor bytes.
+
+    A link given as `path` itself is followed; links inside a directory must stay in it, or in its hub cache folder.
+
+    Raises:
+        NotFoundError: the path, its weights or some shards do not exist.
+        CorruptError: a header or the index lies, or a link leads out of the checkpoint.
+        UnsupportedError: weights of another format, or an adapter.
+        StorageError: the operating system refused to look.
+    """
+    found = _stat_given(path)
+    if stat.S_ISDIR(found.st_mode):
+        return _open_directory(store, path)
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
+    known = (*SAFETENSORS.suffixes, *TORCH.suffixes)
+    if path.suffix not in known:
+        raise UnsupportedError.of(
+            "checkpoint.path.format", path, f"a single file must end in one of {', '.join(known)}",
+            "convert it to safetensors",
+        )  # fmt: skip
+    return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, found)], ())
+
+
+def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+    """Compare the index (tensor -> shard) with what each shard stores (shard -> tensors), tensor by tensor."""
+    homes: dict[str, list[str]] = {}
+    for shard, tensors in stored.items():
+        for tensor in tensors:
+            homes.setdefault(tensor, []).append(shard)
+    for tensor in sorted(weight_map.keys() | homes.keys()):
+        found, listed = homes.get(tensor, []), weight_map.get(tensor)
+        if found != [listed]:
+            yield _disagreement(tensor, listed, found)
+
+
+def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
+    what = f"tensor {shown(tensor)}"
+    if len(found) > 1:
+        code, message = "tensor_twice", f"{what} is stored in {len(found)} shards: {names_shown(found)}"
+    elif listed is None:
+        code, message = "tensor_unlisted", f"{what} is stored in {shown(found[0])}, but the index does not list it"
+    elif not found:
+        code, message = "tensor_missing", f"{what} is listed in {shown(listed)}, which does not hold it"
+    else:
+        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(found[0])}"
+    return Problem(f"checkpoint.index.{code}", "", message)
+
+
+def _stat_given(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: a NUL in the path
+        raise NotFoundError.of("checkpoint.path.not_found", shown(str(path)), "there is no such path") from error
+    except OSError as error:
+        raise StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}") from error
+
+
+def _open_directory(store: Store, path: Path) -> Checkpoint:
+    names = list_names(path)
+    weights = choose_weights(path, names)
+    if weights.is_index:
+        weight_map = _read_index(store, path, weights.name)
+        single = next(fmt.single for fmt in (SAFETENSORS, TORCH) if weights.name.startswith(fmt.single) or fmt is TORCH)
+        if single in names and single not in weight_map.values():
+            raise CorruptError.of(
+                "checkpoint.directory.ambiguous", path,
+                f"holds {single} beside {weights.name}, which does not name it", "remove one of them",
+            )  # fmt: skip
+        files = _read_shards(store, path, weights.name, weight_map)
+    else:
+        files = [read_weight_file(store, path, weights.name, stat_present(path, weights.name))]
+    return _checkpoint(path, path, files, _find_sidecars(path, names))
+
+
+def list_names(folder: Path) -> frozenset[str]:
+    """The names in a directory."""
+    try:
+        return frozenset(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise StorageError.of("storage.list", folder, f"cannot be listed: {error.strerror}") from error
+
+
+def stat_present(root: Path, name: str) -> os.stat_result:
+    """Stat a file that was listed."""
+    found = stat_regular(root, name)
+    if found is None:
+        raise NotFoundError.of("checkpoint.files.dangling_link", root / name, "is a link to a file that does not exist")
+    return found
+
+
+def read_weight_file(store: Store, root: Path, name: str, found: os.stat_result) -> WeightFile:
+    """Read what the file `name` of the directory `root` says it holds, whatever its format.
+
+    `found` was taken before: a change in between shows as another version later.
+    """
+    path = root / name
+    version = version_of(path, found)
+    if path.suffix in TORCH.suffixes:
+        weights = read_torch_weights(store, path)
+        return WeightFile(FileFingerprint(name, weights.size_bytes, version, weights.digest), weights.entries)
+    header = read_header(store, path)
+    fingerprint = FileFingerprint(name, header.size_bytes, version, header.header_digest)
+    return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
+
+
+def _read_index(store: Store, root: Path, name: str) -> dict[str, str]:
+    stat_present(root, name)
+    path = root / name
+    raw = store.read_small(path, WEIGHT_INDEX_BYTES)
+    return _weight_map(path, parse_object(raw, where=path, code="checkpoint.index"))
+
+
+def _weight_map(path: Path, document: Mapping[str, JsonValue]) -> dict[str, str]:
+    listed = document.get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CorruptError.of(
+            "checkpoint.index.weight_map", path,
+            f"'weight_map' must be a non-empty object of tensor names and shard names, found {shown(listed)}",
+        )  # fmt: skip
+    checked: dict[str, str] = {}
+    for tensor, shard in listed.items():
+        if not isinstance(shard, str):
+            raise CorruptError.of(
+                "checkpoint.index.weight_map", path,
+                f"the shard of tensor {shown(tensor)} must be a string, found {shown(shard)}",
+            )  # fmt: skip
+        checked[tensor] = shard
+    suffixes = next(fmt.suffixes for fmt in (SAFETENSORS, TORCH) if fmt.indices([path.name]))
+    for shard in sorted(set(checked.values())):
+        if not is_plain_name(shard) or not shard.endswith(suffixes):
+            raise CorruptError.of(
+                "checkpoint.index.shard_name", path,
+                f"a shard must be a plain file name ending in {' or '.join(suffixes)}, found {shown(shard)}",
+            )  # fmt: skip
+    return checked
+
+
+def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
+    """Read the header of every shard, in the order of their names, and check them against the index."""
+    stats = {shard: stat_regular(root, shard) for shard in sorted(set(weight_map.values()))}
+    missing = [shard for shard, found in stats.items() if found is None]
+    if missing:
+        where = str(root / index_name)
+        raise NotFoundError(
+            *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
+        )
+    files = [read_weight_file(store, root, shard, found) for shard, found in stats.items() if found is not None]
+    stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
+    _raise_capped(root / index_name, disagreements(weight_map, stored))
+    return files
+
+
+def _raise_capped(path: Path, problems: Iterator[Problem]) -> None:
+    first = list(islice(problems, MAX_PROBLEMS))
+    if not first:
+        return
+    located = [Problem(p.code, str(path), p.message) for p in first]
+    n_more = sum(1 for _ in problems)
+    if n_more:
+        located.append(Problem("checkpoint.index.more", str(path), f"and {n_more} more"))
+    raise CorruptError(*located)
+
+
+def _find_sidecars(root: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
+    sidecars = [name for name in names if name in SIDECAR_NAMES or fnmatchcase(name, _SIDECAR_PATTERN)]
+    if TEMPLATE_FOLDER in names and (root / TEMPLATE_FOLDER).is_dir():
+        templates = list_names(root / TEMPLATE_FOLDER)
+        sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
+    for name in sorted(sidecars):
+        stat_present(root, name)
+    return tuple(sorted(sidecars))
+
+
+def _checkpoint(path: Path, root: Path, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
+    tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in _as_marked(file)}
+    base = _common_base(path, files)
+    return Checkpoint(
+        path,
+        root,
+        MappingProxyType(tensors),
+        tuple(file.fingerprint for file in files),
+        sidecars,
+        CheckpointKind.FULL if base is None else CheckpointKind.DELTA,
+        base,
+    )
+
+
+def _as_marked(file: WeightFile) -> Iterator[TensorEntry]:
+    for entry in file.entries:
+        is_delta = file.mark is not None and entry.name not in file.mark.full
+        yield replace(entry, is_delta=True) if is_delta else entry
+
+
+def _common_base(path: Path, files: list[WeightFile]) -> str | None:
+    """The base that all files are differences from; None for plain weights."""
+    bases = {None if file.mark is None else file.mark.base for file in files}
+    if len(bases) > 1:
+        raise CorruptError.of(
+            "delta.mixed", path, "some of its files are differences from a base and others are not, or from another one"
+        )
+    return next(iter(bases), None)

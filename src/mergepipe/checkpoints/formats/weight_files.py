@@ -1,0 +1,142 @@
+"""Which file of a directory holds the weights, decided from the names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.checkpoints.formats.torch_weights import SUFFIXES as TORCH_SUFFIXES
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+
+OVERLAY_NAME = "mergepipe.overlay"  # stored blocks of an overlay: no weights by themselves
+OVERLAY_TABLE_NAME = "mergepipe.overlay-table"
+SAFETENSORS_SUFFIXES = (".safetensors",)
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+STORE_HEADER_NAME = "mergepipe-store.json"
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.[a-z]+$", re.ASCII)
+_INDEX_ENDING = ".index.json"
+_FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".onnx")
+# What training leaves beside the weights, in files of the same kind.
+_NOT_WEIGHTS = (
+    "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "*optim_states.pt", "adapter_model.*",
+    "*.distcp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where a directory keeps its tensors: the `name` of an index, or of the only file of weights."""
+
+    name: str
+    is_index: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How one format names its files. `single` and `index` win over other names."""
+
+    suffixes: tuple[str, ...]
+    single: str
+    index: str
+
+    def files(self, names: Sequence[str]) -> list[str]:
+        return [
+            name for name in names
+            if name.endswith(self.suffixes) and not any(fnmatchcase(name, other) for other in _NOT_WEIGHTS)
+        ]  # fmt: skip
+
+    def indices(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.endswith(tuple(f"{suffix}{_INDEX_ENDING}" for suffix in self.suffixes))]
+
+
+SAFETENSORS = _Format(SAFETENSORS_SUFFIXES, "model.safetensors", f"model.safetensors{_INDEX_ENDING}")
+TORCH = _Format(TORCH_SUFFIXES, "pytorch_model.bin", f"pytorch_model.bin{_INDEX_ENDING}")
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether a directory holds an adapter and no weights of a model beside it."""
+    if ADAPTER_CONFIG_NAME not in names and not any(name in names for name in ADAPTER_NAMES):
+        return False
+    visible = _visible(names)
+    return not any(fmt.files(visible) or fmt.indices(visible) for fmt in (SAFETENSORS, TORCH))
+
+
+def choose_weights(root: Path, names: Collection[str]) -> Weights:
+    """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
+
+    Raises:
+        NotFoundError, UnsupportedError, CorruptError: nothing, nothing readable, or no single answer.
+    """
+    visible = _visible(names)
+    if OVERLAY_TABLE_NAME in names:
+        raise UnsupportedError.of(
+            "model.overlay", root, "is an overlay: it holds only what differs from its base",
+            "make the whole model with `mergepipe materialise`, and use that",
+        )  # fmt: skip
+    if STORE_HEADER_NAME in names:
+        raise UnsupportedError.of(
+            "model.store", root, f"is a delta store (it has a {STORE_HEADER_NAME}), read only as an expert of a recipe",
+            "restore the model with `mergepipe unpack`, and use that",
+        )  # fmt: skip
+    for fmt in (SAFETENSORS, TORCH):
+        if fmt.index in visible:
+            return Weights(fmt.index, is_index=True)
+        if fmt.single in visible:
+            return Weights(fmt.single, is_index=False)
+        indices, singles = fmt.indices(visible), fmt.files(visible)
+        if len(indices) == 1:
+            return Weights(indices[0], is_index=True)
+        if not indices and len(singles) == 1:
+            return _whole_file(root, singles[0], fmt)
+        if indices or singles:
+            raise _ambiguous(root, indices or singles, fmt)
+    raise _no_weights(root, visible)
+
+
+def _visible(names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _whole_file(root: Path, name: str, fmt: _Format) -> Weights:
+    shard = _SHARD.search(name)
+    if shard and int(shard[2]) > 1:
+        raise CorruptError.of(
+            "checkpoint.directory.incomplete", root,
+            f"holds only {shown(name)}, one of {int(shard[2])} shards, and no {fmt.index}", "download it again",
+        )  # fmt: skip
+    return Weights(name, is_index=False)
+
+
+def _ambiguous(root: Path, candidates: list[str], fmt: _Format) -> MergePipeError:
+    return CorruptError.of(
+        "checkpoint.directory.ambiguous", root,
+        f"there is neither {fmt.index} nor {fmt.single}, but {len(candidates)} candidates: {names_shown(candidates)}",
+        "add the index of the shards, or name one file",
+    )  # fmt: skip
+
+
+def _no_weights(root: Path, visible: list[str]) -> MergePipeError:
+    if is_adapter(visible):
+        return UnsupportedError.of(
+            "checkpoint.directory.adapter", root, "this is an adapter, which means something only beside its base",
+            "use it as an expert, or write base+adapter",
+        )  # fmt: skip
+    foreign = [name for name in visible if name.endswith(_FOREIGN_SUFFIXES)]
+    if foreign:
+        return UnsupportedError.of(
+            "checkpoint.directory.format", root, f"holds {names_shown(foreign)}: not yet read", "convert to safetensors"
+        )
+    return NotFoundError.of(
+        "checkpoint.directory.no_weights", root, f"no weights here, found: {names_shown(visible) or 'nothing'}"
+    )
+
+
+def names_shown(names: Sequence[str]) -> str:
+    """At most ten names for a message."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(shown(name) for name in names[:10]) + more

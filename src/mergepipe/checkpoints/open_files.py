@@ -1,0 +1,71 @@
+"""Input files during a run: opened together, and checked for having stayed as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.file_version import version_of
+
+_SPARE_FILES = 64
+
+
+@contextlib.contextmanager
+def open_files(
+    store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()
+) -> Iterator[Mapping[Path, RangeFile]]:
+    """Open files for direct reads, and close them all at the end.
+
+    Raises:
+        ConflictError: `input.changed`, what was opened is not the file of one of `checkpoints` that it was.
+    """
+    ordered = sorted(set(paths))
+    allow_open_files(len(ordered))
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, RangeFile] = {}
+        for path in ordered:
+            files[path] = store.open(path, direct=True)
+            stack.callback(files[path].close)
+        for path, file in _files_of(checkpoints):
+            if path in files and files[path].version != file.version:
+                raise _changed(path)
+        yield files
+
+
+def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
+    """Refuse to go on with files that are not those that were opened.
+
+    Raises:
+        ConflictError: naming the file.
+    """
+    for path, file in _files_of(checkpoints):
+        try:
+            status = path.stat()
+        except OSError:
+            raise _changed(path) from None
+        if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
+            raise _changed(path)
+
+
+def _changed(path: Path) -> MergePipeError:
+    return ConflictError.of("input.changed", path, "changed while it was being read", "run again")
+
+
+def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Path, FileFingerprint]]:
+    for checkpoint in checkpoints:
+        for file in checkpoint.files:
+            yield checkpoint.root / file.name, file
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files for `count` and some more; where that is refused, opening says so."""
+    wanted = count + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard) if hard >= 0 else wanted, hard))

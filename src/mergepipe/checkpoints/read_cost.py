@@ -1,0 +1,42 @@
+"""The one cost function of planner and engine: what reading blocks requests of a file, in whole pages."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Source, TensorEntry, Unchanged
+from mergepipe.core.blocks import Span
+from mergepipe.storage.buffers import PAGE_BYTES
+
+
+def range_cost_bytes(start: int, stop: int) -> int:
+    """Bytes requested to read `[start, stop)` of a file: rounded outwards to pages at both ends, 0 if it is empty."""
+    return -(-stop // PAGE_BYTES) * PAGE_BYTES - start // PAGE_BYTES * PAGE_BYTES if stop > start else 0
+
+
+def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
+    """Bytes requested to read the elements `span` of `entry` on their own.
+
+    Law: blocks read together, in requests that are cut at block boundaries only, request at most the sum of their
+    costs, since touching pages are joined.
+    """
+    start = entry.offset + span.start * entry.dtype.itemsize
+    return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize)
+
+
+def source_cost_bytes(source: Source, span: Span) -> int:
+    """Bytes requested to have the elements `span` of any source on their own; none where nothing is read."""
+    if isinstance(source, TensorEntry):
+        return block_cost_bytes(source, span)
+    return 0 if isinstance(source, Unchanged) else source.cost_bytes(span)
+
+
+def block_costs_bytes(
+    offset_B: NDArray[np.int64], itemsize_B: NDArray[np.int64], first_B: NDArray[np.int64], n_B: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """`block_cost_bytes` of many blocks: file offset and item size of their tensors, first element, elements (> 0)."""
+    start_B = offset_B + first_B * itemsize_B
+    stop_B = start_B + n_B * itemsize_B
+    pages_B = -(-stop_B // PAGE_BYTES) - start_B // PAGE_BYTES
+    return np.asarray(pages_B * PAGE_BYTES, np.int64)

@@ -1,0 +1,1 @@
+"""Tokenizers: vocabularies, chat templates, and the embedding rows that belong to tokens."""

@@ -1,0 +1,169 @@
+"""Chat templates: a few well-known ones by name, and the one that most models of a recipe have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.checkpoints.tokenizers.vocabulary_files import SETTINGS_NAME, TokenizerFiles
+from mergepipe.errors import RecipeError, did_you_mean
+from mergepipe.storage.contract import Store
+
+AUTO = "auto"
+TEMPLATE_NAME = "chat_template.jinja"
+TEMPLATE_JSON_NAME = "chat_template.json"
+TEMPLATE_KEY = "chat_template"
+_DEFAULT_NAME = "default"
+_SYNTAX_HINT = "correct it, or give one of the known names"
+
+_CHATML = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+_LLAMA3 = """\
+{{ bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+_ALPACA = """\
+{% for message in messages %}
+{%- if message['role'] == 'system' %}
+{{- message['content'] + '\\n\\n' }}
+{%- elif message['role'] == 'user' %}
+{{- '### Instruction:\\n' + message['content'] + '\\n\\n' }}
+{%- else %}
+{{- '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '### Response:\\n' }}
+{%- endif %}
+"""
+# Neither of these two has a place for a system message: it goes before the first user message.
+_WITHOUT_SYSTEM = """\
+{% set intro = namespace(text='') %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}
+{%- set intro.text = message['content'] | trim + '\\n\\n' %}
+"""
+_MISTRAL = (
+    "{{ bos_token }}"
+    + _WITHOUT_SYSTEM
+    + """\
+{%- elif message['role'] == 'user' %}
+{{- '[INST] ' + intro.text + message['content'] | trim + ' [/INST]' }}
+{%- set intro.text = '' %}
+{%- else %}
+{{- ' ' + message['content'] | trim + eos_token }}
+{%- endif %}
+{%- endfor %}
+"""
+)
+_GEMMA = (
+    "{{ bos_token }}"
+    + _WITHOUT_SYSTEM
+    + """\
+{%- elif message['role'] == 'user' %}
+{{- '<start_of_turn>user\\n' + intro.text + message['content'] | trim + '<end_of_turn>\\n' }}
+{%- set intro.text = '' %}
+{%- else %}
+{{- '<start_of_turn>model\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+)
+_EXAONE = """\
+{%- if not messages or messages[0]['role'] != 'system' %}
+{{- '[|system|][|endofturn|]\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '[|' + message['role'] + '|]' + message['content'] }}
+{{- '\\n' if message['role'] == 'user' else '[|endofturn|]\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '[|assistant|]' }}
+{%- endif %}
+"""
+NAMED = {
+    "alpaca": _ALPACA,
+    "chatml": _CHATML,
+    "exaone": _EXAONE,
+    "gemma": _GEMMA,
+    "llama3": _LLAMA3,
+    "mistral": _MISTRAL,
+}
+
+
+def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, where: object) -> str | None:
+    """The template that a recipe's `chat_template` stands for: a name, Jinja text, or `auto`.
+
+    `auto` is the most common one of `models`, the first such in their order; None if no model has any.
+
+    Raises:
+        RecipeError: `chat_template.unknown`, neither a name nor Jinja text; `chat_template.syntax`, text that is none.
+    """
+    if wanted == AUTO:
+        found = [template for model in models if (template := template_of(model, store)) is not None]
+        return Counter(found).most_common(1)[0][0] if found else None
+    if wanted in NAMED:
+        return NAMED[wanted]
+    if "{" not in wanted:
+        names = [AUTO, *sorted(NAMED)]
+        raise RecipeError.of(
+            "chat_template.unknown", where, f"chat_template is a name or Jinja text, found '{wanted}'",
+            did_you_mean(wanted, names),
+        )  # fmt: skip
+    _check_syntax(wanted, where)
+    return wanted
+
+
+def _check_syntax(template: str, where: object) -> None:
+    """Refuse what loaders cannot parse; tags that only they know are left to them."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(template)
+    except TemplateSyntaxError as error:
+        if (error.message or "").startswith("Encountered unknown tag 'generation'"):
+            return
+        raise RecipeError.of(
+            "chat_template.syntax", where, f"the chat_template is no Jinja text, line {error.lineno}: {error.message}",
+            _SYNTAX_HINT,
+        ) from None  # fmt: skip
+    except (RecursionError, ValueError, OverflowError) as error:  # nested hundreds deep, numbers of thousands of digits
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        message = f"the chat_template cannot be parsed: {why}"
+        raise RecipeError.of("chat_template.syntax", where, message, _SYNTAX_HINT) from None
+
+
+def template_of(model: Checkpoint, store: Store) -> str | None:
+    """The chat template of one model, as loaders find it: its own file, else what its tokenizer's settings hold."""
+    files = TokenizerFiles(model, store)
+    if TEMPLATE_NAME in files:
+        return files.raw(TEMPLATE_NAME).decode("utf-8", errors="replace").strip() or None
+    for name in (TEMPLATE_JSON_NAME, SETTINGS_NAME):
+        template = _default(files.document(name).get(TEMPLATE_KEY))
+        if template is not None:
+            return template.strip() or None
+    return None
+
+
+def _default(value: JsonValue) -> str | None:
+    """The template of that name where there are several."""
+    if isinstance(value, list):
+        records = (each for each in value if isinstance(each, dict) and each.get("name") == _DEFAULT_NAME)
+        value = next((record.get("template") for record in records), None)
+    return value if isinstance(value, str) else None

@@ -1,0 +1,56 @@
+"""`mergepipe catalog`: what the catalog holds, and making it again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.running import print_report
+
+Roots = Annotated[
+    list[str] | None, typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    group = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+    group.command("rebuild")(rebuild)
+    group.command("stats")(stats)
+    app.add_typer(group, name="catalog", help="Look after the catalog.")
+
+
+def rebuild(
+    roots: Roots = None,
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Make the catalog again from the manifests under ROOT and where snapshots were.
+
+    Sound statistics stay. A damaged catalog is moved aside, and what is sound in it is taken over.
+    """
+    from mergepipe import api
+
+    report = api.rebuild_catalog(roots or (), home=home)
+    from mergepipe.cli.render.catalog import rebuild_table
+
+    print_report(report, rebuild_table, as_json=as_json)
+
+
+def stats(
+    *,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Say what the catalog holds and how large it is."""
+    from mergepipe import api
+
+    found = api.catalog_stats(home=home)
+    from mergepipe.cli.render.catalog import catalog_table
+
+    print_report(found, catalog_table, as_json=as_json)

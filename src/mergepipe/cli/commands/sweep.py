@@ -1,0 +1,117 @@
+"""`mergepipe sweep`: what budgets cost in fidelity, measured against the full merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import (
+    AllowDropped,
+    AsJson,
+    Debug,
+    Home,
+    Memory,
+    OnOmit,
+    Price,
+    Quiet,
+    RecipePath,
+    Seed,
+    Select,
+    StorageSpeed,
+    Threads,
+)
+from mergepipe.cli.running import optional_size, print_report, progress_shown
+
+Budgets = Annotated[
+    str | None,
+    typer.Option("--budgets", metavar="LIST", help="Budgets to try.  [default: 5%,10%,25%,50%,75%,100%]"),
+]
+HtmlPath = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Draw the curves into one HTML file.")]
+WorkPath = Annotated[
+    str | None,
+    typer.Option("--work", metavar="DIR", help="Where two outputs fit at a time.  [default: for temporary files]"),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    context: typer.Context,
+    recipe: RecipePath,
+    *,
+    budgets: Budgets = None,
+    select: Select = None,
+    on_omit: OnOmit = None,
+    price: Price = None,
+    storage_speed: StorageSpeed = None,
+    seed: Seed = 0,
+    home: Home = None,
+    work: WorkPath = None,
+    html: HtmlPath = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    allow_dropped: AllowDropped = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Measure error, bytes and time of RECIPE at several budgets.
+
+    It is merged in full once, then under each budget. The policy `random` stands beside the
+    chosen one at the same budgets. The merged models are not kept.
+    """
+    session: Session = context.obj
+    memory_bytes = optional_size(memory, "--memory")
+    if html is not None:
+        _check_page(Path(html))
+    from mergepipe import api
+
+    with progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = api.sweep(
+            recipe,
+            api.SWEEP_BUDGETS if budgets is None else budgets.split(","),
+            select=select or api.DEFAULT_POLICY,
+            on_omit=on_omit or api.DEFAULT_ON_OMIT,
+            price=price or api.DEFAULT_PRICE,
+            storage_speed=storage_speed,
+            seed=seed,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            home=home,
+            work=work,
+            allow_dropped=allow_dropped or (),
+            on_progress=on_progress,
+        )
+    if html is not None:
+        from mergepipe.cli.render.sweep_page import sweep_page
+        from mergepipe.storage.ledger import Ledger
+        from mergepipe.storage.output import replace_durably
+
+        replace_durably(Path(html), sweep_page(report).encode(), Ledger())
+    from mergepipe.cli.render.sweep import sweep_table
+
+    print_report(report, sweep_table, as_json=as_json, quiet=quiet)
+
+
+def _check_page(path: Path) -> None:
+    """Refuse a page that could not be written, before anything is merged.
+
+    Raises:
+        OutputError: `output.not-a-page`, `output.link`.
+        NotFoundError: `output.no-directory`.
+    """
+    from mergepipe.errors import NotFoundError, OutputError
+
+    if not path.absolute().parent.is_dir():
+        raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
+    if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
+        raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")

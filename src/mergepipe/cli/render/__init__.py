@@ -1,0 +1,1 @@
+"""Reports as text tables, pages and JSON."""

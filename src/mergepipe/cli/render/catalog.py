@@ -1,0 +1,117 @@
+"""Snapshots, lineage and the catalog as text tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+from mergepipe.cli.render.layout import columns_text, facts_text, share_text
+from mergepipe.cli.render.units import format_bytes, plural
+from mergepipe.core.escaping import printable
+from mergepipe.reports import SnapshotReport
+
+SHORT_SID = 12
+
+
+def snapshots_table(snapshots: Sequence[SnapshotReport]) -> str:
+    """One line a snapshot."""
+    if not snapshots:
+        return "no snapshots"
+    rows = [
+        [
+            each.sid[:SHORT_SID],
+            f"{each.created:%Y-%m-%d %H:%M}",
+            each.operator,
+            _place_text(each),
+            str(sum(source.role == "expert" for source in each.inputs)),
+            format_bytes(each.expert_bytes + each.analysis_bytes),
+            "no" if each.plan_digest is None else "yes",
+        ]
+        for each in snapshots
+    ]
+    return columns_text(["sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget"], rows, left=4)
+
+
+def _place_text(snapshot: SnapshotReport) -> str:
+    return str(snapshot.path) if snapshot.is_present else f"{snapshot.path} (gone)"
+
+
+def snapshot_table(snapshot: SnapshotReport) -> str:
+    """One snapshot in full."""
+    inputs = [
+        (source.role, f"{source.model} ({format_bytes(source.read_bytes)} read){_sid_text(source.sid)}")
+        for source in snapshot.inputs
+    ]
+    facts = [
+        ("snapshot", snapshot.sid),
+        ("path", _place_text(snapshot)),
+        ("made (UTC)", f"{snapshot.created:%Y-%m-%d %H:%M:%S}"),
+        ("operator", snapshot.operator),
+        ("plan", snapshot.plan_digest or "none: a full merge"),
+        *inputs,
+        ("read", f"base {format_bytes(snapshot.base_bytes)}, experts {format_bytes(snapshot.expert_bytes)}"),
+        ("written", format_bytes(snapshot.output_bytes)),
+        *([] if snapshot.is_recorded else [("notice", "not in the catalog: `mergepipe catalog rebuild` adds it")]),
+    ]
+    return facts_text(facts)
+
+
+def _sid_text(sid: str | None) -> str:
+    return "" if sid is None else f", snapshot {sid[:SHORT_SID]}"
+
+
+def lineage_tree(nodes: Sequence[LineageNode]) -> str:
+    """The tree, one line a node."""
+    return "\n".join(f"{_branch(nodes, i)}{printable(_node_text(node))}" for i, node in enumerate(nodes))
+
+
+def _branch(nodes: Sequence[LineageNode], index: int) -> str:
+    depth = nodes[index].depth
+    if depth == 0:
+        return ""
+    bars = ["│  " if _goes_on(nodes, index, level) else "   " for level in range(1, depth)]
+    return "".join(bars) + ("├─ " if _goes_on(nodes, index, depth) else "└─ ")
+
+
+def _goes_on(nodes: Sequence[LineageNode], index: int, depth: int) -> bool:
+    """Whether another node of this depth follows under the same parent."""
+    for node in nodes[index + 1 :]:
+        if node.depth <= depth:
+            return node.depth == depth
+    return False
+
+
+def _node_text(node: LineageNode) -> str:
+    name = node.model if node.depth else str(node.path)
+    made = f" = {node.operator} {node.sid[:SHORT_SID]}" if node.operator and node.sid else ""
+    read = f", {format_bytes(node.read_bytes)} read" if node.read_bytes is not None else ""
+    return f"{node.role} {name}{made}{read}{', unfolded above' if node.is_repeated else ''}"
+
+
+def catalog_table(stats: CatalogStats) -> str:
+    """What the catalog holds, and how large it is beside what it describes."""
+    facts = [
+        ("catalog", str(stats.path)),
+        ("size", f"{format_bytes(stats.file_bytes)}, {share_text(stats.file_bytes, stats.described_bytes)} of "
+                 f"the {format_bytes(stats.described_bytes)} of experts it describes"),
+        ("models", f"{stats.models}, {plural(stats.pairs, 'pair')} of base and expert"),
+        ("statistics", f"{stats.exact_tensors} tensors exact, {stats.probed_tensors} estimated"),
+        ("snapshots", str(stats.snapshots)),
+    ]  # fmt: skip
+    rows = [[table.name, str(table.rows), format_bytes(table.payload_bytes)] for table in stats.tables]
+    return f"{facts_text(facts)}\n\n{columns_text(['table', 'rows', 'content'], rows)}"
+
+
+def rebuild_table(report: RebuildReport) -> str:
+    """What was found and what was not."""
+    moved = [("moved aside", str(report.moved_aside))] if report.moved_aside is not None else []
+    salvaged = [("salvaged", plural(report.salvaged_statistics, "tensor"))] if report.moved_aside is not None else []
+    return facts_text([
+        ("snapshots", str(report.snapshots)),
+        *(("missing", str(path)) for path in report.missing),
+        *(("unreadable", str(problem)) for problem in report.unreadable),
+        *(("composite", f"{path}: a training checkpoint, no snapshot") for path in report.composites),
+        ("dropped", f"statistics of {plural(report.dropped_statistics, 'tensor')}, damaged"),
+        *salvaged,
+        *moved,
+    ])  # fmt: skip

@@ -1,0 +1,130 @@
+"""Reports as text tables for people."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from mergepipe.cli.render.layout import Fact, facts_text
+from mergepipe.cli.render.packing import along_facts
+from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
+
+MAX_PATTERNS = 4
+MAX_NAME_CHARACTERS = 60
+
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
+
+
+def merge_table(report: MergeReport) -> str:
+    """What a merge read, wrote and took."""
+    analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
+    reused = [("reused", _reused_text(report))] if report.reused_bytes else []
+    counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
+    return facts_text(
+        [
+            ("operator", report.operator),
+            ("base read", format_bytes(report.base_bytes)),
+            ("experts read", format_bytes(report.expert_bytes)),
+            *reused,
+            *analysis,
+            *_budget_facts(report),
+            ("written", format_bytes(report.output_bytes)),
+            ("time", format_seconds(report.seconds)),
+            ("speed", format_rate(report.bytes_per_second)),
+            ("peak memory", format_bytes(report.peak_rss_bytes)),
+            ("tensors", counts),
+            ("snapshot", report.sid),
+            *along_facts(report.packed, report.not_packed),
+            *(("notice", notice) for notice in report.notices),
+            ("output", str(report.out)),
+        ]
+    )
+
+
+def _reused_text(report: MergeReport) -> str:
+    return f"{format_bytes(report.reused_bytes)} of earlier snapshots or kept sums, for which no expert was read"
+
+
+def _budget_facts(report: MergeReport) -> list[Fact]:
+    """Planned against realized: everything requested of expert files but headers."""
+    if report.planned_bytes is None or report.budget_bytes is None:
+        return []
+    realized = report.expert_bytes + report.analysis_bytes
+    text = f"{format_bytes(realized)} read of {format_bytes(report.planned_bytes)} planned"
+    return [("budget", f"{format_bytes(report.budget_bytes)}: {text}")]
+
+
+def analyze_table(report: AnalyzeReport) -> str:
+    """What an analysis read, expert by expert."""
+    again = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
+    return facts_text(
+        [
+            ("statistics", "estimated from a sample" if report.is_probe else "exact"),
+            *(("expert", _analyzed_text(expert)) for expert in report.experts),
+            ("base read", format_bytes(report.base_bytes)),
+            ("experts read", format_bytes(report.expert_bytes)),
+            *again,
+            *along_facts(report.packed, report.not_packed),
+            ("time", format_seconds(report.seconds)),
+            ("catalog", str(report.home)),
+        ]
+    )
+
+
+def _analyzed_text(expert: AnalyzedExpert) -> str:
+    known = expert.comparable_tensors - expert.analyzed_tensors
+    parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
+    if expert.incomparable:
+        parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
+    return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"
+
+
+def check_table(report: CheckReport, free_bytes: int) -> str:
+    """What a merge would read and write, model by model, and what happens to every tensor."""
+    counts = _counts(report.merged_tensors, len(report.copied), len(report.dropped))
+    enough = "" if free_bytes >= report.disk_bytes else ": not enough"
+    files = plural(report.shards, "file")
+    facts = [
+        ("operator", report.operator),
+        *((model.role, _model_text(model.model, model.tensors, model.bytes)) for model in report.models),
+        ("reads", f"base {format_bytes(report.base_bytes)}, experts {format_bytes(report.expert_bytes)}"),
+        ("writes", f"{format_bytes(report.output_bytes)} in {files}"),
+        ("disk", f"{format_bytes(report.disk_bytes)} needed, {format_bytes(free_bytes)} free here{enough}"),
+        ("tensors", counts),
+        *(("copied", line) for line in _grouped((reason, name) for name, reason in report.copied)),
+        *(("dropped", line) for line in _grouped((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
+        *(("notice", notice) for notice in report.notices),
+    ]
+    return facts_text(facts)
+
+
+def shorten_names(names: Iterable[str]) -> str:
+    """List names with their numbers replaced by `*`: `model.layers.*.bias (28), rotary.inv_freq`."""
+    patterns = Counter(_NUMBER.sub("*", name) for name in names)
+    listed = [
+        _shorten(pattern) + (f" ({count})" if count > 1 else "")
+        for pattern, count in list(patterns.items())[:MAX_PATTERNS]
+    ]
+    rest = sum(list(patterns.values())[MAX_PATTERNS:])
+    return ", ".join(listed) + (f", and {rest} more" if rest else "")
+
+
+def _model_text(model: str, tensors: int, nbytes: int) -> str:
+    return f"{model} ({plural(tensors, 'tensor')}, {format_bytes(nbytes)})"
+
+
+def _counts(merged: int, copied: int, dropped: int) -> str:
+    return f"{merged} merged, {copied} copied, {dropped} dropped"
+
+
+def _grouped(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for reason, name in reasons_and_names:
+        groups.setdefault(reason, []).append(name)
+    return [f"{reason}: {shorten_names(names)}" for reason, names in groups.items()]
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[: MAX_NAME_CHARACTERS - 3]}..."

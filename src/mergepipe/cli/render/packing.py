@@ -1,0 +1,52 @@
+"""What packing and unpacking did, for people: by themselves, and on the way of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mergepipe.cli.render.layout import Fact
+from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.core.escaping import printable
+from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
+
+
+def pack_table(report: PackReport) -> str:
+    """A line for each expert, and how to get replaced ones back."""
+    lines = [_packed_line(expert) for expert in report.experts]
+    for expert in report.experts:
+        if expert.is_original_removed:
+            place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
+            lines.append(
+                f"{expert.expert} was removed; `mergepipe unpack {expert.store} -o {place}` "
+                f"brings it back and needs the base {report.base}"
+            )
+    return "\n".join(map(printable, lines))
+
+
+def along_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
+    """What was packed on the way of a merge or an analysis, and what was not, as facts."""
+    done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
+    return done + [("not packed", f"{each.expert}: {each.reason}") for each in not_packed]
+
+
+def _packed_line(expert: PackedExpert) -> str:
+    if not expert.is_new:
+        return f"{expert.store}: was packed before, left as it is"
+    speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "no time"
+    before = f", {format_bytes(expert.went_on_bytes)} of it by an interrupted run" if expert.went_on_bytes else ""
+    return f"{expert.store}: {_size_text(expert)}; {format_seconds(expert.seconds)}, {speed}{before}"
+
+
+def _size_text(expert: PackedExpert) -> str:
+    """The store's size and share, its blocks by codec, and why some are in no bands."""
+    sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
+    blocks = ", ".join(f"{plural(count, 'block')} {codec}" for codec, count in expert.blocks.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in expert.outside_bands.items())
+    return f"{sizes}; {blocks or 'no blocks'}" + (f" (not in bands: {reasons})" if reasons else "")
+
+
+def unpack_line(report: UnpackReport) -> str:
+    """What was restored, in one line."""
+    speed = format_rate(report.tensor_bytes / report.seconds) if report.seconds else "no time"
+    out = printable(str(report.out))
+    return f"{out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"

@@ -1,0 +1,187 @@
+"""Plans and explanations as text tables for people."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, number_text, share_text
+from mergepipe.cli.render.levels import error_table, error_text, levels_text, price_facts
+from mergepipe.cli.render.units import format_bytes
+from mergepipe.core.escaping import printable
+from mergepipe.jobs.explain import explanation_of
+from mergepipe.planning.level_shares import blocks_by_level
+from mergepipe.planning.plan import Plan, expected_error_of
+from mergepipe.reports import ExpertShare, Explanation
+
+MAX_GROUPS = 6
+MAX_LAYER_EXPERTS = 8
+MAX_RUN_CHARACTERS = 60
+WHY_LEAST = "what else trimming and electing change is not in it"
+
+_NUMBER = re.compile(r"\d+")
+
+
+class _Choice(Protocol):
+    """A fallback or an adjustment."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def decision(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+def plan_table(plan: Plan, stored: Path | None) -> str:
+    """What a plan reads of every expert, what omission can cost, and what it had to do without."""
+    blocks = sum(-(-tensor.n_elements // plan.block_elements) for tensor in plan.tensors)
+    rows = []
+    for e, model in enumerate(model for model in plan.models if model.role == "expert"):
+        accesses = [access for tensor in plan.tensors if (access := tensor.access_of(e)) is not None]
+        taken = sum(each.n_blocks + sum(stop - start for start, stop, _ in each.shared) for each in accesses)
+        free = sum(stop - start for each in accesses for start, stop in each.free)
+        rows.append([
+            model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
+            share_text(taken, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
+            [levels_text(blocks_by_level(accesses)), error_text(expected_error_of(accesses))]),
+        ])  # fmt: skip
+    head = [
+        ("operator", plan.operator),
+        ("policy", f"{plan.policy}, where omitted: {plan.on_omit}"),
+        ("budget", _of_everything(plan.budget_bytes, plan.full_cost_bytes)),
+        ("planned", _of_everything(plan.planned_bytes, plan.full_cost_bytes)),
+        *([("reused", _reused_text(plan, blocks))] if plan.reuse else []),
+        ("error bound", _bound_text(plan.bound.absolute, plan.bound.relative) if plan.bound else "none for this plan"),
+        *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
+        *price_facts(plan.price),
+    ]
+    tail = [
+        *_choices("fallback", plan.fallbacks),
+        *_choices("adjusted", plan.adjustments),
+        ("digest", plan.digest),
+        *([("stored", str(stored))] if stored is not None else []),
+    ]
+    graded = [] if plan.expected_error is None else ["of them", "error expected"]
+    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base", *graded], rows)
+    if graded:
+        found = explanation_of(Path(), plan, None, None)
+        table += f"\n\n{error_table(found.layers, [expert.model for expert in found.experts])}"
+    return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
+
+
+def _reused_text(plan: Plan, blocks: int) -> str:
+    reused = sum(stop - start for tensor in plan.tensors for start, stop, _ in tensor.reused)
+    places = listed([each.path for each in plan.reuse])
+    return f"{share_text(reused, blocks)} of all blocks from {places}: {format_bytes(plan.saved_bytes)} are not charged"
+
+
+def explain_table(found: Explanation) -> str:
+    """An explanation: the whole, by expert, by layer, and tensors that were asked for."""
+    parts = [facts_text(_explain_facts(found)), _expert_table(found), _layer_table(found)]
+    if found.expected_error is not None:
+        parts.append(error_table(found.layers, [expert.model for expert in found.experts]))
+    tail = [*_choices("fallback", found.fallbacks), *_choices("adjusted", found.adjustments)]
+    parts.extend([facts_text(tail)] if tail else [])
+    for tensor in found.tensors:
+        rows = [[use.model, use.use, _shortened(use.blocks), use.reason] for use in tensor.uses]
+        title = f"{printable(tensor.name)}: {tensor.blocks} blocks, touched: {_shortened(tensor.touched) or 'none'}"
+        parts.append(f"{title}\n{columns_text(['expert', 'use', 'blocks', 'why'], rows, left=4)}")
+    return "\n\n".join(parts)
+
+
+def _explain_facts(found: Explanation) -> list[Fact]:
+    facts: list[Fact] = [(found.kind, found.sid or found.plan_digest or ""), ("operator", found.operator)]
+    if found.policy is None:
+        facts.append(("plan", "none: a full merge, every expert is everywhere"))
+    else:
+        facts.append(("policy", f"{found.policy}, where omitted: {found.on_omit}"))
+        facts.append(("budget", _of_everything(found.budget_bytes or 0, found.full_bytes or 0)))
+        facts.append(("planned", _of_everything(found.planned_bytes or 0, found.full_bytes or 0)))
+        if found.bound is not None:
+            facts.append(("error bound", _bound_text(found.bound, found.relative_bound)))
+        facts.extend(_expected_facts(found.expected_error, is_least=found.error_is_least))
+        if found.sid is not None:
+            facts.append(("plan digest", found.plan_digest or ""))
+    if found.realized_bytes is not None:
+        facts.append(("realized", format_bytes(found.realized_bytes)))
+    text = f"{found.touched} of {found.blocks} blocks ({share_text(found.touched, found.blocks)})"
+    facts.append(("touched", f"{text} hold something of an expert; the others are the base's"))
+    return facts
+
+
+def _expert_table(found: Explanation) -> str:
+    head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
+    graded = [] if found.expected_error is None else ["blocks read", "error expected"]
+    return columns_text(head + graded, [_expert_row(expert, found) for expert in found.experts])
+
+
+def _expert_row(expert: ExpertShare, found: Explanation) -> list[str]:
+    counts = [share_text(count, found.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
+    row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
+    if found.expected_error is not None:
+        row += [levels_text(expert.levels), error_text(expert.expected_error)]
+    return row
+
+
+def _layer_table(found: Explanation) -> str:
+    shown = found.experts[:MAX_LAYER_EXPERTS]
+    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
+    rows = [
+        [
+            layer.layer or "others",
+            str(layer.blocks),
+            share_text(layer.touched, layer.blocks),
+            *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
+        ]
+        for layer in found.layers
+    ]
+    more = len(found.experts) - len(shown)
+    note = "by expert: blocks read, shared, or equal to the base's" + (f"; {more} more: see --json" if more else "")
+    return f"{columns_text(head, rows)}\n({note})"
+
+
+def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:
+    """One line for all that differ in names and numbers only."""
+    groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
+    for each in choices:
+        groups[_NUMBER.sub("#", _before_name(each.decision)), _NUMBER.sub("#", each.reason)].append(each)
+    lines = [(label, _group_text(group)) for group in list(groups.values())[:MAX_GROUPS]]
+    rest = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
+    return [*lines, (label, f"and {rest} more: see the plan")] if rest else lines
+
+
+def _before_name(text: str) -> str:
+    return text.partition(" '")[0]
+
+
+def _group_text(group: Sequence[_Choice]) -> str:
+    first = group[0]
+    return f"{listed([each.where for each in group])}: {first.decision} ({first.reason})"
+
+
+def _bound_text(absolute: float, relative: float | None) -> str:
+    text = f"the result is at most {number_text(absolute)} away from the full merge, before rounding"
+    return text if relative is None else f"{text}: about {100 * relative:.3g} % of what the full merge changes"
+
+
+def _expected_facts(error: float | None, *, is_least: bool) -> list[Fact]:
+    if error is None:
+        return []
+    text = f"{error_text(error)} of what the full merge changes, before rounding"
+    return [("error expected", f"at least {text}: {WHY_LEAST}" if is_least else text)]
+
+
+def _of_everything(nbytes: int, full_bytes: int) -> str:
+    return f"{format_bytes(nbytes)}, {share_text(nbytes, full_bytes)} of {format_bytes(full_bytes)}"
+
+
+def _bytes_or_dash(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def _shortened(text: str, most: int = MAX_RUN_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,50 @@
+"""Sweeps as a text table for people."""
+
+from __future__ import annotations
+
+from mergepipe.cli.render.layout import columns_text, facts_text, number_text, share_text
+from mergepipe.cli.render.levels import levels_text
+from mergepipe.cli.render.units import format_bytes, format_seconds
+from mergepipe.reports import SweepPoint, SweepReport
+
+
+def rounding_note(report: SweepReport) -> str:
+    """What the errors are taken from."""
+    return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}; bounds are for before it"
+
+
+def expected_text(point: SweepPoint) -> str:
+    """What the plan expected of the error."""
+    return f"{'>= ' * point.error_is_least}{number_text(point.expected_error)}"
+
+
+def sweep_table(report: SweepReport) -> str:
+    """Budget by budget and policy by policy: error, bytes, time."""
+    facts = [
+        ("operator", report.operator),
+        ("full merge", f"{format_bytes(report.full_expert_bytes)} of the experts read, "
+                       f"{format_seconds(report.full_seconds)}"),
+        ("changes", f"the full merge is {number_text(report.changed_norm)} away from the base, "
+                    f"{share_text(report.changed_norm, report.full_norm)} of its own norm"),
+        ("error", "distance to the full merge, as a share of what the full merge changes"),
+        ("beside", "the same distance as a share of the full merge's norm: it flatters"),
+        ("note", rounding_note(report)),
+    ]  # fmt: skip
+    is_graded = any(point.expected_error is not None for point in report.points)
+    graded = ["expected", "blocks read"] if is_graded else []
+    head = ["budget", "policy", "read", "of all", "time", "error", "bound", "beside", *graded]
+    rows = [
+        [
+            point.budget,
+            point.policy,
+            format_bytes(point.expert_bytes),
+            share_text(point.expert_bytes, report.full_expert_bytes),
+            format_seconds(point.seconds),
+            number_text(point.error),
+            number_text(point.bound),
+            number_text(point.flattering_error),
+            *([expected_text(point), levels_text(point.levels)] if is_graded else []),
+        ]
+        for point in report.points
+    ]
+    return f"{facts_text(facts)}\n\n{columns_text(head, rows, left=2)}"

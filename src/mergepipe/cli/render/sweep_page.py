@@ -1,0 +1,85 @@
+"""A sweep as one self-contained HTML page: the curves, and the numbers under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+
+from mergepipe.cli.render.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, draw_chart
+from mergepipe.cli.render.layout import number_text, share_text
+from mergepipe.cli.render.levels import levels_text
+from mergepipe.cli.render.sweep import expected_text, rounding_note
+from mergepipe.cli.render.units import format_bytes, format_seconds
+from mergepipe.core.escaping import as_line
+from mergepipe.planning.level_shares import NAMES
+from mergepipe.reports import SweepPoint, SweepReport
+
+_TEMPLATE = "templates/sweep.html.j2"
+_STYLES = ("chosen", "beside")
+_LEVEL_STYLES = 6  # classes in the template
+
+
+def sweep_page(report: SweepReport) -> str:
+    """Render the page; it loads nothing from anywhere, and follows the reader's dark or light setting."""
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line
+    )
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": number_text}
+    environment.globals |= {"share": share_text, "levels_of": levels_text, "expected_of": expected_text}
+    template = resources.files("mergepipe.cli.render").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    box = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
+    return environment.from_string(template).render(
+        report=report, charts=charts_of(report), box=box, note=rounding_note(report),
+        is_graded=any(point.expected_error is not None for point in report.points),
+    )  # fmt: skip
+
+
+def charts_of(report: SweepReport) -> tuple[Chart, ...]:
+    """Error, and time, over the share of expert bytes that was read."""
+    policies = list(dict.fromkeys(point.policy for point in report.points))
+    errors, times = [], []
+    for policy, style in zip(policies, _STYLES, strict=False):
+        points = [point for point in report.points if point.policy == policy]
+        errors.append(Line(policy, style, _places(report, [(p, p.error) for p in points])))
+        times.append(Line(policy, style, _places(report, [(p, p.seconds) for p in points])))
+    chosen = [(point, point.bound) for point in report.points if point.policy == report.policy]
+    errors.append(Line(f"{report.policy}: bound of the plan", "bound", _places(report, chosen)))
+    expected = [(point, point.expected_error) for point in report.points if point.policy == report.policy]
+    errors.append(Line(f"{report.policy}: expected by the plan", "expected", _places(report, expected)))
+    x_label = "expert bytes read, as a share of what the full merge reads"
+    charts = (
+        draw_chart("Error", x_label, "error relative to what merging changes", errors, _percent, "{:.3g}".format),
+        draw_chart("Time", x_label, "seconds, planning included", times, _percent, "{:.3g}".format),
+    )
+    levels = _level_lines(report)
+    if not levels:
+        return charts
+    drawn = draw_chart("Levels", x_label, "blocks read in this form or a closer one", levels, _percent, _percent)
+    return (charts[0], drawn, charts[1])
+
+
+def _level_lines(report: SweepReport) -> list[Line]:
+    """For each form, from the closest on, the share of blocks that are read in it or in a closer one."""
+    points = [point for point in report.points if point.policy == report.policy]
+    used = [name for name in NAMES if any(name in dict(point.levels) for point in points)]
+    most = max((sum(count for _, count in point.levels) for point in points), default=0)
+    if len(used) < 2 or not most:
+        return []
+    lines = []
+    for number, name in enumerate(reversed(used)):
+        closer = used[used.index(name) :]
+        shares = [(point, sum(dict(point.levels).get(each, 0) for each in closer) / most) for point in points]
+        lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(report, shares)))
+    return lines
+
+
+def _places(report: SweepReport, found: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
+    """Positions by rising share of bytes; what was not measured is left out."""
+    full = report.full_expert_bytes
+    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in found if y is not None))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

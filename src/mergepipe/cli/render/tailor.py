@@ -1,0 +1,129 @@
+"""Reports of tailor as text tables and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mergepipe.cli.render.units import format_bytes, format_seconds, plural
+from mergepipe.core.escaping import json_line, printable
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.compose import CompositionReport
+    from mergepipe.tailor.composition.diff import Change, DiffReport
+    from mergepipe.tailor.composition.staleness import UnitStaleness
+    from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
+
+_STALE_NOTE = (
+    "Older parts resume with older optimizer moments, which are replaced within some tens of steps; "
+    "expect a short rise of the loss where many units are old."
+)
+
+
+def inspect_table(report: InspectReport) -> str:
+    """Each checkpoint, its units, and whether they fit together."""
+    blocks = [_checkpoint(each) for each in report.checkpoints]
+    if len(report.checkpoints) > 1:
+        verdict = "parts of these can be composed" if report.is_comparable else "parts of these cannot be composed:"
+        blocks.append("\n".join([verdict, *(f"  {printable(reason)}" for reason in report.reasons)]))
+    return "\n\n".join(blocks)
+
+
+def _checkpoint(report: CheckpointReport) -> str:
+    stage = f" stage {report.stage}" if report.stage is not None else ""
+    head = [
+        printable(str(report.path)),
+        f"  {report.format}{stage}, for {report.framework}, step {report.step}, {plural(report.world_size, 'rank')}, "
+        f"{format_bytes(report.total_bytes)}",
+    ]
+    head += [f"  {printable(alias)} is tied to {printable(owner)}" for alias, owner in report.tied.items()]
+    head += [f"  missing: {printable(each)}" for each in report.missing[:10]]
+    kinds = list(dict.fromkeys(kind for unit in report.units for kind in unit.bytes_by_kind))
+    rows = [["unit", "params", *kinds, "adam step"], *(_unit_row(unit, kinds) for unit in report.units)]
+    return "\n".join([*head, *_aligned(rows)])
+
+
+def _unit_row(unit: UnitReport, kinds: Sequence[str]) -> list[str]:
+    steps = ", ".join(f"{step:g}" for step in unit.adam_steps) + (" (shared)" if unit.shared_step else "")
+    sizes = [format_bytes(unit.bytes_by_kind.get(kind, 0)) for kind in kinds]
+    return [printable(unit.unit), str(unit.n_parameters), *sizes, steps or "-"]
+
+
+def composition_table(report: CompositionReport) -> str:
+    """What a composition takes from where, how old it is, and what it did or would do."""
+    plan = report.plan
+    skeleton, state = plan.assignment.skeleton, plan.assignment.state
+    rows = [["unit", "from", "step", "age", "adam step", "policy"], *(_staleness_row(unit) for unit in plan.staleness)]
+    lines = _aligned(rows)
+    lines += ["", f"state from  {printable(str(state.path))} (step {state.step})"]
+    lines += [f"structure   {printable(str(skeleton.path))}"] if state is not skeleton else []
+    lines += [f"writes      {format_bytes(plan.output_bytes)} in {plural(len(plan.files), 'file')}"]
+    lines += _outcome(report)
+    if any(age for unit in plan.staleness for _, _, age in unit.sources):
+        lines += ["", _STALE_NOTE]
+    return "\n".join(lines)
+
+
+def _outcome(report: CompositionReport) -> list[str]:
+    made = report.manifest
+    if made is None:
+        return []
+    check = made.self_check
+    compared = f"{check.thoroughness.value}: {check.elements} elements of {plural(check.states, 'state')} compared"
+    return [
+        f"self check  {compared}, {plural(check.copies, 'copy').replace('copys', 'copies')} of weights against masters",
+        f"time        {format_seconds(report.seconds)}",
+        f"composite   {made.sid}",
+        f"output      {printable(str(report.out))}",
+    ]
+
+
+def _staleness_row(unit: UnitStaleness) -> list[str]:
+    paths = ", ".join(printable(path.name) for path, _, _ in unit.sources)
+    steps = ", ".join(str(step) for _, step, _ in unit.sources)
+    ages = ", ".join(str(age) for _, _, age in unit.sources)
+    adam = ", ".join(f"{step:g}" for step in unit.adam_steps)
+    return [printable(unit.unit), paths, steps, ages, adam or "-", ", ".join(unit.step_policies) or "-"]
+
+
+def composition_json(report: CompositionReport) -> str:
+    """One line: the plan, staleness, and what was written if anything was."""
+    plan = report.plan
+    state = plan.assignment.state
+    content = {
+        "out": str(report.out) if report.out is not None else None,
+        "sid": report.manifest.sid if report.manifest is not None else None,
+        "state_from": str(state.path),
+        "step": state.step,
+        "read_bytes": plan.read_bytes,
+        "output_bytes": plan.output_bytes,
+        "files": len(plan.files),
+        "seconds": round(report.seconds, 3),
+        "units": [unit.to_json() for unit in plan.staleness],
+    }
+    return json_line(content)
+
+
+def diff_table(report: DiffReport) -> str:
+    """Relative changes, unit by unit."""
+    head = [
+        f"from {printable(str(report.first.path))} (step {report.first.step})",
+        f"to   {printable(str(report.second.path))} (step {report.second.step})",
+    ]
+    rows = [["unit", "weights", "exp_avg", "exp_avg_sq"]]
+    rows += [
+        [printable(u.unit), _relative(u.weights), _relative(u.exp_avg), _relative(u.exp_avg_sq)] for u in report.units
+    ]
+    return "\n".join([*head, *_aligned(rows)])
+
+
+def _relative(change: Change | None) -> str:
+    if change is None:
+        return "-"
+    return f"{change.relative:.3g}" if math.isfinite(change.relative) else "from zero"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

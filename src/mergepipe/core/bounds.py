@@ -1,0 +1,29 @@
+"""Numbers that callers give, held against the least and the most that makes sense."""
+
+from __future__ import annotations
+
+from mergepipe.core.sizes import MAX_SIZE_BYTES
+from mergepipe.errors import LimitError, RecipeError
+
+_MOST_DIGITS = 40
+
+
+def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
+    """`value`, which is above zero and not above `most`; that of a size in bytes is what files can have.
+
+    Raises:
+        LimitError: `option.not-positive`.
+        RecipeError: `option.too-large`.
+    """
+    if value < 1:
+        raise LimitError.of(
+            "option.not-positive", option, f"{shown_number(value)} was given", "give a number above zero"
+        )
+    if value > most:
+        raise RecipeError.of("option.too-large", option, f"{shown_number(value)} was given", f"give {most} at most")
+    return value
+
+
+def shown_number(value: int) -> str:
+    """A number in an error; Python writes out none of thousands of digits."""
+    return str(value) if abs(value) < 10**_MOST_DIGITS else f"a number of more than {_MOST_DIGITS} digits"

@@ -1,0 +1,108 @@
+"""Where the bands of a tensor begin, estimated from a sample of its deltas before its one pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import BF16, Span
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.levels import BAND_DENSITIES
+from mergepipe.deltastore.tensor import read_range
+from mergepipe.kernels.codec import decode_tile
+from mergepipe.kernels.compiled import Floats
+from mergepipe.kernels.merge import take_delta
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+
+READ_WHOLE_ELEMENTS = 128 * 1024
+_STRETCHES = 32
+_STRETCH_ELEMENTS = 4096
+_MARGIN_DEVIATIONS = 4.0
+_SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
+_LARGEST = float(np.finfo(np.float32).max)
+_SECOND_BAND_WIDTH = 0.4
+"""At least so much of its cut: of normally distributed deltas the first band is then 1 to 8 %."""
+
+
+def sample_spans(n_elements: int) -> tuple[Span, ...]:
+    """The stretches to look at: all of a small tensor, else equal ones at equal distances."""
+    if n_elements <= READ_WHOLE_ELEMENTS:
+        return (Span(0, n_elements),)
+    step = (n_elements - _STRETCH_ELEMENTS) // (_STRETCHES - 1)
+    return tuple(Span(i * step, i * step + _STRETCH_ELEMENTS) for i in range(_STRETCHES))
+
+
+def bands_of(base: Sample, expert: Sample) -> Bands:
+    """Choose where the bands of a bf16 tensor begin, from samples of it and of its base."""
+    deltas = [_deltas(own, other) for own, other in zip(base.stretches, expert.stretches, strict=True)]
+    return choose_bands(np.concatenate(deltas), is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The bytes at `sample_spans` of a tensor of `n_elements`."""
+
+    n_elements: int
+    stretches: tuple[RawBytes, ...]
+
+
+def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample:
+    """Read a sample of a tensor: at most 256 KiB, in whole pages."""
+    spans = sample_spans(entry.n_elements)
+    return Sample(entry.n_elements, tuple(read_range(file, *_byte_range(entry, span), purpose) for span in spans))
+
+
+def sample_of(content: RawBytes) -> Sample:
+    """The sample of a bf16 tensor whose bytes are all there. Views of it."""
+    n = len(content) // BF16.itemsize
+    size = BF16.itemsize
+    return Sample(n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
+
+
+def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
+    """Cuts of deltas (float32, not modified): the second and third hold `BAND_DENSITIES` of them, the first fewer.
+
+    From a sample, each band is made a little larger, so that it holds its share of the whole tensor all the same.
+    The second band and, where it can be, the third are a power of two wide: as many values of a bf16 grid as a fine
+    number of whole bits tells apart.
+    """
+    magnitudes = np.abs(deltas)
+    magnitudes = np.sort(magnitudes[np.isfinite(magnitudes)])[::-1]
+    second, third = (_cut_at(magnitudes, density, is_sample=is_sample) for density in BAND_DENSITIES)
+    first = second + _power_of_two(_SECOND_BAND_WIDTH * second)
+    if second > third and _power_of_two(second - third) < second:
+        third = second - _power_of_two(second - third)
+    return Bands((first if first <= _LARGEST else second, second, third))
+
+
+def _cut_at(magnitudes: Floats, density: float, *, is_sample: bool) -> float:
+    """The magnitude (descending ones are given) that `density` of the tensor reaches."""
+    n = len(magnitudes)
+    margin = _MARGIN_DEVIATIONS * math.sqrt(density * (1 - density) / n) if is_sample and n else 0.0
+    rank = min(math.ceil((density + margin) * n), n)
+    return max(float(magnitudes[rank - 1]), _SMALLEST) if rank else _SMALLEST
+
+
+def _power_of_two(width: float) -> float:
+    """The least power of two that is not less than `width` > 0."""
+    mantissa, exponent = math.frexp(width)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
+    start = entry.offset + span.start * entry.dtype.itemsize
+    return start, start + span.n_elements * entry.dtype.itemsize
+
+
+def _deltas(base: RawBytes, expert: RawBytes) -> Floats:
+    n = len(base) // BF16.itemsize
+    own, other, deltas = (np.empty(n, np.float32) for _ in range(3))
+    decode_tile(base, 0, BF16.kernel_code, n, own)
+    decode_tile(expert, 0, BF16.kernel_code, n, other)
+    take_delta(other, own, n, deltas)
+    return deltas

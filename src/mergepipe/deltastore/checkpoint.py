@@ -1,0 +1,131 @@
+"""Opens a delta store as a checkpoint beside its base: the header is read, the index when it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.checkpoints.contained_files import stat_regular
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable, TensorEntry
+from mergepipe.checkpoints.directory import SIDECAR_NAMES
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.levels import Piece
+from mergepipe.deltastore.header import (
+    HEADER_NAME,
+    HEADERS_NAME,
+    INDEX_NAME,
+    PIECE_NAMES,
+    PackedEntry,
+    StoreHeader,
+    is_store,
+    parse_header,
+)
+from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
+from mergepipe.deltastore.index_reader import Charged, StoreSide, as_expert, as_metadata
+from mergepipe.deltastore.plain_tensor import KeptTensor
+from mergepipe.deltastore.tensor import PackedTensor
+from mergepipe.errors import MismatchError, NotFoundError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import STORE_HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """Header and index of a store, held against each other and against the sizes of its files."""
+
+    root: Path
+    header: StoreHeader
+    side: StoreSide
+    fingerprints: tuple[FileFingerprint, ...]
+
+    @property
+    def index(self) -> StoreIndex:
+        return self.side.index
+
+
+def read_store(store: Store, path: Path) -> OpenedStore:
+    """Read and check header and index, both as metadata.
+
+    Raises:
+        CorruptError: one of them is damaged, or a file has not the size that the index says.
+        UnsupportedError: a newer version.
+        NotFoundError, StorageError: from the store.
+    """
+    if not is_store(path):
+        raise NotFoundError.of(
+            "store.not-found", path, f"is no delta store: there is no {HEADER_NAME} in it", "name one that `pack` made"
+        )
+    opened = _read_header(store, path, as_metadata)
+    _ = opened.index
+    return opened
+
+
+def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
+    """All but the index, which is read when it is first needed."""
+    header_path = path / HEADER_NAME
+    raw = store.read_small(header_path, STORE_HEADER_BYTES)
+    header = parse_header(raw, header_path)
+    n_rows = sum(tensor.n_rows for tensor in header.tensors)
+    sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
+    sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
+    sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
+    sizes |= {kept.name: kept.size_bytes for kept in header.kept}
+    prints = tuple(_fingerprint(path, name, size, header) for name, size in sorted(sizes.items()))
+    found = {file.name: file.size_bytes for file in prints}
+    return OpenedStore(path, header, StoreSide(store, path, header, found, read_index), prints)
+
+
+def open_store(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
+    """Open the store in `path` as the full checkpoint that was packed, beside `base`.
+
+    The index is read when it is first needed, and counted as the expert's. The content is bound to the base's, block
+    by block: that is checked as blocks are read.
+
+    Raises:
+        MismatchError: the base lacks a tensor that was packed beside it, or has another dtype or shape.
+        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
+    """
+    opened = _read_header(store, path, as_expert)
+    tensors: dict[str, Readable] = {entry.name: _readable(opened, entry, base) for entry in opened.header.tensors}
+    sidecars = tuple(sorted(kept.name for kept in opened.header.kept if kept.name in SIDECAR_NAMES))
+    content_id = opened.header.content_id
+    return Checkpoint(
+        path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
+        content_id=content_id, encoded=opened.side,
+    )  # fmt: skip
+
+
+def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Readable:
+    if not entry.has_base:
+        return KeptTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row)
+    found = base.tensors.get(entry.name)
+    if not isinstance(found, TensorEntry):
+        what = "none of that name" if found is None else "one that is not stored as it is"
+        raise MismatchError.of(
+            "store.base", opened.root,
+            f"tensor {shown(entry.name)} was packed beside the base's; {base.path} has {what}",
+            f"give the base that it was packed with: it was {opened.header.base}",
+        )  # fmt: skip
+    if (found.dtype, found.shape) != (entry.dtype, entry.shape):
+        raise MismatchError.of(
+            "store.base", opened.root,
+            f"tensor {shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, "
+            f"that of {base.path} is {found.dtype.name} {list(found.shape)}",
+            f"give the base that it was packed with: it was {opened.header.base}",
+        )  # fmt: skip
+    bands = None if entry.cuts is None else Bands(entry.cuts)
+    return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row, found, bands)
+
+
+def _fingerprint(root: Path, name: str, size_bytes: int | None, header: StoreHeader) -> FileFingerprint:
+    """A file as it is, of `size_bytes` where that is known."""
+    found = stat_regular(root, name)
+    if found is None or (size_bytes is not None and found.st_size != size_bytes):
+        what = "is missing" if found is None else f"has {found.st_size} bytes"
+        needed = "it is needed" if size_bytes is None else f"{size_bytes} bytes are needed"
+        raise corrupt(root / name, f"{what}, {needed}")
+    return FileFingerprint(name, found.st_size, version_of(root / name, found), header.index_blake3)

@@ -1,0 +1,129 @@
+"""The index of a delta store, read when it is first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
+from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
+from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
+from mergepipe.deltastore.writer import index_digest
+from mergepipe.errors import CorruptError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.ledger import Purpose
+
+Charged = Callable[[Store, Path, int], bytes]
+"""Reads so many bytes of a file from its start, and charges them to somebody."""
+
+
+def as_metadata(store: Store, path: Path, nbytes: int) -> bytes:
+    """For who reads all of the store: the index is a header like others."""
+    return store.read_metadata(path, 0, nbytes)
+
+
+def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
+    """For merges: the index is a part of the expert, which a budget counts."""
+    file = store.open(path)
+    try:
+        content = bytearray(nbytes)
+        got = file.read_into(0, memoryview(content), Purpose.EXPERT) if nbytes else 0
+    finally:
+        file.close()
+    if got < nbytes:
+        raise CorruptError.of("storage.shrunk", path, f"ends at byte {got}, {nbytes} bytes are needed", "copy it again")
+    return bytes(content)
+
+
+class StoreSide:
+    """One store's index, read at most once. Safe to use from many threads.
+
+    Memory, once it is read: the index (140 bytes a block) and its offsets (48).
+    """
+
+    def __init__(self, store: Store, root: Path, header: StoreHeader, sizes: Mapping[str, int], read: Charged) -> None:
+        self._store = store
+        self._root = root
+        self._header = header
+        self._sizes = sizes
+        self._read = read
+        self._lock = threading.Lock()
+        self._index: StoreIndex | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return sum(tensor.n_rows for tensor in self._header.tensors)
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes requested to read the index, in whole pages."""
+        return range_cost_bytes(0, self.n_rows * ROW_BYTES)
+
+    @property
+    def stored_bytes(self) -> int:
+        """All pieces of all tensors."""
+        return sum(self._sizes[name] for name in PIECE_NAMES.values())
+
+    @property
+    def least_bytes(self) -> int:
+        """The index, and the files of the pieces that every level needs."""
+        return self.cost_bytes + sum(self._sizes[PIECE_NAMES[piece]] for piece in PIECES_OF[Level.HEAD])
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the index has been read."""
+        return self._index is not None
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files of pieces."""
+        return frozenset(self._root / name for name in PIECE_NAMES.values())
+
+    @property
+    def index_file(self) -> Path:
+        return self._root / INDEX_NAME
+
+    @property
+    def index(self) -> StoreIndex:
+        """The index, read now if it has not been.
+
+        Raises:
+            CorruptError: it is damaged, or a file has not the size that it says.
+            StorageError, LimitError: from the store.
+        """
+        if self._index is None:
+            with self._lock:
+                if self._index is None:
+                    self._index = self._read_index()
+        return self._index
+
+    def _read_index(self) -> StoreIndex:
+        path = self.index_file
+        content = self._read(self._store, path, self.n_rows * ROW_BYTES)
+        if index_digest(content) != self._header.index_blake3:
+            raise corrupt(path, "the index is damaged: its digest does not fit the header's")
+        index = StoreIndex.parse(content, str(path))
+        self._check_lengths(index, path)
+        for piece in Piece:
+            name, needed = PIECE_NAMES[piece], index.file_bytes(piece)
+            if self._sizes[name] != needed:
+                raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed} bytes are needed")
+        return index
+
+    def _check_lengths(self, index: StoreIndex, path: Path) -> None:
+        """Refuse blocks that are stored in more bytes than they have: what is read of them goes into memory."""
+        stored_R = index.rows["lengths"].sum(axis=1, dtype=np.int64)
+        for tensor in self._header.tensors:
+            room_B = np.full(tensor.n_rows, BLOCK_ELEMENTS * tensor.dtype.itemsize)
+            room_B[tensor.n_rows - 1 :] = tensor.nbytes - room_B[: tensor.n_rows - 1].sum()
+            over_B = np.flatnonzero(stored_R[tensor.first_row : tensor.first_row + tensor.n_rows] > room_B)
+            if len(over_B):
+                stored = int(stored_R[tensor.first_row + over_B[0]])
+                message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
+                raise corrupt(path, f"{message} of {room_B[over_B[0]]}")

@@ -1,0 +1,1 @@
+"""Packing: experts encoded into delta stores in one streaming pass."""

@@ -1,0 +1,110 @@
+"""Blocks of a base and of the experts packed beside it, in memory side by side: what is worked out once for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
+from mergepipe.deltastore.codec.block import RawBytes, base_rows, encode_block
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.index import digest, make_row
+from mergepipe.deltastore.pack.builder import Place, StoreBuilder
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Bytes of tensor `number` of an expert, whose store `builder` builds."""
+
+    builder: StoreBuilder
+    number: int
+    content: RawBytes
+
+    @property
+    def place(self) -> Place:
+        return self.builder.job.places[self.number]
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.place.entry
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Elements `span` of tensors of one name, dtype and shape: the base's bytes, and those of each expert.
+
+    `span` begins and ends between blocks. Without a base (both None) they are kept as they are.
+    """
+
+    span: Span
+    base_entry: TensorEntry | None
+    base: RawBytes | None
+    members: tuple[Member, ...]
+
+    @property
+    def blocks(self) -> range:
+        """The blocks that are in it."""
+        return range(self.span.start // BLOCK_ELEMENTS, -(-self.span.stop // BLOCK_ELEMENTS))
+
+    def encode(self, block: int) -> None:
+        """Encode one block of every expert and put it where it belongs; called from many threads.
+
+        Raises:
+            StorageError: a block could not be written.
+        """
+        base = None if self.base is None else self._part(self.base, block)
+        base_digest = None if base is None else digest(base)
+        beside = base_rows(base, self.members[0].entry.dtype) if len(self.members) > 1 else None
+        for member in self.members:
+            content = self._part(member.content, block)
+            encoded = encode_block(base, content, member.entry.dtype, member.builder.bands(member.number), beside)
+            row = make_row(encoded, base_digest, content)
+            member.builder.put(member.number, block, content, encoded, row)
+
+    def _part(self, content: RawBytes, block: int) -> RawBytes:
+        entry = self.members[0].entry
+        own = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
+        first, size = self.span.start, entry.dtype.itemsize
+        return content[(own.start - first) * size : (own.stop - first) * size]
+
+
+class BandChooser:
+    """Sets where the bands of tensors begin, before their first blocks are encoded. Safe to use from many threads.
+
+    What is not in memory as a whole is sampled from `files`, the base's tensor once for all experts.
+    """
+
+    def __init__(self, files: Mapping[Path, RangeFile]) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+
+    def choose(self, sight: Sight) -> None:
+        """See to it that all experts of a sight have the bands of their tensors.
+
+        Raises:
+            StorageError, CorruptError: a sample could not be read.
+        """
+        with self._lock:
+            lacking = [member for member in sight.members if member.builder.lacks_bands(member.number)]
+            if not lacking or sight.base_entry is None or sight.base is None:
+                return
+            base = self._sample(sight.base_entry, sight.base, Purpose.BASE)
+            for member in lacking:
+                expert = self._sample(member.entry, member.content, Purpose.ANALYSIS)
+                member.builder.set_bands(member.number, bands_of(base, expert))
+
+    def _sample(self, entry: TensorEntry, content: RawBytes, purpose: Purpose) -> Sample:
+        if len(content) == entry.nbytes:
+            return sample_of(content)
+        return read_sample(entry, self._files[entry.file], purpose)
+
+
+def block_bytes(entry: TensorEntry) -> int:
+    """Bytes of a whole block of a tensor."""
+    return BLOCK_ELEMENTS * entry.dtype.itemsize

@@ -1,0 +1,320 @@
+"""One expert's store while it grows in its staging directory: blocks in any order in, a finished store out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+import mergepipe
+from mergepipe.checkpoints.content_id import PassingContentId
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.core.blocks import BF16, BlockGrid
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.header import FORMAT, KeptFile, PackedEntry, PackedFile, StoreHeader
+from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
+from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
+from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
+from mergepipe.errors import StorageError
+from mergepipe.snapshots.staging import KEPT, Staging
+from mergepipe.storage.local import LocalStore
+
+NOTE_BLOCKS = 2048
+"""Blocks between two records of what is durable, 1 GiB of bf16: what a crash costs at most."""
+FILES_OF_BUILDER = len(GROWING_FILES) + 2
+"""Open files of one builder: those that grow, that of blocks that came early, the lock."""
+_EARLY_NAME = "early"
+_LEAST_BYTES = 64 << 10
+_WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor of the expert, the base's tensor that it is encoded on (None: it has none), its rows of the index."""
+
+    entry: TensorEntry
+    base: TensorEntry | None
+    file: int
+    first_row: int
+
+    @property
+    def n_rows(self) -> int:
+        return BlockGrid(self.entry.n_elements, BLOCK_ELEMENTS).n_blocks
+
+    @property
+    def can_have_bands(self) -> bool:
+        """Whether its blocks may be in bands of magnitude."""
+        return self.base is not None and self.entry.dtype is BF16 and self.entry.n_elements > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackJob:
+    """One expert to be packed beside its base into `out`.
+
+    `kept` are its files that are no weights, `places` says where each tensor goes, in the order of the store.
+    """
+
+    base: Checkpoint
+    expert: Checkpoint
+    out: Path
+    kept: tuple[FileFingerprint, ...]
+    places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, base: Checkpoint, expert: Checkpoint, out: Path, kept: tuple[FileFingerprint, ...]) -> PackJob:
+        numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
+        places: list[Place] = []
+        row = 0
+        for entry in expert.tensors.values():
+            if not isinstance(entry, TensorEntry):
+                raise TypeError(f"not one byte range: {entry!r}")
+            places.append(Place(entry, _like(base, entry), numbers[entry.file], row))
+            row += places[-1].n_rows
+        return cls(base, expert, out, kept, tuple(places))
+
+    @property
+    def n_rows(self) -> int:
+        """Blocks in all."""
+        return sum(place.n_rows for place in self.places)
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The weight files of the expert and of the base."""
+        return {each.root / file.name for each in (self.base, self.expert) for file in each.files}
+
+    @property
+    def base_files(self) -> str:
+        """Digests what the base's files look like."""
+        return digest_of(_look_of(self.base))
+
+    @property
+    def key(self) -> str:
+        """What has to be the same to go on with what another run wrote."""
+        roots = [str(each.path.absolute()) for each in (self.base, self.expert)]
+        kept = [[file.name, file.size_bytes, file.version] for file in self.kept]
+        looks = [_look_of(self.base), _look_of(self.expert)]
+        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *looks, kept])
+
+    def check_unchanged(self) -> None:
+        """Refuse inputs that are not those that were opened.
+
+        Raises:
+            ConflictError: naming the file.
+        """
+        check_unchanged((self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
+
+
+def _like(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
+    """The base's tensor of the same name, dtype and shape."""
+    found = base.tensors.get(entry.name)
+    if isinstance(found, TensorEntry) and (found.dtype, found.shape) == (entry.dtype, entry.shape):
+        return found
+    return None
+
+
+def _look_of(checkpoint: Checkpoint) -> list[list[str | int]]:
+    return [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]
+
+
+def _part_of(nbytes: int, sharing: int) -> int:
+    """What one of many has of the memory of eight, down to 64 KiB."""
+    return max(min(nbytes, 8 * nbytes // sharing) // _LEAST_BYTES * _LEAST_BYTES, _LEAST_BYTES)
+
+
+@contextlib.contextmanager
+def building(job: PackJob, store: LocalStore, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
+    """A builder in a staging directory beside `job.out`; only its `publish` makes anything visible.
+
+    With `resumes` it goes on with what a killed run left of the same job, and leaves what is durable of it where it
+    is interrupted. Where more than eight are `sharing` the memory, each has less.
+
+    Raises:
+        ConflictError: another process is making it.
+        StorageError: the operating system refused.
+    """
+    found: list[PackProgress] = []
+
+    def can_continue(directory: Path) -> bool:
+        progress = find_progress(directory, job.key) if resumes else None
+        found.extend([] if progress is None else [progress])
+        return progress is not None
+
+    with Staging(job.out, force=False, can_continue=can_continue) as staging:
+        builder = None
+        try:
+            builder = StoreBuilder(job, store, staging, found[0] if found else None, sharing, keeps_notes=resumes)
+            yield builder
+        except BaseException as error:
+            is_noted = bool(found) if builder is None else builder.is_noted
+            if is_noted and isinstance(error, _WORTH_KEEPING) and staging.path.is_dir():
+                staging.keep()
+                if KEPT not in getattr(error, "__notes__", ()):
+                    error.add_note(KEPT)
+            raise
+        finally:
+            if builder is not None:
+                builder.close()
+
+
+class StoreBuilder:
+    """Builds the store of one job in its staging directory; made by `building`.
+
+    Blocks may come in any order, from many threads. Memory: 8 MiB of writing, 8 MiB of blocks that came early, 160
+    bytes a block that waits on disk for those before it.
+    """
+
+    def __init__(
+        self,
+        job: PackJob,
+        store: LocalStore,
+        staging: Staging,
+        progress: PackProgress | None,
+        sharing: int,
+        *,
+        keeps_notes: bool,
+    ) -> None:
+        self.job = job
+        self.n_done = 0 if progress is None else progress.durable.n_rows
+        self.is_noted = progress is not None
+        self._store = store
+        self._staging = staging
+        self._keeps_notes = keeps_notes
+        self._noted_rows = self.n_done
+        cuts = () if progress is None else progress.cuts
+        self._bands = {number: None if each is None else Bands(each) for number, each in enumerate(cuts)}
+        self._content_id = PassingContentId(job.expert)
+        durable = None if progress is None else progress.durable
+        self._writer = StoreWriter(staging.path, store.ledger, durable, _part_of(CHUNK_BYTES, sharing))
+        early, early_bytes = staging.directory / _EARLY_NAME, _part_of(EARLY_BYTES, sharing)
+        self._blocks = OrderedBlocks(self._writer, early, self._after_writing, early_bytes)
+        try:
+            for file in () if self.is_noted else job.expert.files:
+                self._writer.append_header(self._file_header(file))
+        except BaseException:  # an interrupt too: nobody else would close them
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        self._blocks.close()
+        self._writer.close()
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of the expert that an earlier run had packed."""
+        sizes = ((p.entry, min(max(self.n_done - p.first_row, 0), p.n_rows)) for p in self.job.places)
+        return sum(min(n * BLOCK_ELEMENTS * entry.dtype.itemsize, entry.nbytes) for entry, n in sizes)
+
+    def bands(self, number: int) -> Bands | None:
+        """The bands of tensor `number`; it has none before they are set."""
+        return self._bands.get(number)
+
+    def lacks_bands(self, number: int) -> bool:
+        """Whether the bands of tensor `number` are still to be set."""
+        return self.job.places[number].can_have_bands and number not in self._bands
+
+    def set_bands(self, number: int, bands: Bands) -> None:
+        """Say where the bands of tensor `number` begin, before its first block is put."""
+        self._bands[number] = bands
+
+    def put(self, number: int, block: int, content: RawBytes, encoded: EncodedBlock, row: NDArray[np.void]) -> None:
+        """Take a block of tensor `number`: its bytes, and what they were encoded to.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        place = self.job.places[number]
+        self._content_id.show(place.entry.name, block * BLOCK_ELEMENTS * place.entry.dtype.itemsize, content)
+        self._blocks.put(place.first_row + block, encoded, row)
+
+    def _after_writing(self, n_rows: int) -> None:
+        if self._keeps_notes and n_rows - self._noted_rows >= NOTE_BLOCKS:
+            self._note()
+
+    def _note(self) -> None:
+        """Make durable what was written, and record that."""
+        durable = self._writer.sync()
+        begun = sum(place.first_row < durable.n_rows for place in self.job.places)
+        bands = [self._bands.get(number) for number in range(begun)]
+        cuts = tuple(None if each is None else each.cuts for each in bands)
+        note_progress(self._staging.directory, PackProgress(self.job.key, durable, cuts), self._store.ledger)
+        self._noted_rows = durable.n_rows
+        self.is_noted = True
+
+    def finish(self) -> None:
+        """Write what is left once every block was put, make all durable, and see that no input has changed.
+
+        Raises:
+            StorageError: it could not be written.
+            ConflictError: an input changed.
+        """
+        if self._blocks.n_written != self.job.n_rows:
+            raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
+        kept = tuple(self._keep(file.name) for file in self.job.kept)
+        with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
+            content_id = self._content_id.value(files)
+        self._writer.finish(self._header(kept, content_id))
+        self.job.check_unchanged()
+
+    def publish(self) -> None:
+        """Make the finished store visible.
+
+        Raises:
+            ConflictError, StorageError: as `Staging.publish`.
+        """
+        self._staging.publish()
+
+    def _header(self, kept: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
+        job = self.job
+        return StoreHeader(
+            base=str(job.base.path.absolute()),
+            base_files=job.base_files,
+            expert=str(job.expert.path.absolute()),
+            is_bare_file=job.expert.path != job.expert.root,
+            index_blake3=self._writer.index_blake3,
+            files=tuple(
+                PackedFile(file.name, file.size_bytes, file.version, self._header_bytes(file), file.header_digest)
+                for file in job.expert.files
+            ),
+            kept=kept,
+            tensors=tuple(self._entry(number, place) for number, place in enumerate(job.places)),
+            content_id=content_id,
+        )
+
+    def _entry(self, number: int, place: Place) -> PackedEntry:
+        entry, bands = place.entry, self.bands(number)
+        cuts = None if bands is None else bands.cuts
+        has_base = place.base is not None
+        return PackedEntry(entry.name, entry.dtype, entry.shape, place.file, place.first_row, has_base, cuts)
+
+    def _header_bytes(self, file: FileFingerprint) -> int:
+        """Bytes of a weight file that are no tensor's: its header, with the length before it."""
+        path = self.job.expert.root / file.name
+        return file.size_bytes - sum(place.entry.nbytes for place in self.job.places if place.entry.file == path)
+
+    def _file_header(self, file: FileFingerprint) -> bytes:
+        return self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
+
+    def _keep(self, name: str) -> KeptFile:
+        """Copy a file as it is."""
+        source, target = self.job.expert.root / name, self._staging.path / name
+        size = self._store.size_bytes(source)
+        hasher = blake3()
+
+        def hashed() -> Iterator[bytes]:
+            for part in file_parts(self._store, source, size):
+                hasher.update(part)
+                yield part
+
+        write_kept(self._store, target, hashed(), size, f"copying {source}")
+        return KeptFile(name, size, hasher.hexdigest(16))

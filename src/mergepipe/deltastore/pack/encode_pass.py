@@ -1,0 +1,181 @@
+"""One pass over a base and the experts packed beside it: reads ahead, encodes in threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import Span
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.pack.blocks import BandChooser, Member, Sight, block_bytes
+from mergepipe.deltastore.pack.builder import Place, StoreBuilder
+from mergepipe.deltastore.tensor import read_bytes, read_into
+from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+
+EXPERTS_AT_ONCE = 8
+REQUEST_BYTES = 4 << 20
+GROUP_BYTES = 32 << 20
+GROUPS_AHEAD = 3
+MEMORY_BYTES = GROUPS_AHEAD * (GROUP_BYTES + 2 * PAGE_BYTES * (EXPERTS_AT_ONCE + 1))
+
+
+def everything(_place: Place) -> bool:
+    """All tensors are wanted."""
+    return True
+
+
+def pack_all(
+    builders: Sequence[StoreBuilder],
+    files: Mapping[Path, RangeFile],
+    threads: int,
+    on_bytes: Callable[[int], None],
+    wanted: Callable[[Place], bool] = everything,
+) -> None:
+    """Read what is left of the `wanted` tensors of the experts of `builders` and their base, each byte once; put it.
+
+    A group of blocks of the base is read with the same blocks of all experts, the next groups while the ones before
+    are encoded in `threads` threads. `on_bytes` is told of the experts' bytes as they are done, on this thread.
+
+    Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts; some 6 MiB a thread; what the
+    builders state.
+
+    Raises:
+        StorageError, CorruptError: from reading or writing.
+    """
+    pool = BufferPool(MEMORY_BYTES // GROUPS_AHEAD, MEMORY_BYTES)
+    encoders = ThreadPoolExecutor(threads, "mergepipe-encode")
+    reader = ThreadPoolExecutor(1, "mergepipe-read")
+    task = _Reader(files, encoders)
+    ahead: deque[_Ahead] = deque()
+    try:
+        for group in _groups(builders, wanted):
+            buffer = pool.take()
+            if buffer is None:
+                buffer = _finish(ahead.popleft(), on_bytes)
+            ahead.append(_Ahead(group, buffer, reader.submit(task.read, group, buffer)))
+        while ahead:
+            _finish(ahead.popleft(), on_bytes)
+    finally:
+        reader.shutdown(cancel_futures=True)
+        encoders.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Elements of one tensor that are read at once, of the base (if it has it) and of experts."""
+
+    span: Span
+    base: TensorEntry | None
+    members: tuple[tuple[StoreBuilder, int, TensorEntry], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the experts."""
+        return sum(self.span.n_elements * entry.dtype.itemsize for _, _, entry in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A group on its way: read, and being encoded."""
+
+    group: _Group
+    buffer: NDArray[np.uint8]
+    read: Future[list[Future[None]]]
+
+
+def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]:
+    """Wait for a group; its buffer is free then."""
+    for encoding in ahead.read.result():
+        encoding.result()
+    on_bytes(ahead.group.nbytes)
+    return ahead.buffer
+
+
+def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -> Iterator[_Group]:
+    """All that is left, in the order of the first expert; what it lacks, in the order of the next one.
+
+    Experts whose files are in another order than the first one's have blocks that come early.
+    """
+    numbers = [
+        {place.entry.name: number for number, place in enumerate(each.job.places) if wanted(place)} for each in builders
+    ]
+    seen: set[tuple[int, int]] = set()
+    for first, builder in enumerate(builders):
+        for number, place in enumerate(builder.job.places):
+            if (first, number) in seen or place.entry.name not in numbers[first]:
+                continue
+            together = [(first, number)]
+            if place.base is not None:
+                others = ((e, numbers[e].get(place.entry.name)) for e in range(first + 1, len(builders)))
+                together += [
+                    (e, n) for e, n in others if n is not None and builders[e].job.places[n].base is place.base
+                ]
+            seen.update(together)
+            yield from _cut([(builders[e], n) for e, n in together])
+
+
+def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
+    """Groups of the blocks of one tensor that are left; experts that have a block already are not in its group."""
+    builder, number = tensors[0]
+    place = builder.job.places[number]
+    entry = place.entry
+    left = [max(each.n_done - each.job.places[n].first_row, 0) for each, n in tensors]
+    most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // block_bytes(entry))
+    block = min(left)
+    while block < place.n_rows:
+        later = [start for start in left if start > block]
+        stop = min(block + most, place.n_rows, *later)
+        members = tuple(
+            (each, n, each.job.places[n].entry)
+            for (each, n), start in zip(tensors, left, strict=True)
+            if start <= block
+        )
+        span = Span(block * BLOCK_ELEMENTS, min(stop * BLOCK_ELEMENTS, entry.n_elements))
+        yield _Group(span, place.base, members)
+        block = stop
+
+
+class _Reader:
+    """Reads groups one after another, and has them encoded."""
+
+    def __init__(self, files: Mapping[Path, RangeFile], encoders: ThreadPoolExecutor) -> None:
+        self._files = files
+        self._encoders = encoders
+        self._bands = BandChooser(files)
+
+    def read(self, group: _Group, buffer: NDArray[np.uint8]) -> list[Future[None]]:
+        """Read a group into `buffer` and start encoding its blocks.
+
+        Raises:
+            StorageError, CorruptError: a file could not be read.
+        """
+        base = None
+        at = 0
+        if group.base is not None:
+            base, at = self._fill(group.base, group.span, buffer, at, Purpose.BASE)
+        members = []
+        for builder, number, entry in group.members:
+            content, at = self._fill(entry, group.span, buffer, at, Purpose.EXPERT)
+            members.append(Member(builder, number, content))
+        sight = Sight(group.span, group.base, base, tuple(members))
+        self._bands.choose(sight)
+        return [self._encoders.submit(sight.encode, block) for block in sight.blocks]
+
+    def _fill(
+        self, entry: TensorEntry, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
+    ) -> tuple[RawBytes, int]:
+        """Read elements into the buffer from `at` on; where they are, and where the next ones go."""
+        file = self._files[entry.file]
+        start = entry.offset + span.start * entry.dtype.itemsize
+        stop = start + span.n_elements * entry.dtype.itemsize
+        return read_into(file, start, stop, purpose, buffer[at:]), at + read_bytes(file, start, stop)

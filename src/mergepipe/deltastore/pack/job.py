@@ -1,0 +1,144 @@
+"""Which experts can be packed, into which store, and whether that has been done."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mergepipe.checkpoints.contained_files import require_text_path
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
+from mergepipe.checkpoints.directory import open_checkpoint, stat_present
+from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.header import OWN_NAMES, is_store
+from mergepipe.deltastore.pack.builder import PackJob
+from mergepipe.deltastore.pack.originals import (
+    differing_base,
+    differing_kept_file,
+    differing_weights,
+)
+from mergepipe.errors import OutputError, RecipeError, UnsupportedError
+from mergepipe.snapshots.staging import check_target
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.local import LocalStore, os_error
+
+_SUFFIX = ".safetensors"
+
+
+def open_base(store: LocalStore, path: Path) -> Checkpoint:
+    """Open what experts are packed beside.
+
+    Raises:
+        UnsupportedError: it holds differences.
+    """
+    require_text_path(path)
+    base = open_checkpoint(store, path)
+    if base.kind is not CheckpointKind.FULL:
+        raise UnsupportedError.of("pack.kind", path, "holds differences from a base, not weights", "name its base")
+    return base
+
+
+def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
+    """The job of packing an expert under its name in the directory `out`.
+
+    Raises:
+        UnsupportedError: its files are no plain safetensors weights, or one has a name that stores use.
+        CorruptError: a file of its directory is no regular file, or a link out of it.
+        OutputError: the store would lie in an input.
+    """
+    require_text_path(expert.path)
+    reason = reason_against(expert)
+    if reason:
+        raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
+    place = out / expert.path.resolve().name.removesuffix(_SUFFIX)
+    inputs = (base.path, expert.path)
+    if not is_store(place):
+        check_target(place, inputs, force=None)
+    return PackJob.of(base, expert, place, _kept_files(expert))
+
+
+def reason_against(expert: Checkpoint) -> str:
+    """Why a checkpoint cannot be packed, whatever its base; empty if it can."""
+    if expert.kind is not CheckpointKind.FULL:
+        return "holds differences from a base, not weights"
+    odd = [file.name for file in expert.files if not file.name.endswith(_SUFFIX)]
+    return f"{odd[0]} is no safetensors file" if odd else ""
+
+
+def check_names(jobs: Iterable[PackJob]) -> None:
+    """Refuse two experts of one name.
+
+    Raises:
+        RecipeError: naming it.
+    """
+    for place, count in Counter(job.out for job in jobs).items():
+        if count > 1:
+            raise RecipeError.of(
+                "pack.name", place.parent, f"{count} experts are named {place.name!r}",
+                "pack them into different directories",
+            )  # fmt: skip
+
+
+def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
+    """Whether `out` holds this very expert beside this very base.
+
+    Weights are taken for what they were by their files' versions where these are the same; otherwise they are read and
+    compared with the digests of what was packed. Other files are always compared so.
+
+    Raises:
+        OutputError: it holds another store; naming the file that differs.
+    """
+    if not is_store(job.out):
+        return False
+    opened = read_store(store, job.out)
+    header = opened.header
+    then = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
+    now = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
+    path = differing_kept_file(store, opened, job)
+    if path is None and then != now:
+        path = differing_weights(store, opened, job, threads)
+    if path is None and header.base_files != job.base_files:
+        path = differing_base(store, opened, job, threads)
+    if path is None:
+        job.check_unchanged()
+        return True
+    message = f"holds a store of {header.expert}, packed from other content than {path} has now"
+    raise OutputError.of("output.exists", job.out, message, "remove it yourself, or choose another place")
+
+
+def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
+    """Every other file of the expert's directory, at any depth; none beside a bare file.
+
+    Raises:
+        CorruptError: one of them is no regular file, or a link out of the directory.
+        NotFoundError: one is a link to nothing.
+        UnsupportedError: one has a name that the store uses itself, or is a link to a directory.
+    """
+    if expert.path != expert.root:
+        return ()
+    weights = {file.name for file in expert.files}
+    kept = []
+    for name in sorted(name for name in _walk(expert.root) if name not in weights):
+        if name in OWN_NAMES:
+            raise UnsupportedError.of(
+                "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
+            )
+        found = stat_present(expert.root, name)
+        kept.append(FileFingerprint(name, found.st_size, version_of(expert.root / name, found), ""))
+    return tuple(kept)
+
+
+def _walk(root: Path) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        raise os_error(error, Path(error.filename), "listing it") from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise UnsupportedError.of(
+                    "pack.file", Path(folder) / name, "is a link to a directory, and stores keep files only",
+                    "remove the link, or copy the directory into its place",
+                )  # fmt: skip
+        for name in names:
+            yield (Path(folder) / name).relative_to(root).as_posix()

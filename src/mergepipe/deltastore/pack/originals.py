@@ -1,0 +1,181 @@
+"""Originals of delta stores: compared with their store to the byte, and removed once they are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.core.blocks import BlockGrid
+from mergepipe.deltastore.checkpoint import OpenedStore
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.pack.builder import PackJob
+from mergepipe.deltastore.pack.kept_files import file_parts
+from mergepipe.deltastore.tensor import read_range
+from mergepipe.errors import ConflictError
+from mergepipe.storage import owned
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore, os_error
+
+
+def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) -> Path | None:
+    """The first file of an expert, none of its weights, that is not as its store keeps it; all are read."""
+    own = {file.name: file.size_bytes for file in job.kept}
+    kept = {file.name: file for file in opened.header.kept}
+    for name in sorted(own.keys() | kept.keys()):
+        path = job.expert.root / name
+        if name not in own or name not in kept or own[name] != kept[name].size_bytes:
+            return path
+        hasher = blake3()
+        for part in file_parts(store, path, own[name]):
+            hasher.update(part)
+        if hasher.hexdigest(16) != kept[name].blake3:
+            return path
+    return None
+
+
+def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
+    """The first weight file of an expert of which a byte is not what its store was packed from; all are read."""
+    header = opened.header
+    own = {file.name: file for file in job.expert.files}
+    packed = {file.name: file for file in header.files}
+    for name in sorted(own.keys() | packed.keys()):
+        path = job.expert.root / name
+        if name not in own or name not in packed or own[name].size_bytes != packed[name].size_bytes:
+            return path
+        content = store.read_metadata(path, 0, packed[name].header_bytes)
+        if blake3(content).hexdigest(16) != packed[name].header_blake3:
+            return path
+    # Equal headers: both have the same tensors, in the same order.
+    entries = [place.entry for place in job.places]
+    rows = [place.first_row for place in job.places]
+    return _differing_file(store, job.expert, opened.index.rows["expert"], entries, rows, threads)
+
+
+def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
+    """The first file of the base of which a block is not what a store of the same tensors was packed beside."""
+    if [place.base is not None for place in job.places] != [tensor.has_base for tensor in opened.header.tensors]:
+        return job.base.path
+    beside = [(place.base, place.first_row) for place in job.places if place.base is not None]
+    entries, rows = [base for base, _ in beside], [row for _, row in beside]
+    return _differing_file(store, job.base, opened.index.rows["base"], entries, rows, threads)
+
+
+def _differing_file(
+    store: LocalStore,
+    checkpoint: Checkpoint,
+    digests: NDArray[np.void],
+    entries: Sequence[TensorEntry],
+    rows: Sequence[int],
+    threads: int,
+) -> Path | None:
+    """The file of the first tensor with a block of another digest; the first block's is in `rows`.
+
+    Memory: `threads` blocks.
+    """
+    paths = {entry.file for entry in entries}
+    with open_files(store, paths, (checkpoint,)) as files, ThreadPoolExecutor(threads) as pool:
+        for entry, first_row in zip(entries, rows, strict=True):
+
+            def is_same(block: int, entry: TensorEntry = entry, first_row: int = first_row) -> bool:
+                span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
+                size = entry.dtype.itemsize
+                first, stop = entry.offset + span.start * size, entry.offset + span.stop * size
+                content = read_range(files[entry.file], first, stop, Purpose.ANALYSIS)
+                return bool(digest(content) == digests[first_row + block].tobytes())
+
+            if not all(pool.map(is_same, range(BlockGrid(entry.n_elements, BLOCK_ELEMENTS).n_blocks))):
+                return entry.file
+    return None
+
+
+def check_same(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> None:
+    """Read all files of an expert, and see that each is in the store at `opened`, before any is removed.
+
+    Raises:
+        ConflictError: `input.changed`, one has other content.
+    """
+    path = differing_kept_file(store, opened, job) or differing_weights(store, opened, job, threads)
+    if path is not None:
+        message = f"is not what the store in {opened.root} holds: nothing was removed"
+        raise ConflictError.of("input.changed", path, message, "pack again, into another place")
+
+
+def sync_store(opened: OpenedStore) -> None:
+    """Make a store durable, whoever wrote it, with its directories.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    folders = {opened.root, opened.root.parent}
+    for file in opened.fingerprints:
+        path = opened.root / file.name
+        _sync(path)
+        folders.update(parent for parent in path.parents if opened.root in parent.parents)
+    for folder in sorted(folders, reverse=True):
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            owned.sync_file(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise os_error(error, path, "making it durable") from error
+
+
+def remove_original(job: PackJob) -> None:
+    """Remove the files of an expert whose content was compared, and its directories that are empty then.
+
+    Each is looked at right before it goes: what was written to since the job was made stays, and what is new.
+
+    Raises:
+        ConflictError: `input.changed`, naming the first file that was written to; it and those after it stay.
+        StorageError: the operating system refused.
+    """
+    expert, removed = job.expert, set[tuple[int, int]]()
+    root = expert.root.resolve()
+    files = (*expert.files, *job.kept)
+    for file in files:
+        _check_version(expert, file, removed)
+    for file in files:
+        status = _check_version(expert, file, removed)
+        try:
+            owned.remove_file(root / file.name, root)
+        except OSError as error:
+            raise os_error(error, expert.root / file.name, "removing the original") from error
+        removed.add((status.st_dev, status.st_ino))
+    if expert.path == expert.root:
+        for folder, _, _ in os.walk(root, topdown=False):
+            with contextlib.suppress(OSError):  # somebody put something there meanwhile
+                owned.remove_folder(Path(folder), root)
+
+
+def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:
+    """See that a file is as it was; that another name of it was `removed` changed its version, and nothing else."""
+    path = expert.root / file.name
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise os_error(error, path, "looking at it before it is removed") from error
+    is_known = (status.st_dev, status.st_ino) in removed or version_of(path, status) == file.version
+    if not stat.S_ISREG(status.st_mode) or status.st_size != file.size_bytes or not is_known:
+        raise ConflictError.of(
+            "input.changed", path, "was written to after it had been compared with its store: it was not removed",
+            "pack again, into another place",
+        )  # fmt: skip
+    return status

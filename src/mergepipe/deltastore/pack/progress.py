@@ -1,0 +1,111 @@
+"""What a killed `pack` left of one store: a record of what is durable, replaced whole each time, and its reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.deltastore.header import INDEX_NAME
+from mergepipe.deltastore.index import ROW_BYTES
+from mergepipe.deltastore.writer import GROWING_FILES, DurableStore, index_digest, read_rows
+from mergepipe.errors import MergePipeError
+from mergepipe.snapshots.staging import CONTENT_NAME
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.limits import PACK_PROGRESS_BYTES
+from mergepipe.storage.local import os_error
+from mergepipe.storage.output import replace_durably, sync_directory
+
+PROGRESS_NAME = "pack.progress"
+_FORMAT = "mergepipe-pack-progress/1"
+
+Cuts = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PackProgress:
+    """`key` identifies inputs and versions. `cuts` are those of the bands of the tensors that were begun, in order."""
+
+    key: str
+    durable: DurableStore
+    cuts: tuple[Cuts | None, ...]
+
+
+def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> None:
+    """Record in a staging directory what is durable in it; the files of the store are, their names are made so here.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    content = {"format": _FORMAT, "content": _identity(directory), **asdict(progress)}
+    sync_directory(directory / CONTENT_NAME)
+    record = canonical_json({**content, "digest": digest_of(content)})
+    replace_durably(directory / PROGRESS_NAME, record, ledger)
+    sync_directory(directory.parent)
+
+
+def find_progress(directory: Path, key: str) -> PackProgress | None:
+    """What to go on with in a staging directory, cut to what is durable; None if that is nothing.
+
+    The blocks themselves were durable before they were recorded; their index is held against its digest.
+
+    Raises:
+        StorageError: the operating system refused.
+    """
+    progress = _read(directory)
+    if progress is None or progress.key != key or not _is_there(directory / CONTENT_NAME, progress.durable):
+        return None
+    try:
+        _tidy(directory, progress.durable)
+    except OSError as error:
+        raise os_error(error, directory, "going on with it") from error
+    return progress
+
+
+def _read(directory: Path) -> PackProgress | None:
+    try:
+        document = json.loads(owned.read_file(directory / PROGRESS_NAME, PACK_PROGRESS_BYTES))
+        claimed = document.pop("digest")
+        if digest_of(document) != claimed or document["format"] != _FORMAT:
+            return None
+        return None if document["content"] != _identity(directory) else _progress(document)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
+        return None  # torn or foreign: nothing to go on with
+
+
+def _progress(document: Mapping[str, object]) -> PackProgress | None:
+    match document:
+        case {
+            "key": str(key),
+            "durable": {"n_rows": int(n_rows), "file_bytes": dict(file_bytes), "index_blake3": str(index_blake3)},
+            "cuts": list(listed),
+        }:
+            sizes = {str(name): int(size) for name, size in file_bytes.items()}
+            cuts = tuple(None if each is None else (float(each[0]), float(each[1]), float(each[2])) for each in listed)
+            return PackProgress(key, DurableStore(n_rows, sizes, index_blake3), cuts)
+    return None
+
+
+def _is_there(content: Path, durable: DurableStore) -> bool:
+    if durable.file_bytes.keys() != set(GROWING_FILES) or durable.file_bytes[INDEX_NAME] != durable.n_rows * ROW_BYTES:
+        return False
+    try:
+        if any((content / name).stat().st_size < size for name, size in durable.file_bytes.items()):
+            return False
+        return index_digest(read_rows(content, durable.n_rows)) == durable.index_blake3
+    except (OSError, MergePipeError):
+        return False
+
+
+def _tidy(directory: Path, durable: DurableStore) -> None:
+    """Remove everything but what is durable."""
+    owned.keep_only(directory / CONTENT_NAME, durable.file_bytes)
+
+
+def _identity(directory: Path) -> list[int]:
+    """Device and inode of what is being made."""
+    status = (directory / CONTENT_NAME).stat()
+    return [status.st_dev, status.st_ino]

@@ -1,0 +1,92 @@
+"""A tensor that a store keeps as it is, for want of a base's: one byte range, whose place the index tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.checkpoints.read_cost import block_cost_bytes
+from mergepipe.core.blocks import BlockGrid, DType, Span, element_count
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
+from mergepipe.deltastore.header import PIECE_NAMES
+from mergepipe.deltastore.index_reader import StoreSide
+from mergepipe.deltastore.tensor import read_range
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """One tensor of a store that the base has not; nothing of the index is read before its place is asked for."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    root: Path
+    side: StoreSide
+    first_row: int
+
+    is_unit = False
+    is_delta = False
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.dtype.itemsize
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code
+
+    @property
+    def files(self) -> frozenset[Path]:
+        return frozenset({self.root / PIECE_NAMES[Piece.WHOLE]})
+
+    def entry(self) -> TensorEntry:
+        """Where it lies.
+
+        Raises:
+            CorruptError: it is not stored as it is, or has not its size.
+        """
+        stop = self.first_row + BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
+        index = self.side.index
+        if any(index.codec(row) is not Codec.RAW for row in range(self.first_row, stop)):
+            raise corrupt(self.root, f"tensor {shown(self.name)} has no base, and is not stored as it is")
+        first, last = index.piece_range(Piece.WHOLE, self.first_row, stop)
+        if last - first != self.nbytes:
+            raise corrupt(self.root, f"tensor {shown(self.name)} has {last - first} bytes, {self.nbytes} are needed")
+        file = self.root / PIECE_NAMES[Piece.WHOLE]
+        return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes)
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return (self.entry(),)
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages."""
+        return block_cost_bytes(self.entry(), span)
+
+    def opened(self, files: Mapping[Path, RangeFile]) -> KeptFetch:
+        """Ready to be fetched; keeps nothing."""
+        return KeptFetch(self.entry(), files)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFetch:
+    """Reads spans of a tensor as they are; holds one at a time."""
+
+    entry: TensorEntry
+    files: Mapping[Path, RangeFile]
+
+    def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
+        start = self.entry.offset + span.start * self.entry.dtype.itemsize
+        stop = start + span.n_elements * self.entry.dtype.itemsize
+        out[:] = read_range(self.files[self.entry.file], start, stop, purpose)

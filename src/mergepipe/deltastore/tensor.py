@@ -1,0 +1,351 @@
+"""A packed tensor as a merge reads it: blocks fetched piece by piece, decoded beside the base's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.base_bytes import BaseBytes
+from mergepipe.checkpoints.contract import NO_TURNS, FetchOnBase, TensorEntry, Turns
+from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.core.blocks import DELTA_FLAG, DTYPES, F32, BlockGrid, DType, Span, element_count
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas
+from mergepipe.deltastore.codec.levels import (
+    BAND_DENSITIES,
+    BLOCK_ELEMENTS,
+    EXACT_BANDS,
+    LADDERS,
+    PIECES_OF,
+    Codec,
+    Level,
+    Piece,
+)
+from mergepipe.deltastore.codec.scratch import scratch
+from mergepipe.deltastore.header import PIECE_NAMES
+from mergepipe.deltastore.index import StoreIndex, digest
+from mergepipe.deltastore.index_reader import StoreSide
+from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.prices import DecodingPrices
+
+GROUP_BLOCKS = 16
+"""Blocks whose pieces are read at once: at most 16 MiB of bf16 and what it decodes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor of a delta store, at a level. At LOSSLESS it is the expert's tensor; below, float32 deltas.
+
+    Each block is read on its own. Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
+    """
+
+    name: str
+    stored_dtype: DType
+    shape: tuple[int, ...]
+    root: Path
+    side: StoreSide
+    first_row: int
+    base: TensorEntry
+    bands: Bands | None
+    level: Level = Level.LOSSLESS
+    others: dict[Level, PackedTensor] = field(default_factory=dict, repr=False, compare=False)
+
+    is_unit = False
+    cut_elements = BLOCK_ELEMENTS
+    last_level = Level.LOSSLESS
+
+    @property
+    def index(self) -> StoreIndex:
+        """The store's index, read when it is first needed."""
+        return self.side.index
+
+    @property
+    def files(self) -> frozenset[Path]:
+        return self.side.files
+
+    @property
+    def encoded_on(self) -> TensorEntry:
+        return self.base
+
+    @property
+    def is_delta(self) -> bool:
+        return self.level is not Level.LOSSLESS
+
+    @property
+    def dtype(self) -> DType:
+        return F32 if self.is_delta else self.stored_dtype
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def n_blocks(self) -> int:
+        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The ranges of the store's files that this level reads. The base's file is not among them."""
+        entries = []
+        for piece in PIECES_OF[self.level]:
+            start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
+            if stop > start:
+                size = stop - start
+                entries.append(TensorEntry(self.name, DTYPES["U8"], (size,), self._path(piece), start, size))
+        return tuple(entries)
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.bytes_of(PIECES_OF[self.level], self.first_row, self.first_row + self.n_blocks)
+
+    def at_level(self, level: int) -> PackedTensor:
+        """The same tensor read at another level; the same object for the same level."""
+        wanted = Level(level)
+        return self if wanted is self.level else self.others.setdefault(wanted, replace(self, level=wanted))
+
+    def exact_level(self, kept: int) -> Level:
+        """See `Graded`; the last level where a lower one saves nothing."""
+        for level, band in EXACT_BANDS.items():
+            if kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
+                return level
+        return Level.LOSSLESS
+
+    def ladder(self, top: int) -> tuple[Level, ...]:
+        """See `Graded`."""
+        return LADDERS[Level(top)]
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages, without the base's."""
+        return self.level_cost_bytes(span, self.level)
+
+    def level_cost_bytes(self, span: Span, level: int) -> int:
+        """`cost_bytes` at another level."""
+        return sum(
+            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop))
+            for first, stop in block_groups(span)
+            for piece in PIECES_OF[Level(level)]
+        )
+
+    def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
+        """`level_cost_bytes` of each `stretches` blocks."""
+        first_B = np.arange(0, self.n_blocks, stretches)
+        if GROUP_BLOCKS % stretches:  # a fetch is cut inside
+            first_B = np.arange(self.n_blocks)
+        last_B = np.append(first_B[1:], self.n_blocks)
+        cost_B = np.zeros(len(first_B), np.int64)
+        for piece in PIECES_OF[Level(level)]:
+            start_B = self.index.offsets_PR[piece, self.first_row + first_B]
+            stop_B = self.index.offsets_PR[piece, self.first_row + last_B]
+            pages_B = -(-stop_B // PAGE_BYTES) - start_B // PAGE_BYTES
+            cost_B += np.where(stop_B > start_B, pages_B, 0) * PAGE_BYTES
+        if len(cost_B) == -(-self.n_blocks // stretches):
+            return cost_B
+        return np.add.reduceat(cost_B, np.arange(0, self.n_blocks, stretches))
+
+    def squared_errors(self, level: int) -> NDArray[np.float64]:
+        """What is left of the delta's squares at `level`, block by block (float64)."""
+        return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
+
+    def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
+        """See `Graded`: by the codec of each block."""
+        seconds_C = np.array([prices.seconds(codec.name.lower(), level) for codec in Codec])
+        codec_B = self.index.rows["codec"][self.first_row : self.first_row + self.n_blocks]
+        n_B = np.full(self.n_blocks, BLOCK_ELEMENTS)
+        n_B[self.n_blocks - 1 :] = self.n_elements - BLOCK_ELEMENTS * (self.n_blocks - 1)
+        seconds_B: NDArray[np.float64] = seconds_C[codec_B] * n_B
+        return seconds_B
+
+    def kept_with_ties(self, kept: int) -> int | None:
+        """See `Graded`: known of the density whose cut the second band begins at."""
+        if int(BAND_DENSITIES[0] * self.n_elements) == kept:
+            return max(kept, self.elements_above(1))
+        return None
+
+    def elements_above(self, band: int) -> int:
+        """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""
+        return int(self.index.rows["counts"][self.first_row : self.first_row + self.n_blocks, band].sum())
+
+    def block_span(self, block: int) -> Span:
+        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
+
+    def opened(self, files: Mapping[Path, RangeFile]) -> PackedFetch:
+        """Ready to be fetched; keeps nothing between fetches."""
+        return PackedFetch(self, files)
+
+    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
+        """As `opened`, for who has the base's bytes."""
+        return PackedFetch(self, files, turns).with_base
+
+    def _path(self, piece: Piece) -> Path:
+        return self.root / PIECE_NAMES[piece]
+
+
+def block_groups(span: Span) -> Iterator[tuple[int, int]]:
+    """Blocks `[first, stop)` that are read together to fetch `span`: cut at multiples of `GROUP_BLOCKS`."""
+    first, last = span.start // BLOCK_ELEMENTS, -(-span.stop // BLOCK_ELEMENTS)
+    while first < last:
+        stop = min(last, (first // GROUP_BLOCKS + 1) * GROUP_BLOCKS)
+        yield first, stop
+        first = stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blocks `[first, stop)` that were read together: where their pieces begin, and their bytes."""
+
+    first: int
+    stop: int
+    offsets: Mapping[Piece, list[int]]
+    contents: Mapping[Piece, RawBytes]
+
+    def content(self, piece: Piece, block: int) -> RawBytes:
+        """The bytes of a piece of one block; none where it has none."""
+        offsets, at = self.offsets[piece], block - self.first
+        return self.contents[piece][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
+
+
+class PackedFetch:
+    """Fetches spans of one packed tensor. Safe to call from many threads."""
+
+    def __init__(self, tensor: PackedTensor, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> None:
+        self._tensor = tensor
+        self._index = tensor.index
+        self._files = files
+        self._turns = turns
+
+    def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
+        """Write the elements of `span`; the base's bytes are read from its file, charged to the base."""
+        self._fetch(span, None, out, purpose)
+
+    def with_base(self, span: Span, base: BaseBytes, out: RawBytes, purpose: Purpose) -> None:
+        """Write the elements of `span`; `base` holds the base's bytes of it.
+
+        Blocks that `span` cuts are completed from the base's file.
+        """
+        self._fetch(span, base, out, purpose)
+
+    def _fetch(self, span: Span, base: BaseBytes | None, out: RawBytes, purpose: Purpose) -> None:
+        for first, stop in block_groups(span):
+            group = self._read_group(first, stop, purpose)
+            with self._turns:
+                for block in range(first, stop):
+                    own = self._tensor.block_span(block)
+                    self._decode(block, self._base_of(block, own, span, base), group, _Target(span, own, out))
+
+    def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
+        """Read the pieces of some blocks, one request each, into an array of this thread: for one use."""
+        pieces, root, row = PIECES_OF[self._tensor.level], self._tensor.root, self._tensor.first_row
+        offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
+        some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
+        files = {piece: self._files[root / PIECE_NAMES[piece]] for piece in some}
+        sizes = {piece: read_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
+        room = scratch("read", sum(sizes.values()), np.uint8)
+        contents = dict.fromkeys(pieces, room[:0])
+        at = 0
+        for piece, file in files.items():
+            begin, end = offsets[piece][0], offsets[piece][-1]
+            contents[piece] = read_into(file, begin, end, purpose, room[at : at + sizes[piece]])
+            at += sizes[piece]
+        return _Group(first, stop, offsets, contents)
+
+    def _base_of(self, block: int, own: Span, span: Span, base: BaseBytes | None) -> RawBytes:
+        """The base's bytes of a block, held against their digest.
+
+        Raises:
+            MismatchError: it is not the base that was packed beside.
+        """
+        entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
+        if base is not None and span.start <= own.start and own.stop <= span.stop:
+            start, stop = (own.start - span.start) * itemsize, (own.stop - span.start) * itemsize
+            found, found_digest = base.stored[start:stop], base.digest(start, stop)
+        else:
+            start = entry.offset + own.start * itemsize
+            found = read_range(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
+            found_digest = digest(found)
+        if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
+            raise MismatchError.of(
+                "store.base", self._where(block), f"the base {entry.file} is not the one it was packed beside",
+                "give the base that it was packed with",
+            )  # fmt: skip
+        return found
+
+    def _where(self, block: int) -> str:
+        return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
+
+    def _decode(self, block: int, base: RawBytes, group: _Group, target: _Target) -> None:
+        tensor, row, where = self._tensor, self._tensor.first_row + block, self._where(block)
+        own = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
+        for piece, content in own.items():
+            self._index.check_piece(piece, row, content, where)
+        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
+        codec = self._index.codec(row)
+        if tensor.is_delta:
+            target.write(lambda view: decode_deltas(codec, tensor.level, own, context, view.view(np.float32)))
+        else:
+            target.write(lambda view: decode_block(codec, own, context, view), tensor.stored_dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the elements of block `own` go in the buffer of `span`."""
+
+    span: Span
+    own: Span
+    out: RawBytes
+
+    def write(self, decode: _Decode, itemsize: int = 4) -> None:
+        """Decode straight into the buffer where the whole block is wanted, else by way of a copy."""
+        low, high = max(self.own.start, self.span.start), min(self.own.stop, self.span.stop)
+        place = self.out[(low - self.span.start) * itemsize : (high - self.span.start) * itemsize]
+        if high - low == self.own.n_elements:
+            decode(place)
+            return
+        whole = scratch("whole", self.own.n_elements * itemsize, np.uint8)
+        decode(whole)
+        place[:] = whole[(low - self.own.start) * itemsize : (high - self.own.start) * itemsize]
+
+
+class _Decode(Protocol):
+    def __call__(self, view: RawBytes) -> None: ...
+
+
+def read_range(file: RangeFile, start: int, stop: int, purpose: Purpose) -> RawBytes:
+    """Bytes `[start, stop)` of a file, in one request on its alignment.
+
+    Raises:
+        CorruptError: the file ends before.
+    """
+    return read_into(file, start, stop, purpose, aligned_buffer(max(read_bytes(file, start, stop), 1)))
+
+
+def read_bytes(file: RangeFile, start: int, stop: int) -> int:
+    """Room, in whole pages, that `read_into` needs."""
+    first = start // file.alignment * file.alignment
+    return round_up(round_up(stop - first, file.alignment), PAGE_BYTES)
+
+
+def read_into(file: RangeFile, start: int, stop: int, purpose: Purpose, room: RawBytes) -> RawBytes:
+    """`read_range` into page-aligned `room`: the part of it that holds the bytes.
+
+    Raises:
+        CorruptError: the file ends before.
+    """
+    first = start // file.alignment * file.alignment
+    got = file.read_into(first, room.data[: round_up(stop - first, file.alignment)], purpose)
+    if got < stop - first:
+        raise CorruptError.of(
+            "storage.shrunk", file.path, f"ends at byte {first + got}, {stop} bytes are needed", "copy it again"
+        )
+    return room[start - first : stop - first]

@@ -1,0 +1,176 @@
+"""Places a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute.
+
+Pure planning: no file is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import ComputedTensor, KeptTotal, NeedsBase, Readable, TensorEntry
+from mergepipe.core.blocks import Span
+from mergepipe.engine.segments import Run, SegmentShape
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.storage.buffers import PAGE_BYTES, round_up
+from mergepipe.storage.ledger import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One request: `nbytes` at `offset` of a file, to `buffer_offset`; all multiples of the file's alignment."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    buffer_offset: int
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """Elements of a computed tensor to be fetched into the buffer, at `buffer_offset`.
+
+    The stored bytes of the base's same elements are `base_bytes` at `base_offset`; it is fetched `on_base`, with
+    them, where they are what it is encoded on.
+    """
+
+    source: ComputedTensor
+    span: Span
+    buffer_offset: int
+    base_offset: int
+    base_bytes: int
+    on_base: bool
+    purpose: Purpose
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        """Tells what can be opened as one while its source is alive."""
+        return id(self.source), self.on_base
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.n_elements * self.source.dtype.itemsize
+
+    def place_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Where in the buffer the elements go."""
+        return buffer[self.buffer_offset : self.buffer_offset + self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run with the places of its bytes in the buffer: stored bytes from 0, results from `out_offset`."""
+
+    run: Run
+    base_offset: int
+    expert_offsets: tuple[int, ...]
+    out_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Everything needed to fill, merge and write one buffer."""
+
+    shape: SegmentShape
+    reads: tuple[Read, ...]
+    computations: tuple[Computation, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A source's elements that a segment needs; `base` is the place of the base's in the list of all that is wanted."""
+
+    source: Readable
+    span: Span
+    purpose: Purpose
+    base: int
+
+
+def lay_out(
+    shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
+) -> SegmentLayout:
+    """Place a segment's sources in its buffer: byte ranges, joined where they touch, then computed tensors."""
+    wanted: list[_Wanted] = []
+    for run in shape.runs:
+        task, base = tasks[run.task_index], len(wanted)
+        if run.reused is not None:
+            wanted.append(_Wanted(run.reused, run.span, Purpose.REUSE, base))
+            continue
+        wanted.append(_Wanted(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
+        experts = [run.source(task, e) for e in run.read_experts]
+        wanted.extend(_Wanted(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
+    reads, places = _join(wanted, alignment_of)
+    end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
+    computations = _place_computed(wanted, places, end)
+    pieces, position, out_offset = [], 0, out_start
+    for run in shape.runs:
+        stop = position + 1 + len(run.read_experts)
+        place_of = dict(zip(run.read_experts, places[position + 1 : stop], strict=True))
+        pieces.append(Piece(run, places[position], tuple(place_of[e] for e in run.sources), out_offset))
+        position = stop
+        out_offset += run.span.n_elements * tasks[run.task_index].dtype.itemsize
+    return SegmentLayout(shape, tuple(reads), computations, tuple(pieces))
+
+
+def _purpose(source: Readable, usual: Purpose) -> Purpose:
+    return Purpose.REUSE if isinstance(source, KeptTotal) else usual
+
+
+def is_on_base(source: Readable, base: Readable) -> bool:
+    """Whether `source` is encoded on just this base."""
+    return isinstance(source, NeedsBase) and source.encoded_on == base
+
+
+def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int) -> tuple[Computation, ...]:
+    """Give computed tensors their places after `position`."""
+    computations = []
+    for i, each in enumerate(wanted):
+        if not isinstance(each.source, TensorEntry):
+            places[i] = position
+            base = wanted[each.base].source
+            computations.append(
+                Computation(
+                    source=each.source,
+                    span=each.span,
+                    buffer_offset=position,
+                    base_offset=places[each.base],
+                    base_bytes=each.span.n_elements * base.dtype.itemsize,
+                    on_base=is_on_base(each.source, base),
+                    purpose=each.purpose,
+                )
+            )
+            position = round_up(position + computations[-1].nbytes, PAGE_BYTES)
+    return tuple(each for each in computations if each.span.n_elements)
+
+
+def _join(wanted: Sequence[_Wanted], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
+    """Requests that cover all stored ranges, and for each of them the buffer offset of its first byte."""
+    entries = [(i, each.source) for i, each in enumerate(wanted) if isinstance(each.source, TensorEntry)]
+    starts = {i: entry.offset + wanted[i].span.start * entry.dtype.itemsize for i, entry in entries}
+    entries.sort(key=lambda each: (wanted[each[0]].purpose, str(each[1].file), starts[each[0]]))
+    reads: list[Read] = []
+    places = [0] * len(wanted)
+    position = 0
+    for i, entry in entries:
+        span, purpose = wanted[i].span, wanted[i].purpose
+        alignment = alignment_of(entry.file)
+        first = starts[i] // alignment * alignment
+        last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment) if span.n_elements else first
+        previous = reads[-1] if reads else None
+        if (
+            previous is not None
+            and (previous.file, previous.purpose) == (entry.file, purpose)
+            and previous.offset <= first <= previous.offset + previous.nbytes
+        ):
+            grown = max(previous.nbytes, last - previous.offset)
+            reads[-1] = Read(previous.file, previous.offset, grown, previous.buffer_offset, purpose)
+        else:
+            reads.append(Read(entry.file, first, last - first, position, purpose))
+        position = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES)
+        places[i] = reads[-1].buffer_offset + starts[i] - reads[-1].offset
+    return [read for read in reads if read.nbytes], places

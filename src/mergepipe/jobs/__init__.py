@@ -1,0 +1,1 @@
+"""One user job a module, named by its verb."""

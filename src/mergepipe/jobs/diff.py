@@ -1,0 +1,138 @@
+"""Compares two snapshots: how they were made, from what, and which tensors came out differently, by how much."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.reports import Progress, ProgressCallback, SnapshotDiff, TensorChange
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.distances import tensor_norms
+from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
+from mergepipe.storage.local import LocalStore
+
+
+def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: ProgressCallback | None) -> SnapshotDiff:
+    """Compare the snapshots in two directories; `reads_tensors` works out norms of what differs.
+
+    Raises:
+        NotFoundError, CorruptError, UnsupportedError: a manifest cannot be read.
+        StorageError: a file of tensors cannot be read.
+    """
+    first, second = read_manifest_value(a), read_manifest_value(b)
+    changes, equal = _changes(first, second)
+    measured = tuple(_measured(a, b, changes, on_progress)) if reads_tensors else tuple(changes)
+    known = [each for each in measured if each.norm is not None]
+    norm = math.sqrt(sum((each.norm or 0.0) ** 2 for each in known)) if reads_tensors else None
+    return SnapshotDiff(
+        a=a,
+        b=b,
+        a_sid=first.sid,
+        b_sid=second.sid,
+        recipe="".join(_recipe_diff(first, second)),
+        settings=tuple(_settings(first, second)),
+        inputs=tuple(_inputs(first, second)),
+        equal_tensors=equal,
+        tensors=measured,
+        norm=norm,
+    )
+
+
+def _recipe_diff(a: Manifest, b: Manifest) -> Iterator[str]:
+    lines_a, lines_b = a.recipe.splitlines(keepends=True), b.recipe.splitlines(keepends=True)
+    return difflib.unified_diff(lines_a, lines_b, "a", "b", n=1)
+
+
+def _settings(a: Manifest, b: Manifest) -> Iterator[str]:
+    """What differs of how they were made, a line each."""
+    facts_a, facts_b = _facts(a), _facts(b)
+    for name in facts_a:
+        if facts_a[name] != facts_b[name]:
+            yield f"{name}: {facts_a[name]} -> {facts_b[name]}"
+
+
+def _facts(manifest: Manifest) -> dict[str, str]:
+    plan = manifest.plan or {}
+    facts = {
+        "version": manifest.version,
+        "operator": manifest.operator,
+        "seed": str(manifest.seed),
+        "plan": manifest.plan_digest or "none: a full merge",
+        "budget": str(plan.get("budget_bytes", "none")),
+        "policy": str(plan.get("policy", "none")),
+        "expert bytes read": str(manifest.realized.expert),
+    }
+    return facts | _coverage_facts(manifest.coverage)
+
+
+def _coverage_facts(coverage: Coverage | None) -> dict[str, str]:
+    if coverage is None:
+        return {"blocks touched": "all", "blocks read by expert": "all"}
+    return {
+        "blocks touched": f"{coverage.touched} of {coverage.blocks}",
+        "blocks read by expert": ", ".join(map(str, coverage.read)),
+    }
+
+
+def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
+    """Inputs that are in one only, or were other files."""
+    in_a, in_b = ({record.path: record for record in each.inputs} for each in (a, b))
+    for path in sorted(in_a.keys() | in_b.keys()):
+        if path not in in_b:
+            yield f"only in a: {in_a[path].role} {path}"
+        elif path not in in_a:
+            yield f"only in b: {in_b[path].role} {path}"
+        elif _identity(in_a[path]) != _identity(in_b[path]):
+            yield f"changed between: {in_a[path].role} {path}"
+
+
+def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
+    return [(file.name, file.size_bytes, file.version, file.header_blake3) for file in record.files]
+
+
+def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:
+    """Tensors that are not the same, by their digests, and how many are."""
+    in_a, in_b = ({tensor.name: tensor for tensor in each.tensors} for each in (a, b))
+    changes = []
+    for name in sorted(in_a.keys() | in_b.keys()):
+        kind = _kind(in_a.get(name), in_b.get(name))
+        if kind:
+            changes.append(TensorChange(name, kind, None, None))
+    return changes, len(in_a.keys() | in_b.keys()) - len(changes)
+
+
+def _kind(a: OutputTensor | None, b: OutputTensor | None) -> str:
+    if a is None or b is None:
+        return "only in b" if a is None else "only in a"
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} -> {list(b.shape)}"
+    if a.dtype != b.dtype:
+        return f"dtype {a.dtype} -> {b.dtype}"
+    return "" if a.blake3 == b.blake3 else "values"
+
+
+def _measured(
+    a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
+) -> Iterator[TensorChange]:
+    """The changes with `||A - B||` and `||A||` where both are floats of one shape."""
+    store, done = LocalStore(), [0]
+    first, second = open_checkpoint(store, a), open_checkpoint(store, b)
+    comparable = [c.name for c in changes if c.kind == "values" or c.kind.startswith("dtype")]
+    total = sum(model.tensors[name].nbytes for name in comparable for model in (first, second))
+
+    def advance(nbytes: int) -> None:
+        done[0] += nbytes
+        if on_progress is not None:
+            on_progress(Progress("compare", done[0], total))
+
+    norms = tensor_norms(store, first, second, comparable, advance)
+    for change in changes:
+        found = norms.get(change.name)
+        if found is None:
+            yield change
+        else:
+            distance, norm = found
+            yield TensorChange(change.name, change.kind, distance, distance / norm if norm else None)

@@ -1,0 +1,315 @@
+"""Explains a plan or a snapshot: which experts are where and why, planned against realized. Reads no tensor data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
+from mergepipe.errors import NotFoundError, did_you_mean
+from mergepipe.jobs.plan import read_plan
+from mergepipe.planning.level_shares import blocks_by_level, level_name
+from mergepipe.planning.plan import (
+    Access,
+    Fallback,
+    Plan,
+    PlannedTensor,
+    Runs,
+    energy_of,
+    expected_error_of,
+    format_runs,
+)
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.planning.policies import layer_of
+from mergepipe.recipes.resolve.tasks import Action
+from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
+from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+
+READ, SHARED, FREE, OMITTED = "read", "shared", "free", "omitted"
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is explained: a plan, a manifest, or a manifest with the plan in it."""
+
+    path: Path
+    plan: Plan | None
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One merged tensor with its runs of blocks per expert; a full merge has every block in `blocks`.
+
+    `experts` are those that take part, in the tensor's own order; the others have no access.
+    """
+
+    name: str
+    n_blocks: int
+    access: tuple[Access | None, ...]
+    experts: tuple[int, ...]
+
+    def touched(self) -> Runs:
+        """Blocks that some expert's bytes went into."""
+        present = [access for access in self.access if access is not None]
+        own = chain.from_iterable(access.blocks for access in present)
+        served = ((start, stop) for access in present for start, stop, _ in access.shared)
+        return joined((*own, *served))
+
+
+def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
+    """Explain a snapshot (its directory, sid or first digits of it) or a stored plan.
+
+    `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
+
+    Raises:
+        NotFoundError: `explain.tensor`, no merged tensor matches; otherwise as `find_snapshot_path`.
+        CorruptError, UnsupportedError: the plan or the manifest cannot be read.
+    """
+    path = Path(asked)
+    subject = _Subject(path, read_plan(path), None) if _is_plan(path) else _snapshot(find_snapshot_path(asked, home))
+    return explanation_of(subject.path, subject.plan, subject.manifest, pattern)
+
+
+def _is_plan(path: Path) -> bool:
+    return path.is_file() and path.name != MANIFEST_NAME
+
+
+def _snapshot(path: Path) -> _Subject:
+    manifest = read_manifest_value(path)
+    plan = None
+    if manifest.plan is not None:
+        plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), f"{path / MANIFEST_NAME}: plan")
+    return _Subject(path, plan, manifest)
+
+
+def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:
+    """Explain a plan, a manifest, or a manifest with the plan in it.
+
+    Raises:
+        NotFoundError: `explain.tensor`.
+    """
+    source = plan if plan is not None else manifest
+    if source is None:
+        raise ValueError("neither a plan nor a manifest")
+    tensors = _planned(plan) if plan is not None else _everything(manifest) if manifest is not None else ()
+    models = _models(plan, manifest)
+    reasons = _reasons(plan, models)
+    bound = plan.bound if plan is not None else None
+    return Explanation(
+        kind="plan" if manifest is None else "snapshot",
+        path=path,
+        sid=None if manifest is None else manifest.sid,
+        plan_digest=None if plan is None else plan.digest,
+        operator=source.operator,
+        policy=None if plan is None else plan.policy,
+        on_omit=None if plan is None else plan.on_omit,
+        seed=source.seed,
+        budget_bytes=None if plan is None else plan.budget_bytes,
+        planned_bytes=None if plan is None else plan.planned_bytes,
+        full_bytes=None if plan is None else plan.full_cost_bytes,
+        realized_bytes=None if manifest is None else manifest.realized.expert + manifest.realized.analysis,
+        bound=None if bound is None else bound.absolute,
+        relative_bound=None if bound is None else bound.relative,
+        block_elements=DEFAULT_BLOCK_ELEMENTS if plan is None else plan.block_elements,
+        blocks=sum(tensor.n_blocks for tensor in tensors),
+        touched=sum(_count(tensor.touched()) for tensor in tensors),
+        experts=_expert_shares(tensors, models, plan, manifest),
+        layers=_layer_shares(tensors, len(models)),
+        tensors=() if pattern is None else _tensor_uses(tensors, pattern, models, reasons),
+        fallbacks=() if plan is None else _decisions(plan.fallbacks),
+        adjustments=() if plan is None else _decisions(plan.adjustments),
+        expected_error=None if plan is None else plan.expected_error,
+        error_is_least=plan is not None and plan.error_is_least,
+    )
+
+
+def _decisions(fallbacks: Iterable[Fallback]) -> tuple[Decision, ...]:
+    return tuple(Decision(each.where, each.decision, each.reason) for each in fallbacks)
+
+
+def _planned(plan: Plan) -> tuple[_Tensor, ...]:
+    def blocks(tensor: PlannedTensor) -> int:
+        return -(-tensor.n_elements // plan.block_elements)
+
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    return tuple(
+        _Tensor(tensor.name, blocks(tensor), tuple(tensor.access_of(e) for e in range(n_experts)), tensor.models)
+        for tensor in plan.tensors
+    )
+
+
+def _everything(manifest: Manifest) -> tuple[_Tensor, ...]:
+    """A full merge: every block of every expert, on the default grid."""
+    n_experts = sum(source.role == "expert" for source in manifest.inputs)
+    found = []
+    for tensor in manifest.tensors:
+        if tensor.action == Action.MERGE.value:
+            n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
+            access = Access(((0, n_blocks),) if n_blocks else ())
+            found.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
+    return tuple(found)
+
+
+def _models(plan: Plan | None, manifest: Manifest | None) -> tuple[tuple[str, str], ...]:
+    """Name and path of every expert."""
+    if plan is not None:
+        return tuple((model.model, model.path) for model in plan.models if model.role == "expert")
+    inputs = () if manifest is None else manifest.inputs
+    return tuple((source.model, source.path) for source in inputs if source.role == "expert")
+
+
+def _expert_shares(
+    tensors: Sequence[_Tensor], models: Sequence[tuple[str, str]], plan: Plan | None, manifest: Manifest | None
+) -> tuple[ExpertShare, ...]:
+    planned = [model for model in plan.models if model.role == "expert"] if plan is not None else None
+    realized = [source.read_bytes for source in manifest.inputs if source.role == "expert"] if manifest else None
+    shares = []
+    for e, (model, path) in enumerate(models):
+        counts = [_counts(tensor, e) for tensor in tensors]
+        read, shared, free, omitted = (sum(each[kind] for each in counts) for kind in range(4))
+        shares.append(
+            ExpertShare(
+                model=model,
+                path=path,
+                read=read,
+                shared=shared,
+                free=free,
+                omitted=omitted,
+                full_bytes=None if planned is None else planned[e].full_cost_bytes,
+                planned_bytes=None if planned is None else planned[e].planned_bytes,
+                realized_bytes=None if realized is None else realized[e],
+                in_part=sum(stop - start for access in _accesses(tensors, e) for start, stop, _ in access.levels),
+                expected_error=expected_error_of(_accesses(tensors, e)),
+                levels=blocks_by_level(_accesses(tensors, e)),
+            )
+        )
+    return tuple(shares)
+
+
+def _accesses(tensors: Iterable[_Tensor], e: int) -> list[Access]:
+    """What is read of an expert, where it takes part."""
+    return [access for tensor in tensors if (access := tensor.access[e]) is not None]
+
+
+def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int, int]:
+    access = tensor.access[e]
+    if access is None:
+        return 0, 0, 0, 0
+    read, free = _count(access.blocks), _count(access.free)
+    shared = sum(stop - start for start, stop, _ in access.shared)
+    return read, shared, free, tensor.n_blocks - read - shared - free
+
+
+def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShare, ...]:
+    """In numeric order, tensors outside of layers last."""
+    by_layer: dict[str, list[_Tensor]] = {}
+    for tensor in tensors:
+        by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
+    ordered = sorted(by_layer.items(), key=lambda item: (not item[0], int(item[0] or 0)))
+    return tuple(
+        LayerShare(
+            layer=layer,
+            blocks=sum(tensor.n_blocks for tensor in inside),
+            touched=sum(_count(tensor.touched()) for tensor in inside),
+            taking_part=tuple(sum(sum(_counts(t, e)[:3]) for t in inside) for e in range(n_experts)),
+            expected_error=expected_error_of(a for e in range(n_experts) for a in _accesses(inside, e)),
+            levels=blocks_by_level(a for e in range(n_experts) for a in _accesses(inside, e)),
+            errors=tuple(expected_error_of(_accesses(inside, e)) for e in range(n_experts)),
+            energies=tuple(energy_of(_accesses(inside, e)) for e in range(n_experts)),
+        )
+        for layer, inside in ordered
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasons:
+    """Why blocks are used as they are, in words."""
+
+    read: str
+    omitted: str
+    names: tuple[str, ...]
+
+    def shared(self, source: int) -> str:
+        return f"the same bytes as those of '{self.names[source]}', which are read once"
+
+
+def _reasons(plan: Plan | None, models: Sequence[tuple[str, str]]) -> _Reasons:
+    names = tuple(name for name, _ in models)
+    if plan is None:
+        return _Reasons("a full merge reads everything", "", names)
+    if plan.planned_bytes == 0:
+        return _Reasons("", "the budget holds no block", names)
+    spent = f"the budget of {plan.budget_bytes} bytes was spent first, by policy '{plan.policy}'"
+    return _Reasons(f"chosen by policy '{plan.policy}'", spent, names)
+
+
+def _tensor_uses(
+    tensors: Sequence[_Tensor], pattern: str, models: Sequence[tuple[str, str]], reasons: _Reasons
+) -> tuple[TensorUse, ...]:
+    chosen = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
+    if not chosen:
+        hint = did_you_mean(pattern, [tensor.name for tensor in tensors])
+        raise NotFoundError.of("explain.tensor", "--tensor", f"no merged tensor matches '{pattern}'", hint)
+    return tuple(
+        TensorUse(
+            tensor.name,
+            tensor.n_blocks,
+            format_runs(tensor.touched()),
+            tuple(use for e in range(len(models)) for use in _block_uses(tensor, e, reasons)),
+        )
+        for tensor in chosen
+    )
+
+
+def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse]:
+    access, model = tensor.access[e], reasons.names[e]
+    if access is None:
+        return
+    in_part = joined((start, stop) for start, stop, _ in access.levels)
+    in_full = joined(run for start, stop in access.blocks for run in _gaps_inside(in_part, start, stop))
+    if in_full:
+        yield BlockUse(model, READ, format_runs(in_full), reasons.read)
+    for level in sorted({level for _, _, level in access.levels}):
+        runs = joined((start, stop) for start, stop, own in access.levels if own == level)
+        yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reasons.read}")
+    for source in sorted({source for _, _, source in access.shared}):
+        runs = tuple((start, stop) for start, stop, by in access.shared if by == source)
+        yield BlockUse(model, SHARED, format_runs(runs), reasons.shared(tensor.experts[source]))
+    if access.free:
+        yield BlockUse(model, FREE, format_runs(access.free), "equal to the base's, known without reading")
+    omitted = _gaps(access.runs, tensor.n_blocks)
+    if omitted:
+        yield BlockUse(model, OMITTED, format_runs(omitted), reasons.omitted)
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The union of half-open runs: sorted, disjoint, joined where they touch."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _gaps(runs: Runs, n_blocks: int) -> Runs:
+    """What `runs` (sorted, disjoint) leave of `[0, n_blocks)`."""
+    edges = [0, *chain.from_iterable(runs), n_blocks]
+    return joined((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+
+def _gaps_inside(runs: Runs, start: int, stop: int) -> Runs:
+    """What `runs` leave of `[start, stop)`."""
+    inside = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
+    return tuple((a + start, b + start) for a, b in _gaps(tuple(inside), stop - start))
+
+
+def _count(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)

@@ -1,0 +1,189 @@
+"""Makes the whole snapshot that an overlay stands for, every block checked, and publishes it in one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
+from mergepipe.core.blocks import DTYPES
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError
+from mergepipe.reports import Damage, MaterialiseReport, Progress, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.block_digests import BlockTable, block_digest, root_of
+from mergepipe.snapshots.layout import SnapshotLayout, read_table
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.overlay.reader import FoundBlock, Overlay, completed, open_overlay, read_blocks, small_files
+from mergepipe.snapshots.scan import Scan
+from mergepipe.snapshots.shards import ShardLayout, ShardWriter, TensorSpec, header_of
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.output import make_folders, write_durably
+
+_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MaterialiseSettings:
+    """How to run, and where to remember: `home` is the catalog's, None for a run that uses none.
+
+    `base` is the directory in which the base's files are by now, None where they have stayed.
+    """
+
+    threads: int
+    force: bool
+    home: Path | None
+    base: Path | None = None
+
+
+def materialise_overlay(
+    path: Path, out: Path, settings: MaterialiseSettings, *, started: float, on_progress: ProgressCallback | None
+) -> MaterialiseReport:
+    """Make the whole snapshot of the overlay at `path`; where `out` is the same place, in its stead.
+
+    Raises:
+        ConflictError: `overlay.base-changed`: a file of the base is gone or holds other bytes.
+        CorruptError: `overlay.damaged`, `overlay.digest`, `overlay.header`: the overlay is not what was written.
+        OutputError: `overlay.in-place`, or as `check_target`.
+        UnsupportedError: `snapshot.not-overlay`.
+    """
+    overlay = open_overlay(path, read_manifest_value(path))
+    overlay = overlay if settings.base is None else overlay.on_base(settings.base)
+    is_in_place = out.resolve() == path.resolve()
+    if is_in_place and not settings.force:
+        hint = "name another directory, or add --force"
+        raise OutputError.of("overlay.in-place", out, "the whole snapshot would replace the overlay", hint)
+    sources = [] if is_in_place else [path, *sorted({Path(file.path).parent for file in overlay.table.files})]
+    check_target(out, sources, force=settings.force)
+    small, digests = small_files(overlay), _digests(overlay)
+    manifest = completed(overlay.manifest)
+    n_bytes = sum(file.size_bytes for file in manifest.files)
+    check_free_space(out, n_bytes + sum(map(len, small.values())) + _MARGIN_BYTES)
+    store = LocalStore()
+    with closing(CatalogLink(settings.home)) as link:
+        with Staging(out, force=settings.force) as staging:
+            _write_weights(staging.path, overlay, digests, store, settings.threads, on_progress)
+            for name, content in {**small, MANIFEST_NAME: manifest.to_json()}.items():
+                target = staging.path / name
+                make_folders(target.parent)
+                write_durably(target, content, store.ledger)
+            staging.publish()
+        link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+        notices = tuple(link.notices)
+    stored = overlay.table.stored_bytes
+    tensor_bytes = sum(tensor.nbytes for tensor in overlay.layout.tensors)
+    seconds = time.perf_counter() - started
+    return MaterialiseReport(path, out, manifest.sid, stored, tensor_bytes - stored, n_bytes, seconds, notices)
+
+
+def _digests(overlay: Overlay) -> BlockTable:
+    """The digests of all blocks, and the headers that belong to them.
+
+    Raises:
+        CorruptError: `overlay.header`, a header cannot be made again; `blocks.*`.
+    """
+    table = read_table(overlay.path, overlay.manifest)
+    for shard, wanted in zip(shards_of(overlay.manifest), table.headers, strict=True):
+        if block_digest(shard.header) != wanted:
+            message = f"the header of {shard.name} was written by another version, and cannot be made again"
+            raise CorruptError.of("overlay.header", overlay.path, message, "`mergepipe replay` it with that version")
+    return table
+
+
+def shards_of(manifest: Manifest) -> tuple[ShardLayout, ...]:
+    """The weight files that a manifest tells of, with the headers that this version writes."""
+    shards = []
+    for file in manifest.files:
+        specs = tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file.name)
+        shards.append(ShardLayout(file.name, specs, header_of(specs, {})))
+    return tuple(shards)
+
+
+def _write_weights(
+    directory: Path,
+    overlay: Overlay,
+    digests: BlockTable,
+    store: LocalStore,
+    threads: int,
+    on_progress: ProgressCallback | None,
+) -> None:
+    """Write every weight file, refusing the first block that is not what the overlay's manifest says."""
+    total = sum(tensor.nbytes for tensor in overlay.layout.tensors)
+    done = 0
+    with ShardWriter(directory, shards_of(overlay.manifest), store.ledger) as writer:
+        for found in read_blocks(overlay, store, threads):
+            if found.content is None or found.digest != digests.tensors[found.block.tensor.index][found.block.index]:
+                raise _wrong_block(overlay, found)
+            writer.append(found.content)
+            done += len(found.content)
+            if on_progress is not None:
+                on_progress(Progress("materialise", done, total))
+        writer.finish()
+
+
+def _wrong_block(overlay: Overlay, found: FoundBlock) -> MergePipeError:
+    where, block = overlay.file_of(found.place), found.block
+    reason = found.failure or f"the bytes from {found.place.offset} on are not what the overlay was made with"
+    message = f"block {block.index} of '{block.tensor.name}': {reason}"
+    if found.place.is_stored:
+        return CorruptError.of("overlay.damaged", where, message, "merge again, or `mergepipe replay` the overlay")
+    return ConflictError.of("overlay.base-changed", where, message, "put the base back as it was, or name it: --base")
+
+
+# --- looking at one without writing ---
+
+
+def scan_overlay(
+    overlay: Overlay, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: Callable[[int], None]
+) -> tuple[Scan, tuple[Damage, ...]]:
+    """Read every block from where it stands; say what is not what `table` tells, by tensor and file.
+
+    Without a table tensors are compared as a whole.
+    """
+    headers: list[bytes | None] = [block_digest(shard.header) for shard in shards_of(overlay.manifest)]
+    scan = Scan([[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors], headers)
+    wrong: dict[tuple[str, Path], list[FoundBlock]] = {}
+    for found in read_blocks(overlay, LocalStore(), threads):
+        tensor, index = found.block.tensor, found.block.index
+        scan.blocks[tensor.index][index] = found.digest
+        if found.n_not_finite:
+            scan.not_finite[tensor.name] = scan.not_finite.get(tensor.name, 0) + found.n_not_finite
+        n_bytes = found.block.stop - found.block.start
+        if found.content is not None:
+            scan.n_bytes += n_bytes
+        on_bytes(n_bytes)
+        if found.digest is None or (table is not None and found.digest != table.tensors[tensor.index][index]):
+            bare = replace(found, content=None)
+            wrong.setdefault((tensor.name, overlay.file_of(found.place)), []).append(bare)
+    roots = () if table is not None else _wrong_roots(layout, scan)
+    return scan, (*_header_damages(overlay, table, scan), *_damages(overlay, wrong), *roots)
+
+
+def _header_damages(overlay: Overlay, table: BlockTable | None, scan: Scan) -> Iterator[Damage]:
+    for file, found, wanted in zip(overlay.layout.files, scan.headers, table.headers if table else (), strict=False):
+        if found != wanted:
+            message = "its header was written by another version, and cannot be made again"
+            yield Damage("header", file.name, "", 0, file.data_start, message)
+
+
+def _wrong_roots(layout: SnapshotLayout, scan: Scan) -> Iterator[Damage]:
+    for tensor in layout.tensors:
+        whole = [digest for digest in scan.blocks[tensor.index] if digest is not None]
+        if root_of(whole) != tensor.root:
+            yield Damage("block", OVERLAY_NAME, tensor.name, 0, 0, "its digest is not what was written")
+
+
+def _damages(overlay: Overlay, wrong: dict[tuple[str, Path], list[FoundBlock]]) -> Iterator[Damage]:
+    for (tensor, where), blocks in wrong.items():
+        first, last = blocks[0], blocks[-1]
+        reason = next((found.failure for found in blocks if found.failure), "not what the overlay was made with")
+        is_own = first.place.is_stored
+        what = f"{len(blocks)} of the blocks that {'it holds' if is_own else 'are taken from it'}: {reason}"
+        name = where.relative_to(overlay.path).as_posix() if is_own else str(where)
+        stop = last.place.offset + last.block.stop - last.block.start
+        yield Damage("block", name, tensor, first.place.offset, stop, what)

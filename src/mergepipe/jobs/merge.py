@@ -1,0 +1,22 @@
+"""Merge as a recipe says, and publish the result."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from mergepipe.reports import MergeReport, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import open_inputs
+from mergepipe.runs.merge_run import MergeSettings, Stages, publish_merge
+from mergepipe.storage.local import LocalStore
+
+
+def run_merge(
+    recipe: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+) -> MergeReport:
+    """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
+    store = LocalStore()
+    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
+        inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
+        return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

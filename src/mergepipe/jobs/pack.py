@@ -1,0 +1,178 @@
+"""PACK: experts into delta stores beside their base, together in one streaming pass, each published all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import allow_open_files, open_files
+from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, building
+from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
+from mergepipe.deltastore.pack.job import check_names, is_packed, job_of, open_base
+from mergepipe.deltastore.pack.originals import (
+    check_same,
+    remove_original,
+    sync_store,
+)
+from mergepipe.errors import MergePipeError, RecipeError
+from mergepipe.jobs.unpack import verify_store
+from mergepipe.options import threads_asked
+from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
+from mergepipe.runs.packed_facts import packed_facts
+from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+
+
+def pack(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    replace: bool = False,
+    threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> PackReport:
+    """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
+    packed. What a killed run left is gone on with.
+
+    Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
+
+    Args:
+        experts: full weights in safetensors files, fine-tuned from `base`.
+        replace: read each store back from disk and every file of every original again, compare them, and only if all
+            are the same remove the originals' files.
+        threads: encoding threads; default, one per processor.
+        on_progress: called from the calling thread with the bytes of experts that are packed.
+
+    Raises:
+        RecipeError: two experts of one name, or an expert whose files must not be removed.
+        UnsupportedError: an expert that is no full weights in safetensors files.
+        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
+            whole or not at all.
+    """
+    started = time.perf_counter()
+    store = LocalStore()
+    workers = threads_asked(threads)
+    base_checkpoint = open_base(store, Path(base))
+    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(each)), Path(out)) for each in experts]
+    check_names(jobs)
+    if replace:
+        for job in jobs:
+            _check_removable(job)
+    missing = [job for job in jobs if not is_packed(store, job, workers)]
+    for job in jobs:
+        if job not in missing:
+            remove_dead(staging_directory(job.out.absolute()))  # of a run that was killed once all was done
+    if missing:
+        check_free_space(missing[0].out, max(job.expert.tensor_bytes for job in missing))
+    packed: dict[Path, PackedExpert] = {}
+    for first in range(0, len(missing), EXPERTS_AT_ONCE):
+        packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], workers, on_progress)
+    done = tuple(packed.get(job.out) or packed_facts(store, job, is_new=False) for job in jobs)
+    if replace:
+        for job in jobs:
+            _check_replaceable(store, job, workers)
+        for job in jobs:
+            remove_original(job)
+        done = tuple(changed(each, is_original_removed=True) for each in done)
+    usage = store.ledger.usage()
+    expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
+    return PackReport(Path(base), done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
+
+
+def _pack_together(
+    store: LocalStore, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
+) -> dict[Path, PackedExpert]:
+    """Pack some experts in one pass, and publish each; if one cannot be, the others are all the same.
+
+    Raises:
+        MergePipeError: the first one's, once all others are published.
+    """
+    started = time.perf_counter()
+    total = sum(job.expert.tensor_bytes for job in jobs)
+    inputs = set[Path]().union(*(job.weight_files for job in jobs))
+    allow_open_files(len(inputs) + len(jobs) * FILES_OF_BUILDER)
+    with contextlib.ExitStack() as stack:
+        builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
+        counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
+        counter.add(0)
+        checkpoints = [each for job in jobs for each in (job.base, job.expert)]
+        with open_files(store, inputs, checkpoints) as files:
+            pack_all(builders, files, threads, counter.add)
+        published, errors = _published(builders)
+        if errors:
+            raise errors[0]  # inside, so that what is durable of it is kept where that helps
+    seconds = time.perf_counter() - started
+    facts = [packed_facts(store, builder.job, is_new=True) for builder in published]
+    return {
+        each.store: changed(each, seconds=seconds * each.tensor_bytes / max(total, 1), went_on_bytes=builder.done_bytes)
+        for builder, each in zip(published, facts, strict=True)
+    }
+
+
+def _published(builders: Sequence[StoreBuilder]) -> tuple[list[StoreBuilder], list[MergePipeError]]:
+    published, errors = [], []
+    for builder in builders:
+        try:
+            builder.finish()
+            builder.publish()
+            published.append(builder)
+        except MergePipeError as error:
+            errors.append(error)
+    return published, errors
+
+
+class _Counter:
+    """Reports bytes of experts as they are packed."""
+
+    def __init__(self, on_progress: ProgressCallback | None, done_bytes: int, total_bytes: int) -> None:
+        self._on_progress = on_progress
+        self._done_bytes = done_bytes
+        self._total_bytes = total_bytes
+
+    def add(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(Progress("pack", self._done_bytes, self._total_bytes))
+
+
+def _check_removable(job: PackJob) -> None:
+    """Refuse to replace what is only linked from here, and what belongs to the base.
+
+    Raises:
+        RecipeError: naming the file.
+    """
+    expert = job.expert
+    base_files = {(job.base.root / file.name).resolve() for file in job.base.files}
+    names = [file.name for file in (*expert.files, *job.kept)]
+    for place in (expert.path, *(expert.root / name for name in names)):
+        if place.is_symlink():
+            raise RecipeError.of(
+                "pack.replace", place, "is a link: --replace removes only files that stand here", "pack without it"
+            )
+        if place.resolve() in base_files:
+            raise RecipeError.of(
+                "pack.replace", place, "is a file of the base, which the store needs", "pack without --replace"
+            )
+
+
+def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
+    """See that a store gives its original back to the byte, and is durable: nothing is removed before.
+
+    Raises:
+        CorruptError: the store is damaged.
+        ConflictError: the original is not what it holds.
+    """
+    verify_store(store, job.out, job.base, threads)
+    opened = read_store(store, job.out)
+    check_same(store, opened, job, threads)
+    job.check_unchanged()
+    sync_store(opened)

@@ -1,0 +1,278 @@
+"""Repairs a snapshot: makes what is damaged again from the inputs, checks it, and writes only the damaged bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.core.blocks import DTYPES
+from mergepipe.engine.execute import EngineOptions
+from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
+from mergepipe.jobs.verify import Examination, examine
+from mergepipe.reports import ProgressCallback, RepairReport
+from mergepipe.runs.rebuild import Rebuilt, open_recorded, rebuild_keys, rebuild_tensors
+from mergepipe.runs.reuse.keys import KEYS_NAME
+from mergepipe.runs.sidecars import sidecar_contents
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.block_digests import BlockTable, block_digest
+from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
+from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.overlay.reader import refuse_overlay
+from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
+from mergepipe.snapshots.staging import Staging, check_free_space
+from mergepipe.storage import owned
+from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.output import sync_directory
+
+_HINT = "merge again"
+_COPY_BYTES = 8 << 20
+_STAGED_NAME = "mended"
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """Bytes to be put at `offset` of a file."""
+
+    file: PlacedFile
+    offset: int
+    source: Rebuilt | bytes
+    source_offset: int
+    nbytes: int
+
+
+def repair_snapshot(
+    path: Path, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
+) -> RepairReport:
+    """Mend whatever `verify` finds in the snapshot at `path`; what is sound is not written to.
+
+    Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are,
+    so that what was made from the snapshot knows it again.
+
+    Raises:
+        NotFoundError, ConflictError: an input is gone or changed; `repair.differs`, it makes other bytes by now.
+        CorruptError: the manifest is damaged; `repair.impossible`, something that cannot be made again.
+        UnsupportedError: `snapshot.overlay`.
+        OutputError: `output.link`, `output.not-ours`: what is to be written to is not the snapshot's own.
+    """
+    if path.is_symlink():
+        message = f"is a link to {path.resolve()}, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the snapshot itself")
+    path = path.resolve()
+    refuse_overlay(path, read_manifest_value(path), "mended")
+    found = examine(path, engine.threads, on_progress)
+    written = 0
+    names = found.damaged
+    if found.damages:
+        sizes = {tensor.name: tensor.nbytes for tensor in found.layout.tensors}
+        check_free_space(path, sum(sizes[name] for name in names))
+        with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
+            rebuilt = rebuild_tensors(found.manifest, names, staging.path, engine) if names else ()
+            small = _small_files(found)
+            patches = [*_header_patches(found), *_block_patches(found, {r.digest.name: r for r in rebuilt})]
+            written = _apply(path, found.layout, patches, staging.directory)
+            written += _write_small(path, small, staging.directory)
+            written += _mend_table(path, engine, staging.directory)
+        _check_mended(examine(path, engine.threads, on_progress))
+    return RepairReport(path, found.manifest.sid, found.damages, names, written, time.perf_counter() - started)
+
+
+# --- what is to be written ---
+
+
+def _header_patches(found: Examination) -> Iterator[_Patch]:
+    for damage in found.damages:
+        if damage.kind not in ("header", "missing"):
+            continue
+        file = next(file for file in found.layout.files if file.name == damage.file)
+        header = header_of(_specs(found.manifest, file.name), {})
+        if len(header) != file.data_start or (found.table and block_digest(header) != found.table.headers[file.index]):
+            message = "its header was written by another version, and cannot be made again"
+            raise CorruptError.of("repair.impossible", found.path / file.name, message, _HINT)
+        yield _Patch(file, 0, header, 0, len(header))
+
+
+def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file)
+
+
+def _block_patches(found: Examination, rebuilt: Mapping[str, Rebuilt]) -> Iterator[_Patch]:
+    """The damaged bytes of every damaged tensor, each made again and found to be what the manifest says."""
+    placed = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
+    wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
+    if wrong:
+        message = "made again from the inputs it is not what the manifest says: an input has other values by now"
+        raise ConflictError(*(Problem("repair.differs", name, message, "put the inputs back") for name in wrong))
+    for damage in found.damages:
+        if damage.kind == "block" and damage.stop > damage.start:
+            file, tensor = placed[damage.tensor]
+            made = rebuilt[damage.tensor]
+            yield _Patch(
+                file, damage.start, made, made.offset + damage.start - tensor.offset, damage.stop - damage.start
+            )
+
+
+def _small_files(found: Examination) -> dict[str, bytes]:
+    """The damaged small files, made again."""
+    manifest = found.manifest
+    records = {record.name: record for record in manifest.sidecars}
+    wanted = [each.file for each in found.damages if each.kind in ("small-file", "index", "config")]
+    if not wanted:
+        return {}
+    inputs = open_recorded(manifest, LocalStore())
+    bare = replace(manifest, sidecars=())
+    contents = sidecar_contents(inputs, LocalStore(), bare)
+    contents[INDEX_NAME] = index_json(_shards(manifest))
+    if KEYS_NAME in wanted:
+        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, LocalStore())
+    impossible = [
+        Problem("repair.impossible", str(found.path / name), "cannot be made again from the inputs", _HINT)
+        for name in wanted
+        if name not in contents or (name in records and small_digest(contents[name]) != records[name].blake3)
+    ]
+    if impossible:
+        raise CorruptError(*impossible)
+    return {name: contents[name] for name in wanted}
+
+
+def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
+    return tuple(ShardLayout(file.name, _specs(manifest, file.name), b"") for file in manifest.files)
+
+
+# --- writing it ---
+
+
+def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], beside: Path) -> int:
+    """Write the patches file by file and make them durable; also give every file its size."""
+    written = 0
+    for file in layout.files:
+        own = [patch for patch in patches if patch.file.name == file.name]
+        path = directory / file.name
+        if own or not path.exists() or path.stat().st_size != file.size_bytes:
+            written += _patch_file(directory, file, own, beside)
+    sync_directory(directory)
+    return written
+
+
+def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path) -> int:
+    """Patch a file in its place; a missing one, a link or a file with another name is replaced by a new one."""
+    path = directory / file.name
+    try:
+        try:
+            descriptor = owned.open_file(path, directory)
+        except FileNotFoundError:
+            return _replace_file(directory, file, patches, beside, None)
+        except OutputError as error:
+            if error.code != "output.link" or not owned.is_there(path, directory):
+                raise
+            with _linked(path) as source:
+                return _replace_file(directory, file, patches, beside, source)
+        try:
+            times = os.fstat(descriptor)
+            written = _patch(descriptor, file, patches)
+            os.utime(descriptor, ns=(times.st_atime_ns, times.st_mtime_ns))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise os_error(error, path, "repairing it") from error
+    return written
+
+
+@contextlib.contextmanager
+def _linked(path: Path) -> Iterator[int | None]:
+    """Open what a link leads to for reading; None where that is no regular file, or nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    finally:
+        os.close(descriptor)
+
+
+def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
+    os.ftruncate(descriptor, file.size_bytes)
+    written = sum(_write_patch(descriptor, patch) for patch in patches)
+    owned.sync_file(descriptor)
+    return written
+
+
+def _replace_file(
+    directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path, source: int | None
+) -> int:
+    """Make a file anew in the folder `beside`, from the bytes of `source` and the patches, and put it in its place."""
+    staged = beside / _STAGED_NAME
+    check_free_space(directory, file.size_bytes)
+    copied = 0
+    descriptor = owned.create_file(staged)
+    try:
+        while source is not None and copied < file.size_bytes:
+            part = os.pread(source, min(_COPY_BYTES, file.size_bytes - copied), copied)
+            if not part:
+                break
+            copied += _write_all(descriptor, part, copied)
+        written = _patch(descriptor, file, patches)
+    finally:
+        os.close(descriptor)
+    owned.rename(staged, directory / file.name, None, directory)
+    return copied + written
+
+
+def _write_patch(descriptor: int, patch: _Patch) -> int:
+    if isinstance(patch.source, bytes):
+        return _write_all(descriptor, patch.source, patch.offset)
+    done = 0
+    with patch.source.file.open("rb", buffering=0) as stream:
+        while done < patch.nbytes:
+            part = os.pread(stream.fileno(), min(_COPY_BYTES, patch.nbytes - done), patch.source_offset + done)
+            done += _write_all(descriptor, part, patch.offset + done)
+    return done
+
+
+def _write_all(descriptor: int, content: bytes, offset: int) -> int:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)
+    return done
+
+
+def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -> int:
+    """Replace small files, each in one step; of a link, the link itself."""
+    for name, content in contents.items():
+        path, staged = directory / name, beside / _STAGED_NAME
+        try:
+            owned.make_folders(path.parent, directory)
+            owned.write_file(staged, content)
+            owned.rename(staged, path, None, directory)
+            owned.sync_folder(path.parent, directory)
+        except OSError as error:
+            raise os_error(error, path, "repairing it") from error
+    return sum(map(len, contents.values()))
+
+
+def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
+    """Write the table of block digests again where it is damaged, once all blocks are what the roots say."""
+    found = examine(path, engine.threads, None)
+    record = found.manifest.blocks
+    if not any(each.kind == "blocks-file" for each in found.damages):
+        return 0
+    blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in found.scan.blocks)
+    headers = tuple(header for header in found.scan.headers if header is not None)
+    content = BlockTable(found.layout.block_elements, headers, blocks).to_bytes()
+    if small_digest(content) != record.blake3:
+        message = "the table of block digests cannot be made again"
+        raise CorruptError.of("repair.impossible", path / record.name, message, _HINT)
+    return _write_small(path, {record.name: content}, beside)
+
+
+def _check_mended(found: Examination) -> None:
+    if found.damages:
+        raise CorruptError(
+            *(Problem("repair.failed", str(found.path / d.file), d.message, _HINT) for d in found.damages)
+        )

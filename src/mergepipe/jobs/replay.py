@@ -1,0 +1,79 @@
+"""Makes a snapshot again from its manifest alone, and publishes it only if it is the same to the byte."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from mergepipe.errors import ConflictError, Problem
+from mergepipe.reports import MergeReport, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.merge_run import MergeSettings, Stages, publish_merge
+from mergepipe.runs.rebuild import open_recorded, recorded_plan
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.layout import layout_of
+from mergepipe.snapshots.manifest import InputRecord, Manifest
+from mergepipe.storage.local import LocalStore
+
+_MOST_NAMED = 5
+
+
+def replay_snapshot(
+    path: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+) -> MergeReport:
+    """Make the snapshot in the directory `path` again at `out`; of `settings`, seed and shards are the manifest's.
+
+    Raises:
+        NotFoundError: `replay.input-gone`.
+        ConflictError: `replay.input-changed`; `replay.differs`, what was made is not the same, and is not published.
+        MergePipeError: as a merge.
+    """
+    manifest = read_manifest_value(path)
+    store = LocalStore()
+    settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
+    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
+        inputs = open_recorded(manifest, store, stages.make)
+        plan = recorded_plan(manifest)
+        return publish_merge(
+            inputs, None if plan is None else plan.without_reuse(), out, settings, store, link, started, on_progress,
+            before_publish=lambda made: _check_same(manifest, made, out),
+        )  # fmt: skip
+
+
+def shard_bytes_of(manifest: Manifest, where: Path) -> int:
+    """A limit on the size of files that cuts the tensors as they are cut in this snapshot."""
+    files = layout_of(manifest, where).files
+    shared = [file.size_bytes - file.data_start for file in files if len(file.tensors) > 1]
+    return max([1, *shared])
+
+
+def _check_same(recorded: Manifest, made: Manifest, out: Path) -> None:
+    """Refuse a result that is not what was recorded, naming tensors and what may be to blame."""
+    if made.files == recorded.files:
+        return
+    then = {tensor.name: tensor.blake3 for tensor in recorded.tensors}
+    now = {tensor.name: tensor.blake3 for tensor in made.tensors}
+    different = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
+    shown = ", ".join(different[:_MOST_NAMED]) or "no tensor, but how they are cut into files"
+    message = f"{len(different)} tensors are not what was recorded ({shown}): nothing was published"
+    problems = [Problem("replay.differs", str(out), message, _blame(recorded, made))]
+    pairs = zip(recorded.inputs, made.inputs, strict=True)
+    problems.extend(problem for before, after in pairs for problem in _touched(before, after))
+    raise ConflictError(*problems)
+
+
+def _blame(recorded: Manifest, made: Manifest) -> str:
+    if recorded.version != made.version:
+        return f"it was made by version {recorded.version}, this is {made.version}"
+    return "an input has other values than it had"
+
+
+def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:
+    """Files of an input that were written to since."""
+    versions = {file.name: file.version for file in before.files}
+    return [
+        Problem("replay.input-touched", f"{after.path}/{file.name}", "was written to since the snapshot was made")
+        for file in after.files
+        if versions.get(file.name) != file.version
+    ]

@@ -1,0 +1,189 @@
+"""Merges one recipe in full and under several budgets, and measures what each budget costs in fidelity."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.outcome import private_outputs
+from mergepipe.errors import NotFoundError
+from mergepipe.jobs.merge import run_merge
+from mergepipe.jobs.plan import PlanRequest, make_plan, run_plan
+from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.level_shares import blocks_by_level
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.problem import Policy
+from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.snapshots.distances import distance, norm
+from mergepipe.storage import owned
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.prices import Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class SweepBudget:
+    """A budget as it was written, and what it means."""
+
+    text: str
+    request: BudgetRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The full merge that all others are compared with."""
+
+    full: Checkpoint
+    report: MergeReport
+    changed_norm: float
+    full_norm: float
+
+
+def run_sweep(
+    recipe: Path,
+    budgets: Sequence[SweepBudget],
+    request: PlanRequest,
+    settings: MergeSettings,
+    home: Path,
+    work: Path | None,
+    on_progress: ProgressCallback | None,
+) -> SweepReport:
+    """Merge in full once, then under each budget with the policy of `request` and with `random`; see `api.sweep`.
+
+    The full merge fills the catalog on its way. At most two outputs lie on the disk at a time, under `work` (default:
+    where temporary files go); nothing of them is left behind.
+
+    Raises:
+        NotFoundError: `sweep.work`, there is no such directory.
+        MergePipeError: as planning and merging do, before the full merge where it can be known by then.
+    """
+    if work is not None and not work.is_dir():
+        raise NotFoundError.of("sweep.work", work, "no such directory", "make it, or give another with --work")
+    with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
+        sweep = _Sweep(recipe, request, settings, home, Path(directory), on_progress)
+        return sweep.run(budgets)
+
+
+class _Sweep:
+    """One sweep in its temporary directory."""
+
+    def __init__(
+        self,
+        recipe: Path,
+        request: PlanRequest,
+        settings: MergeSettings,
+        home: Path,
+        directory: Path,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._recipe = recipe
+        self._request = request
+        self._settings = replace(settings, home=None)
+        self._home = home
+        self._directory = directory
+        self._on_progress = on_progress
+        self._store = LocalStore()
+        self._speeds: Speeds | None = None
+
+    def run(self, budgets: Sequence[SweepBudget]) -> SweepReport:
+        inputs = open_inputs(self._recipe, self._store, self._request.allow_dropped)
+        threads = self._settings.engine.threads
+        self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
+        self._plan(inputs, self._request)  # what cannot be planned is refused before hours are spent
+        reference = self._full_merge(inputs)
+        everything = self._plan(inputs, self._request).full_cost_bytes
+        policies = list(dict.fromkeys((self._request.policy, Policy.RANDOM)))
+        points = tuple(self._point(inputs, reference, budget, policy) for budget in budgets for policy in policies)
+        return SweepReport(
+            recipe=self._recipe,
+            operator=inputs.recipe.operator.name,
+            policy=self._request.policy.value,
+            seed=self._settings.seed,
+            dtypes=tuple(sorted({entry.dtype.name for entry in reference.full.tensors.values()})),
+            full_cost_bytes=everything,
+            full_expert_bytes=reference.report.expert_bytes + reference.report.analysis_bytes,
+            full_seconds=reference.report.seconds,
+            changed_norm=reference.changed_norm,
+            full_norm=reference.full_norm,
+            points=points,
+        )
+
+    def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
+        with closing(CatalogLink(self._home, required=True)) as link:
+            return make_plan(inputs, request, link, self._settings.seed, speeds=self._speeds)
+
+    def _full_merge(self, inputs: Inputs) -> _Reference:
+        """Merge everything; the catalog keeps the statistics, and forgets an output that is about to go."""
+        out = self._directory / "full"
+        settings = replace(self._settings, home=self._home, gathers=True)  # plans need what it learns
+        started = time.perf_counter()
+        report = run_merge(self._recipe, out, settings, started=started, on_progress=self._phase("full merge"))
+        with closing(CatalogLink(self._home, required=True)) as link:
+            link.use(lambda catalog: catalog.forget(out.absolute()))
+        full = open_checkpoint(self._store, out)
+        changed = distance(self._store, full, inputs.base, self._meter("full merge: measure", full, inputs.base))
+        size = norm(self._store, full, self._meter("full merge: measure", full))
+        return _Reference(full, report, changed, size)
+
+    def _point(self, inputs: Inputs, reference: _Reference, budget: SweepBudget, policy: Policy) -> SweepPoint:
+        label = f"{budget.text} {policy.value}"
+        started = time.perf_counter()
+        plan = self._plan(inputs, replace(self._request, budget=budget.request, policy=policy))
+        with self._merged() as out:
+            report = run_plan(plan, out, self._settings, started=started, on_progress=self._phase(label))
+            merged = open_checkpoint(self._store, out)
+            meter = self._meter(f"{label}: measure", merged, reference.full)
+            error = distance(self._store, merged, reference.full, meter)
+        return SweepPoint(
+            budget=budget.text,
+            policy=policy.value,
+            budget_bytes=plan.budget_bytes,
+            planned_bytes=plan.planned_bytes,
+            expert_bytes=report.expert_bytes + report.analysis_bytes,
+            seconds=report.seconds,
+            error=_share(error, reference.changed_norm),
+            flattering_error=_share(error, reference.full_norm),
+            bound=None if plan.bound is None else _share(plan.bound.absolute, reference.changed_norm),
+            expected_error=plan.expected_error,
+            error_is_least=plan.error_is_least,
+            levels=blocks_by_level(access for tensor in plan.tensors for access in tensor.access),
+        )
+
+    @contextlib.contextmanager
+    def _merged(self) -> Iterator[Path]:
+        out = self._directory / "budgeted"
+        try:
+            yield out
+        finally:
+            owned.remove_tree(out, ignore_errors=True)
+
+    def _phase(self, label: str) -> ProgressCallback:
+        def report(progress: Progress) -> None:
+            if self._on_progress is not None:
+                self._on_progress(replace(progress, phase=label))
+
+        return report
+
+    def _meter(self, label: str, *checkpoints: Checkpoint) -> Callable[[int], None]:
+        total, done = sum(each.tensor_bytes for each in checkpoints), 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(Progress(label, done, total))
+
+        return advance
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

@@ -1,0 +1,214 @@
+"""UNPACK: a delta store back to the files it was made from, byte for byte; and proof that it can be."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
+from mergepipe.deltastore.codec.block import RawBytes
+from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
+from mergepipe.deltastore.index import digest
+from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.tensor import read_range
+from mergepipe.errors import NotFoundError
+from mergepipe.options import threads_asked
+from mergepipe.reports import Progress, ProgressCallback, UnpackReport
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.output import OutputFile, make_folders
+
+BlockSink = Callable[[RawBytes], None]
+
+
+def unpack(
+    path: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> UnpackReport:
+    """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
+
+    Every block is held against the digest of the original.
+
+    Args:
+        base: where the base is now, if not where it was.
+        threads: decoding threads; default, one per processor.
+        on_progress: called from the calling thread with the bytes of tensors that are restored.
+
+    Raises:
+        NotFoundError: the store, or its base.
+        MismatchError: another base.
+        CorruptError: the store is damaged.
+        OutputError, StorageError: the files cannot go there; nothing was published.
+    """
+    started = time.perf_counter()
+    workers = threads_asked(threads)
+    store, root, target = LocalStore(), Path(path), Path(out)
+    opened = read_store(store, root)
+    base_checkpoint = _open_base(store, opened, None if base is None else Path(base))
+    check_target(target, (root, base_checkpoint.path), force=None)
+    checkpoint = open_store(store, root, base_checkpoint)
+    tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
+    check_free_space(target, tensor_bytes)
+    progress = _Counter(on_progress, tensor_bytes)
+    reader = _Reader(opened, checkpoint, workers)
+    inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
+    with inputs as files, Staging(target, force=False) as staging:
+        _write_weights(reader, files, staging.path, store, progress)
+        _write_kept(opened, staging.path, store)
+        check_unchanged((base_checkpoint, checkpoint))
+        staging.publish()
+    return UnpackReport(root, base_checkpoint.path, target, tensor_bytes, time.perf_counter() - started)
+
+
+def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) -> None:
+    """Decode everything in the store at `path`, and hold it against the digests of what was packed.
+
+    Raises:
+        CorruptError: something in it is not what was packed.
+    """
+    opened = read_store(store, path)
+    reader = _Reader(opened, open_store(store, path, base), threads)
+    with open_files(store, _inputs(opened, base), (base,)) as files:
+        for number in range(len(opened.header.files)):
+            reader.file_header(files, number)
+        for entry in opened.header.tensors:
+            reader.read(files, entry, lambda _: None)
+    for kept in opened.header.kept:
+        for _ in _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store):
+            pass
+
+
+def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Checkpoint:
+    try:
+        return open_checkpoint(store, Path(opened.header.base) if base is None else base)
+    except NotFoundError as error:
+        if base is not None:
+            raise
+        raise NotFoundError.of(
+            "store.base-missing",
+            opened.root,
+            f"its base is not at {opened.header.base} any more",
+            "give it with --base",
+        ) from error  # fmt: skip
+
+
+def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Path]:
+    own = {kept.name for kept in opened.header.kept}
+    yield from (opened.root / each.name for each in opened.fingerprints if each.name not in own)
+    yield from (base.root / file.name for file in base.files)
+
+
+class _Counter:
+    """Reports bytes as they are restored."""
+
+    def __init__(self, on_progress: ProgressCallback | None, total_bytes: int) -> None:
+        self._on_progress = on_progress
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(Progress("unpack", self._done_bytes, self._total_bytes))
+
+
+class _Reader:
+    """Reads a store in order, decoding ahead in threads. Memory: `2 * threads` blocks."""
+
+    def __init__(self, opened: OpenedStore, checkpoint: Checkpoint, threads: int) -> None:
+        self.opened = opened
+        self._checkpoint = checkpoint
+        self._threads = threads
+
+    def file_header(self, files: Mapping[Path, RangeFile], number: int) -> RawBytes:
+        """The header of weight file `number`, checked."""
+        packed = self.opened.header.files
+        start = sum(each.header_bytes for each in packed[:number])
+        path = self.opened.root / HEADERS_NAME
+        content = read_range(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
+        if digest(content).hex() != packed[number].header_blake3:
+            raise corrupt(path, f"the header of {packed[number].name} is damaged")
+        return content
+
+    def read(self, files: Mapping[Path, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
+        """Give the blocks of one tensor to `sink` in order, each held against the digest of the original."""
+        tensor = self._checkpoint.tensors[entry.name]
+        pending: deque[Future[RawBytes]] = deque()
+        with ThreadPoolExecutor(self._threads) as pool:
+            for block, span in enumerate(BlockGrid(tensor.n_elements, BLOCK_ELEMENTS).spans()):
+                pending.append(pool.submit(self._block, files, tensor, span, entry.first_row + block))
+                if len(pending) > 2 * self._threads:
+                    sink(pending.popleft().result())
+            while pending:
+                sink(pending.popleft().result())
+
+    def _block(self, files: Mapping[Path, RangeFile], tensor: Readable, span: Span, row: int) -> RawBytes:
+        content = _content(files, tensor, span)
+        if digest(content) != self.opened.index.rows["expert"][row].tobytes():
+            raise corrupt(
+                self.opened.root, f"tensor {tensor.name!r} from element {span.start} on is not what was packed"
+            )
+        return content
+
+
+def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> RawBytes:
+    if isinstance(tensor, TensorEntry):
+        start = tensor.offset + span.start * tensor.dtype.itemsize
+        return read_range(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
+    content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
+    tensor.opened(files)(span, content, Purpose.EXPERT)
+    return content
+
+
+def _write_weights(
+    reader: _Reader, files: Mapping[Path, RangeFile], directory: Path, store: LocalStore, progress: _Counter
+) -> None:
+    header = reader.opened.header
+    for number, packed in enumerate(header.files):
+        target = directory / packed.name
+        make_folders(target.parent)
+        with OutputFile(target, packed.size_bytes, store.ledger) as output:
+            output.append(reader.file_header(files, number))
+
+            def take(content: RawBytes, output: OutputFile = output) -> None:
+                output.append(content)
+                progress.add(len(content))
+
+            for entry in header.tensors:
+                if entry.file == number:
+                    reader.read(files, entry, take)
+            output.close()
+
+
+def _write_kept(opened: OpenedStore, directory: Path, store: LocalStore) -> None:
+    for kept in opened.header.kept:
+        parts = _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store)
+        write_kept(store, directory / kept.name, parts, kept.size_bytes, "writing it")
+
+
+def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: LocalStore) -> Iterator[bytes]:
+    """The content of a kept file, checked once all of it was given."""
+    hasher = blake3()
+    for part in file_parts(store, opened.root / name, size_bytes):
+        hasher.update(part)
+        yield part
+    if hasher.hexdigest(16) != blake3_hex:
+        raise corrupt(opened.root / name, "is not the file that was packed")

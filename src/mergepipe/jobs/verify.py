@@ -1,0 +1,308 @@
+"""Verifies a snapshot against its manifest: every block, every digest above it, every other file; reads it all once."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
+from mergepipe.engine.execute import EngineOptions
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.jobs.materialise import scan_overlay
+from mergepipe.jobs.verify_composite import is_composite, verify_composite
+from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
+from mergepipe.runs.config_check import config_findings
+from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
+from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_NAME, read_totals
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.block_digests import BlockTable, root_of
+from mergepipe.snapshots.layout import (
+    PlacedFile,
+    PlacedTensor,
+    SnapshotLayout,
+    file_digest,
+    layout_of,
+    read_table,
+    weight_map,
+)
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, SmallFileRecord
+from mergepipe.snapshots.overlay.reader import is_overlay, open_overlay
+from mergepipe.snapshots.overlay.table import SIDECAR_FOLDER
+from mergepipe.snapshots.scan import OnBytes, Scan, scan_snapshot
+from mergepipe.snapshots.shards import INDEX_NAME
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.regular import read_small
+
+CONFIG_NAME = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All that verifying found out about a snapshot; what repairing works from.
+
+    `table` is the table of block digests if it is sound. `damaged` are the tensors with a wrong block.
+    """
+
+    path: Path
+    manifest: Manifest
+    layout: SnapshotLayout
+    table: BlockTable | None
+    scan: Scan
+    damages: tuple[Damage, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Names of the tensors that have a damaged block, in the manifest's order."""
+        return tuple(dict.fromkeys(each.tensor for each in self.damages if each.kind == "block"))
+
+
+def verify_snapshot(
+    path: Path, engine: EngineOptions, deep_fraction: float, *, started: float, on_progress: ProgressCallback | None
+) -> VerifyReport:
+    """Verify the snapshot or composite in a directory; make `deep_fraction` of it again from the inputs and compare.
+
+    Raises:
+        NotFoundError: there is no manifest, or for `deep_fraction` an input is gone.
+        CorruptError: the manifest is damaged.
+        ConflictError: an input is not what it was, and something was to be made again from it.
+        UnsupportedError: `verify.composite`, a composite cannot be made again.
+    """
+    if is_composite(path):
+        if deep_fraction > 0:
+            message = "a composite of tailor is not made again from its sources"
+            raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
+        return verify_composite(path, engine.threads, started=started, on_progress=on_progress)
+    found = examine(path, engine.threads, on_progress)
+    names = sampled_tensors(found.manifest, deep_fraction) if deep_fraction > 0 else ()
+    replayed = tuple(_replayed(found, names, engine)) if names else ()
+    return VerifyReport(
+        path=path,
+        sid=found.manifest.sid,
+        files=len(found.manifest.files) + len(found.manifest.sidecars),
+        tensors=len(found.manifest.tensors),
+        blocks=sum(map(len, found.scan.blocks)),
+        read_bytes=found.scan.n_bytes,
+        seconds=time.perf_counter() - started,
+        damages=(*found.damages, *replayed),
+        notices=found.notices,
+        replayed=names,
+        replayed_bytes=sum(t.nbytes for t in found.layout.tensors if t.name in set(names)),
+    )
+
+
+def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
+    """Read everything and compare it with the manifest."""
+    manifest = read_manifest_value(path)
+    damages: list[Damage] = []
+    table: BlockTable | None = None
+    try:
+        table = read_table(path, manifest)
+    except (CorruptError, NotFoundError) as error:
+        record = manifest.blocks
+        damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
+    layout = layout_of(manifest, path / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
+    store, done = LocalStore(), [0]
+    total = sum(tensor.nbytes for tensor in layout.tensors)
+
+    def advance(nbytes: int) -> None:
+        done[0] += nbytes
+        if on_progress is not None:
+            on_progress(Progress("verify", done[0], total))
+
+    if table is not None and not _is_consistent(table, layout):
+        damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
+        table = None
+    small = tuple(_small_damages(path, manifest))
+    if is_overlay(manifest):
+        scan, found = _scan_overlay(path, manifest, layout, table, threads, advance)
+        damages.extend(each for each in found if each.file not in {known.file for known in small})
+    else:
+        scan = scan_snapshot(store, path, layout, threads, advance)
+        for file in layout.files:
+            damages.extend(_file_damages(path, store, file, layout, table, scan))
+    damages.extend(small)
+    damages.extend(_sum_damages(path, manifest, threads))
+    notices = [*_notices(scan), *_strangers(path, manifest)]
+    config_path = (path / SIDECAR_FOLDER if is_overlay(manifest) else path) / CONFIG_NAME
+    config, config_notices = config_findings(config_path, manifest)
+    damages.extend(config)
+    return Examination(path, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
+
+
+def _scan_overlay(
+    path: Path, manifest: Manifest, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: OnBytes
+) -> tuple[Scan, tuple[Damage, ...]]:
+    """The blocks of an overlay; nothing is known of them where its table is damaged."""
+    try:
+        overlay = open_overlay(path, manifest)
+    except (CorruptError, NotFoundError) as error:
+        nothing = Scan([[] for _ in layout.tensors], [])
+        return nothing, (_damage("small-file", OVERLAY_TABLE_NAME, 0, 0, error.problems[0].message),)
+    return scan_overlay(overlay, layout, table, threads, on_bytes)
+
+
+def _damage(kind: str, file: str, start: int, stop: int, message: str, tensor: str = "") -> Damage:
+    return Damage(kind, file, tensor, start, stop, message)
+
+
+def _is_consistent(table: BlockTable, layout: SnapshotLayout) -> bool:
+    return all(root_of(table.tensors[tensor.index]) == tensor.root for tensor in layout.tensors)
+
+
+# --- weight files ---
+
+
+def _file_damages(
+    directory: Path, store: LocalStore, file: PlacedFile, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
+) -> Iterator[Damage]:
+    path = directory / file.name
+    if not path.is_file():
+        yield _damage("missing", file.name, 0, file.size_bytes, "the file is gone")
+    else:
+        size = path.stat().st_size
+        if size != file.size_bytes:
+            first, last = sorted((size, file.size_bytes))
+            yield _damage("size", file.name, first, last, f"has {size} bytes, {file.size_bytes} were written")
+        yield from _header_damages(store, path, file, table, scan)
+    for tensor in file.tensors:
+        yield from _tensor_damages(file, tensor, layout, table, scan)
+
+
+def _header_damages(
+    store: LocalStore, path: Path, file: PlacedFile, table: BlockTable | None, scan: Scan
+) -> Iterator[Damage]:
+    """The header by its digest; where there is none, by what it says."""
+    if table is not None:
+        if scan.headers[file.index] != table.headers[file.index]:
+            yield _damage("header", file.name, 0, file.data_start, "its digest is not what was written")
+        return
+    try:
+        header = read_header(store, path)
+    except MergePipeError as error:
+        yield _damage("header", file.name, 0, file.data_start, error.problems[0].message)
+        return
+    found = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
+    wanted = sorted((t.name, t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
+    if [(*row[:1], row[1].name, *row[2:]) for row in found] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
+        yield _damage("header", file.name, 0, file.data_start, "its tensors are not the manifest's")
+
+
+def _tensor_damages(
+    file: PlacedFile, tensor: PlacedTensor, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
+) -> Iterator[Damage]:
+    """Runs of damaged blocks; without a table a tensor is damaged as a whole."""
+    found = scan.blocks[tensor.index]
+    whole = [digest for digest in found if digest is not None]
+    reason = scan.unreadable.get(file.name, "")
+    if table is None:
+        if len(whole) < len(found) or root_of(whole) != tensor.root:
+            message = reason or "its digest is not what was written"
+            yield _damage("block", file.name, tensor.offset, tensor.offset + tensor.nbytes, message, tensor.name)
+        return
+    block_bytes = layout.block_elements * tensor.dtype.itemsize
+    wrong = [i for i, (a, b) in enumerate(zip(found, table.tensors[tensor.index], strict=True)) if a != b]
+    for first, last in _joined(wrong):
+        start, stop = tensor.offset + first * block_bytes, tensor.offset + min(tensor.nbytes, last * block_bytes)
+        blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
+        is_there = all(found[i] is not None for i in range(first, last))
+        what = "are not what was written" if is_there else "cannot be read"
+        yield _damage("block", file.name, start, stop, f"{blocks}: {reason or what}", tensor.name)
+
+
+def _joined(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Half-open runs of consecutive numbers."""
+    start = None
+    for position, number in enumerate(numbers):
+        start = number if start is None else start
+        if position + 1 == len(numbers) or numbers[position + 1] != number + 1:
+            yield start, number + 1
+            start = None
+
+
+# --- the other files ---
+
+
+def _small_damages(directory: Path, manifest: Manifest) -> Iterator[Damage]:
+    for record in manifest.sidecars:
+        reason = _small_file_trouble(directory / record.name, record)
+        if reason:
+            yield _damage("small-file", record.name, 0, record.size_bytes, reason)
+    is_expected = not manifest.sidecars and len(manifest.files) > 1
+    if is_expected or (directory / INDEX_NAME).exists():
+        reason = _index_trouble(directory / INDEX_NAME, manifest)
+        if reason:
+            yield _damage("index", INDEX_NAME, 0, 0, reason)
+
+
+def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[Damage]:
+    """The kept sums, where there are any, by the digests that the manifest binds."""
+    if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
+        return
+    kept = read_totals(directory, manifest)
+    if kept is None:
+        yield _damage("small-file", ACCUMULATORS_NAME, 0, 0, "the kept sums are not what was written")
+        return
+    for name in kept.damaged(set(kept.entries), Ledger(), threads):
+        entry = kept.entries[name]
+        message = f"the kept sum of '{name}' is not what was written"
+        yield _damage("small-file", ACCUMULATORS_NAME, entry.offset, entry.offset + entry.nbytes, message)
+
+
+def _small_file_trouble(path: Path, record: SmallFileRecord) -> str:
+    try:
+        found = file_digest(path, record.size_bytes)
+    except MergePipeError as error:
+        return error.problems[0].message
+    return "" if found == (record.size_bytes, record.blake3) else "is not what was written"
+
+
+def _index_trouble(path: Path, manifest: Manifest) -> str:
+    try:
+        content = json.loads(read_small(path, MANIFEST_BYTES))
+    except MergePipeError as error:
+        return error.problems[0].message
+    except (ValueError, RecursionError):
+        return "is not JSON"
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    return "" if found == weight_map(manifest) else "does not say where the manifest's tensors are"
+
+
+def _strangers(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that the merge did not write."""
+    known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
+    known |= {MANIFEST_NAME, manifest.blocks.name}
+    known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
+    known |= {ACCUMULATORS_NAME} if ACCUMULATORS_BLOCKS_NAME in known else set()
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in known:
+            yield f"{name}: is not part of the snapshot"
+
+
+def _notices(scan: Scan) -> Iterator[str]:
+    for name, count in sorted(scan.not_finite.items()):
+        yield f"{name}: {count} values are infinite or not a number"
+
+
+# --- from the inputs ---
+
+
+def _replayed(found: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
+    """Make tensors again from the inputs, and compare them with what the manifest says."""
+    by_name = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
+    with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
+        for made in rebuild_tensors(found.manifest, names, Path(work), engine):
+            file, tensor = by_name[made.digest.name]
+            if made.digest.root != tensor.root:
+                message = "made again from the inputs it is another"
+                start, stop = tensor.offset, tensor.offset + tensor.nbytes
+                yield _damage("replay", file.name, start, stop, message, tensor.name)

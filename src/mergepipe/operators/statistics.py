@@ -1,0 +1,83 @@
+"""What is known of an expert's tensor against its base without reading it again: per block, and for the whole tensor.
+
+Statistics are exact summaries of `delta = expert - base` in float32, or bounds on the safe side where they are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import BlockGrid
+
+HASH_BYTES = 16
+N_OCTAVES = 16
+N_SKETCH = 16
+COMMON_DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def rank_of_density(density: float, n_elements: int) -> int:
+    """How many elements a density keeps: `floor(density * n)`, in double precision as mergekit takes it."""
+    return math.floor(density * n_elements)
+
+
+BLOCK_RECORD = np.dtype(
+    [
+        ("hash", "u1", (HASH_BYTES,)),  # BLAKE3-128 of the expert's stored bytes
+        ("norm", "<f4"),  # ||delta||, rounded up
+        ("largest", "<f4"),  # max |delta|
+        ("changed", "<u4"),  # elements with delta != 0
+        ("octaves", "u1", (N_OCTAVES,)),  # energy by octave of magnitude below `largest`, see `encode_octaves`
+        ("sketch", "<f2", (N_SKETCH,)),  # random projection of delta / ||delta||
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorStatistics:
+    """One tensor of one expert against one base.
+
+    Attributes:
+        blocks_B: one `BLOCK_RECORD` per block of the grid, in order.
+        densities_D: sorted shares of the tensor (float64) whose exact magnitude cut is known.
+        threshold_bits_D: the float32 bits of those cuts (uint32), parallel to `densities_D`.
+        products_3: <base, base>, <delta, delta>, <base, delta> in float64.
+    """
+
+    grid: BlockGrid
+    blocks_B: NDArray[np.void]
+    densities_D: NDArray[np.float64]
+    threshold_bits_D: NDArray[np.uint32]
+    products_3: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if self.blocks_B.dtype != BLOCK_RECORD or len(self.blocks_B) != self.grid.n_blocks:
+            raise ValueError(f"{len(self.blocks_B)} block records for {self.grid.n_blocks} blocks")
+        if len(self.densities_D) != len(self.threshold_bits_D):
+            raise ValueError("a threshold for each density")
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether a probe made them: it knows no cut, and its norms bound nothing."""
+        return not len(self.densities_D) and not np.isfinite(self.products_3).any()
+
+    def threshold_bits(self, density: float) -> int | None:
+        """The exact cut for `density`, or None if it was not worked out."""
+        found = np.flatnonzero(self.densities_D == density)
+        return int(self.threshold_bits_D[found[0]]) if len(found) else None
+
+
+def encode_octaves(energy_BO: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Pack energies by octave (..., N_OCTAVES) as one byte each: 0 for none, else `240 + 4 log2(share)` clipped to 1.
+
+    The share is of the row's total; a byte's step is a quarter of a factor two, the smallest share 2^-59.75. Entry `o`
+    covers magnitudes in `(largest / 2^(o+1), largest / 2^o]`; the last octave also holds everything below it.
+    """
+    total_B1 = energy_BO.sum(axis=-1, keepdims=True)
+    share_BO = np.divide(energy_BO, total_B1, out=np.zeros_like(energy_BO), where=total_B1 > 0)
+    with np.errstate(divide="ignore"):
+        code_BO = np.rint(240.0 + 4.0 * np.log2(share_BO))
+    return np.where(share_BO > 0, np.clip(code_BO, 1, 240), 0).astype(np.uint8)

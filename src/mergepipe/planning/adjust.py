@@ -1,0 +1,85 @@
+"""Lets densities fall under a tight budget: the papers' bounded adjustment of operator parameters.
+
+A budget that holds the share `held` of what reading everything costs holds at most that share of the elements that an
+operator would keep of a delta. So an expert's density moves down to `max(min_density, held)`, never up and never below
+the bound. For operators that trim it is then raised to the next density whose cut the statistics know, so that
+thresholds stay exact; if there is none below the recipe's, it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mergepipe.planning.plan import Fallback
+from mergepipe.planning.problem import AdjustPolicy, PlanningProblem
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+
+NO_DENSITY = "the operator has no density"
+
+
+def adjust_densities(
+    problem: PlanningProblem, policy: AdjustPolicy, held: float, *, needs_cut: bool
+) -> tuple[PlanningProblem, tuple[Fallback, ...]]:
+    """The problem with the densities that `held` allows, and every decision made."""
+    known = [_known_densities(problem, e) if needs_cut else None for e in range(len(problem.experts))]
+    adjuster = _Adjuster(problem, policy, held, known)
+    tasks = tuple(adjuster.adjusted(task) for task in problem.resolution.tasks)
+    decisions = tuple(adjuster.decisions) or (
+        Fallback(f"operator '{problem.operator}'", "nothing adjusted", NO_DENSITY),
+    )
+    return replace(problem, resolution=replace(problem.resolution, tasks=tasks)), decisions
+
+
+def adjusted_density(density: float, min_density: float, held: float, known: Sequence[float] | None) -> float:
+    """The density to use instead of `density`; one of `known` (if given) or `density` itself.
+
+    Laws: never above `density`; never below `min(density, min_density)`; `density` where `held` is 1.
+    """
+    target = min(density, max(min_density, held))
+    if known is None:
+        return target
+    return min((each for each in known if target <= each < density), default=density)
+
+
+def _known_densities(problem: PlanningProblem, expert: int) -> list[float]:
+    """Densities whose cut is known in every tensor that was analysed."""
+    each = [set(statistics.densities_D.tolist()) for statistics in problem.statistics[expert].values()]
+    return sorted(set.intersection(*each)) if each else []
+
+
+class _Adjuster:
+    """Adjusts tensors one by one, each set of parameters once."""
+
+    def __init__(
+        self, problem: PlanningProblem, policy: AdjustPolicy, held: float, known: Sequence[Sequence[float] | None]
+    ) -> None:
+        self.decisions: list[Fallback] = []
+        self._texts = [model.text for model in problem.experts]
+        self._expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
+        self._policy = policy
+        self._held = held
+        self._known = known
+        self._done: dict[tuple[int, tuple[int, ...]], TensorParameters] = {}
+        self._decided: set[tuple[int, float]] = set()
+
+    def adjusted(self, task: MergeTask) -> MergeTask:
+        if task.action is not Action.MERGE or not any("density" in each for each in task.parameters.experts):
+            return task
+        key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
+        if key not in self._done:
+            experts = tuple(
+                {**each, "density": self._density(self._expert_of[model], float(each["density"]))}
+                for model, each in zip(task.expert_models, task.parameters.experts, strict=True)
+            )
+            self._done[key] = replace(task.parameters, experts=experts)
+        return replace(task, parameters=self._done[key])
+
+    def _density(self, e: int, density: float) -> float:
+        adjusted = adjusted_density(density, self._policy.min_density, self._held, self._known[e])
+        if (e, density) not in self._decided:
+            self._decided.add((e, density))
+            kept = f"density stays at {density:g}" if adjusted == density else f"density {density:g} -> {adjusted:g}"
+            reason = f"the budget holds {100 * self._held:.4g} % of everything; not below {self._policy.min_density:g}"
+            self.decisions.append(Fallback(f"expert '{self._texts[e]}'", kept, reason))
+        return adjusted

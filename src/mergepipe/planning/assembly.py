@@ -1,0 +1,205 @@
+"""Turns a selection into a plan: runs of blocks per tensor and expert, bindings of the inputs, fallbacks in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.items import Candidates, Items
+from mergepipe.planning.levels import ALL
+from mergepipe.planning.operator_rules import UNKNOWN, Rules
+from mergepipe.planning.plan import (
+    Access,
+    Fallback,
+    FileBinding,
+    PlannedModel,
+    PlannedTensor,
+    Runs,
+    SharedRuns,
+)
+from mergepipe.planning.problem import PlanningModel, PlanningProblem
+from mergepipe.planning.selection import Selection
+
+BASE_ONLY = "no block of any expert is read: the result is the base"
+STOPPED = "the rest of the budget is not spent"
+
+
+def planned_tensors(
+    candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
+) -> tuple[PlannedTensor, ...]:
+    """One per merged tensor, with one `Access` per expert; `energy_ET2`, if given, is what is left and all."""
+    access = [_accesses(e, candidates, selection, rules, energy_ET2) for e in range(candidates.n_experts)]
+    slot_ET = candidates.columns.slot_ET
+    tensors = []
+    for t, task in enumerate(candidates.columns.tasks):
+        ordered = candidates.columns.participants(t)
+        tensors.append(
+            PlannedTensor(
+                name=task.name,
+                n_elements=task.base.n_elements,
+                globals=task.parameters.globals,
+                anchor=task.parameters.anchor,
+                experts=task.parameters.experts,
+                access=tuple(_among_participants(access[e][t], slot_ET[:, t]) for e in ordered),
+                models=tuple(ordered),
+            )
+        )
+    return tuple(tensors)
+
+
+def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
+    """The access with experts that serve others named by their place in the tensor."""
+    shared = tuple((start, stop, int(slot_E[source])) for start, stop, source in access.shared)
+    return replace(access, shared=shared)
+
+
+def _accesses(
+    e: int, candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
+) -> list[Access]:
+    columns = candidates.columns
+    read = _runs(selection.read_EB[e], columns)
+    level_B = selection.level_EB[e].astype(np.int16)
+    levels = _shared_runs((level_B > 0) & (level_B < ALL), level_B, columns)
+    free = _runs(candidates.free_EB[e], columns)
+    shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
+    cuts = rules.cut_bits_ET[e].tolist()
+    return [
+        Access(
+            blocks=read[t],
+            free=free[t],
+            shared=shared[t],
+            threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
+            products=rules.products.get((e, t)),
+            levels=levels[t],
+            energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
+        )
+        for t in range(len(columns.tasks))
+    ]
+
+
+def _runs(mask_B: NDArray[np.bool_], columns: Columns) -> list[Runs]:
+    """Per tensor the half-open runs of True, counted from the tensor's first block."""
+    start_R, stop_R, cut_T = _edges(mask_B, np.zeros(len(mask_B), np.int16), columns)
+    pairs = list(zip(start_R.tolist(), stop_R.tolist(), strict=True))
+    return [tuple(pairs[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _shared_runs(mask_B: NDArray[np.bool_], source_B: NDArray[np.int16], columns: Columns) -> list[SharedRuns]:
+    if not mask_B.any():
+        return [()] * len(columns.tasks)
+    start_R, stop_R, cut_T = _edges(mask_B, source_B, columns)
+    first_R = np.flatnonzero(mask_B & _begins(mask_B, source_B, columns))
+    triples = list(zip(start_R.tolist(), stop_R.tolist(), source_B[first_R].tolist(), strict=True))
+    return [tuple(triples[a:b]) for a, b in pairwise(cut_T)]
+
+
+def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns) -> NDArray[np.bool_]:
+    """Where a block does not go on what the block before it has."""
+    begins_B = np.ones(len(mask_B), np.bool_)
+    begins_B[1:] = (mask_B[1:] != mask_B[:-1]) | (value_B[1:] != value_B[:-1])
+    begins_B[1:] |= columns.tensor_B[1:] != columns.tensor_B[:-1]
+    return begins_B
+
+
+def _edges(
+    mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Starts and stops of runs inside their tensors, and the places in them where each tensor begins."""
+    begins_B = _begins(mask_B, value_B, columns)
+    start_R = np.flatnonzero(mask_B & begins_B)
+    stop_R = np.flatnonzero(mask_B & np.append(begins_B[1:], True)) + 1
+    cut_T = np.searchsorted(start_R, columns.first_T).tolist()
+    first_R = columns.first_T[columns.tensor_B[start_R]]
+    return start_R - first_R, stop_R - first_R, cut_T
+
+
+def planned_models(
+    problem: PlanningProblem,
+    full_E: NDArray[np.int64],
+    planned_E: NDArray[np.int64],
+    side_E: NDArray[np.int64],
+) -> tuple[PlannedModel, ...]:
+    """All models: those that are nowhere an expert are read in full where they are the base."""
+    expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
+    models = []
+    for index, model in enumerate(problem.models):
+        e = expert_of.get(index)
+        if e is None:
+            base_bytes = problem.resolution.base_bytes_of(index)
+            models.append(_planned_model("base", model, base_bytes, base_bytes))
+        else:
+            planned = _planned_model("expert", model, int(full_E[e]), int(planned_E[e]))
+            models.append(replace(planned, side_bytes=int(side_E[e])))
+    return tuple(models)
+
+
+def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
+    """The files of a checkpoint as they were when it was opened."""
+    return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest) for f in checkpoint.files)
+
+
+def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:
+    return PlannedModel(
+        role=role,
+        model=model.text,
+        path=str(model.checkpoint.path),
+        identity=model.identity,
+        content_id=model.content_id,
+        files=bindings(model.checkpoint),
+        full_cost_bytes=full_cost_bytes,
+        planned_bytes=planned_bytes,
+    )
+
+
+def whole_tensor_fallbacks(
+    problem: PlanningProblem, columns: Columns, reasons: Mapping[tuple[int, int], str]
+) -> tuple[Fallback, ...]:
+    """One per expert and reason, naming the first tensor."""
+    tensors: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for (e, t), reason in sorted(reasons.items()):
+        tensors[e, reason].append(t)
+    return tuple(
+        Fallback(
+            f"expert '{problem.experts[e].text}'",
+            f"{len(found)} of {len(columns.tasks)} tensors are read whole or not at all, from "
+            f"'{columns.tasks[found[0]].name}' on",
+            reason,
+        )
+        for (e, reason), found in tensors.items()
+    )
+
+
+def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
+    """One for each expert whose index the budget does not hold."""
+    found = []
+    for e in sorted(problem.unread) if budget_bytes else ():
+        model = problem.experts[e]
+        cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
+        reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
+        found.append(Fallback(f"expert '{model.text}'", "nothing of it is read", reason))
+    return tuple(found)
+
+
+def budget_fallbacks(
+    problem: PlanningProblem, columns: Columns, items: Items, selection: Selection, budget_bytes: int
+) -> tuple[Fallback, ...]:
+    """A notice where a budget reads nothing, or where a whole tensor that does not fit ends the selection."""
+    item = selection.next_item
+    if item is None or budget_bytes == 0:
+        return ()
+    base_only, whole = not selection.read_EB.any(), item >= items.n_single
+    if not (base_only or whole):
+        return ()
+    tensor = columns.tasks[int(items.tensor_I[item])].name
+    expert = problem.experts[int(items.expert_I[item])].text
+    what = f"tensor '{tensor}'" if whole else f"one block of '{tensor}'"
+    left = budget_bytes - selection.planned_bytes
+    reason = f"{what} of expert '{expert}' comes next and costs {selection.next_cost_bytes} bytes, {left} are left"
+    return (Fallback("budget", BASE_ONLY if base_only else STOPPED, reason),)

@@ -1,0 +1,47 @@
+"""What a selection is expected to leave out, from scores: for people, and for those who ask for an error."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.planning.items import Candidates
+from mergepipe.planning.selection import Selection
+
+
+def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is left out of each block's score (a square): all, nothing, or what the level leaves."""
+    present_EB = selection.read_EB | selection.served_EB | candidates.free_EB
+    left_EB = np.where(present_EB, 0.0, score_EB)
+    for (e, t), ladder in candidates.ladders.items():
+        inside = candidates.columns.of_tensor(t)
+        share_B = np.divide(
+            ladder.left_at(selection.level_EB[e, inside]), ladder.unread_B,
+            out=np.zeros_like(ladder.unread_B), where=ladder.unread_B > 0,
+        )  # fmt: skip
+        left_EB[e, inside] = np.where(candidates.free_EB[e, inside], 0.0, score_EB[e, inside] * share_B)
+    return left_EB
+
+
+def energies_by_tensor(
+    candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """`energy_ET2`: by expert and tensor what is left, and all of it."""
+    left_EB = energy_left(candidates, selection, score_EB)
+    all_EB = np.where(candidates.free_EB, 0.0, score_EB)
+    tensor_B, n_tensors = candidates.columns.tensor_B, len(candidates.columns.tasks)
+    energy_ET2 = np.zeros((candidates.n_experts, n_tensors, 2))
+    for e in range(candidates.n_experts):
+        energy_ET2[e, :, 0] = np.bincount(tensor_B, left_EB[e], n_tensors)
+        energy_ET2[e, :, 1] = np.bincount(tensor_B, all_EB[e], n_tensors)
+    return energy_ET2
+
+
+def norms_left(candidates: Candidates, selection: Selection) -> NDArray[np.float64]:
+    """||what is left of a delta|| of blocks that are read in part, else 0; for rules that keep all of every delta."""
+    left_EB = np.zeros(candidates.cost_EB.shape)
+    for (e, t), ladder in candidates.ladders.items():
+        inside = candidates.columns.of_tensor(t)
+        level_B = selection.level_EB[e, inside]
+        left_EB[e, inside] = np.where(level_B > 0, np.sqrt(ladder.left_at(level_B)), 0.0) * (1 + 2.0**-20)
+    return left_EB

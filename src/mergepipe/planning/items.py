@@ -1,0 +1,238 @@
+"""What can be selected: single blocks, and whole tensors where it must be all or nothing; each with cost and score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.known_statistics import Knowledge
+from mergepipe.planning.levels import ALL, NO_LADDERS, Ladders, find_steps
+from mergepipe.planning.pricing import BY_BYTES, Pricing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Every (expert, block), and how they hang together.
+
+    Attributes:
+        cost_EB: bytes requested to read the block.
+        free_EB: the block equals the base's and is never read.
+        served_by_EB: the expert whose identical bytes serve the block; itself for most.
+        whole_ET: the tensor of that expert is read in all its blocks, or not at all.
+        ladders: of what can be read in part; `cost_EB` is that of all of a block.
+        price_of_byte: what a byte is priced at.
+        extra_price_EB: what a block is priced at beyond its bytes; None where only bytes count.
+    """
+
+    columns: Columns
+    cost_EB: NDArray[np.int64]
+    free_EB: NDArray[np.bool_]
+    served_by_EB: NDArray[np.int16]
+    whole_ET: NDArray[np.bool_]
+    ladders: Ladders = field(default_factory=dict)
+    price_of_byte: float = 1.0
+    extra_price_EB: NDArray[np.float64] | None = None
+
+    @property
+    def price_EB(self) -> NDArray[np.float64]:
+        """What reading each block is priced at."""
+        price_EB = np.asarray(self.cost_EB * self.price_of_byte, np.float64)
+        return price_EB if self.extra_price_EB is None else price_EB + self.extra_price_EB
+
+    @property
+    def n_experts(self) -> int:
+        return len(self.cost_EB)
+
+    def own_EB(self) -> NDArray[np.bool_]:
+        """Where reading costs something, and can be chosen: not free, not served by another expert, not unread."""
+        own_E1 = np.arange(self.n_experts, dtype=np.int16)[:, None]
+        own_EB = ~self.free_EB & (self.served_by_EB == own_E1)
+        own_EB[list(self.columns.unread)] = False
+        return np.asarray(own_EB, np.bool_)
+
+    def followers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Experts, columns and serving experts of the blocks that another expert's bytes serve."""
+        own_E1 = np.arange(self.n_experts, dtype=np.int16)[:, None]
+        experts, columns = np.nonzero(self.served_by_EB != own_E1)
+        return experts, columns, self.served_by_EB[experts, columns].astype(np.int64)
+
+
+def find_candidates(
+    columns: Columns,
+    cost_EB: NDArray[np.int64],
+    knowledge: Knowledge,
+    whole_ET: NDArray[np.bool_],
+    ladders: Ladders = NO_LADDERS,
+    pricing: Pricing = BY_BYTES,
+    extra_price_EB: NDArray[np.float64] | None = None,
+) -> Candidates:
+    """Blocks of tensors that are read whole neither serve others nor are served."""
+    served_by_EB = knowledge.same_as_EB
+    if whole_ET.any():
+        own_EB = np.repeat(np.arange(len(cost_EB), dtype=np.int16)[:, None], columns.n_columns, axis=1)
+        whole_EB = whole_ET[:, columns.tensor_B]
+        serving_whole_EB = np.take_along_axis(whole_EB, served_by_EB.astype(np.int64), axis=0)
+        served_by_EB = np.where(whole_EB | serving_whole_EB, own_EB, served_by_EB)
+    price = pricing.price_of_byte
+    return Candidates(columns, cost_EB, knowledge.free_EB, served_by_EB, whole_ET, ladders, price, extra_price_EB)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """What is selected as one: first single blocks in order of expert and column, then whole tensors by cost.
+
+    A block that can be read in part is several items, one for each step to a higher level, in order.
+
+    Attributes:
+        flat_I: `expert * n_columns + column` of the block, or of the tensor's first block.
+        cost_I: bytes; of a step what it costs on top of those before.
+        rate_I: score by price.
+        tensor_I: index of the tensor.
+        level_I: the level that is reached; `ALL` for what is read as it is.
+        steepness_I: `rate_I` by that of reading all of the block at once.
+        n_single: how many are (steps of) single blocks.
+    """
+
+    flat_I: NDArray[np.int64]
+    cost_I: NDArray[np.int64]
+    rate_I: NDArray[np.float64]
+    tensor_I: NDArray[np.int64]
+    level_I: NDArray[np.int8]
+    steepness_I: NDArray[np.float64]
+    n_single: int
+    n_columns: int
+
+    @property
+    def expert_I(self) -> NDArray[np.int64]:
+        return self.flat_I // self.n_columns
+
+    @property
+    def column_I(self) -> NDArray[np.int64]:
+        return self.flat_I % self.n_columns
+
+    def __len__(self) -> int:
+        return len(self.flat_I)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Singles:
+    """Items that are blocks or steps; columns as those of `Items`."""
+
+    flat_I: NDArray[np.int64]
+    cost_I: NDArray[np.int64]
+    rate_I: NDArray[np.float64]
+    level_I: NDArray[np.int8]
+    steepness_I: NDArray[np.float64]
+
+
+def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: NDArray[np.bool_]) -> Items:
+    """Score of a block that serves other experts too: the square of the sum of their scores' square roots.
+
+    The score of a step is the share of the block's score that it takes from what is left of the block.
+    """
+    columns = candidates.columns
+    n_columns = max(1, columns.n_columns)
+    own_EB = candidates.own_EB()
+    singles = _singles(candidates, score_EB, own_EB & ~candidates.whole_ET[:, columns.tensor_B])
+    wholes = _whole_items(candidates, own_EB, score_EB, known_ET)
+    rest = np.array([each[:3] for each in wholes], np.int64).reshape(-1, 3)
+    levels = [_top_level(candidates, each[1] // n_columns, each[2]) for each in wholes]
+    return Items(
+        flat_I=np.concatenate([singles.flat_I, rest[:, 1]]),
+        cost_I=np.concatenate([singles.cost_I, rest[:, 0]]),
+        rate_I=np.concatenate([singles.rate_I, [each[3] for each in wholes]]),
+        tensor_I=np.concatenate([columns.tensor_B[singles.flat_I % n_columns], rest[:, 2]]),
+        level_I=np.concatenate([singles.level_I, np.array(levels, np.int8)]),
+        steepness_I=np.concatenate([singles.steepness_I, np.ones(len(wholes))]),
+        n_single=len(singles.flat_I),
+        n_columns=n_columns,
+    )
+
+
+def _top_level(candidates: Candidates, e: int, t: int) -> int:
+    """The level at which a whole tensor is read."""
+    ladder = candidates.ladders.get((e, t))
+    return ALL if ladder is None else ladder.levels_K[-1]
+
+
+def _singles(candidates: Candidates, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_]) -> _Singles:
+    """Blocks that are read or not, and the steps of the others, sorted by block."""
+    columns = candidates.columns
+    raw_EB = single_EB.copy()
+    for e, t in candidates.ladders:
+        raw_EB[e, columns.of_tensor(t)] = False
+    flat_S = np.flatnonzero(raw_EB)
+    cost_S = candidates.cost_EB.ravel()[flat_S]
+    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / candidates.price_EB.ravel()[flat_S]
+    parts = [_Singles(flat_S, cost_S, rate_S, np.full(len(flat_S), ALL, np.int8), np.ones(len(flat_S)))]
+    for e, t in candidates.ladders:
+        if not candidates.whole_ET[e, t]:
+            parts.append(_steps(candidates, e, t, score_EB, single_EB))
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.concatenate([part.flat_I for part in parts]), kind="stable")
+    return _Singles(
+        np.concatenate([part.flat_I for part in parts])[order],
+        np.concatenate([part.cost_I for part in parts])[order],
+        np.concatenate([part.rate_I for part in parts])[order],
+        np.concatenate([part.level_I for part in parts])[order],
+        np.concatenate([part.steepness_I for part in parts])[order],
+    )
+
+
+def _steps(
+    candidates: Candidates, e: int, t: int, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_]
+) -> _Singles:
+    ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
+    steps = find_steps(ladder)
+    score_B, price_B = score_EB[e, inside], ladder.price_KB[-1]
+    weight_B = np.divide(score_B, ladder.unread_B, out=np.zeros_like(score_B), where=ladder.unread_B > 0)
+    whole_rate_B = np.divide(ladder.unread_B, price_B, out=ladder.unread_B.copy(), where=price_B > 0)
+    whole_rate_S = whole_rate_B[steps.block_S]
+    steepness_S = np.divide(steps.rate_S, whole_rate_S, out=np.zeros_like(whole_rate_S), where=whole_rate_S > 0)
+    is_open_S = single_EB[e, inside][steps.block_S]
+    flat_S = e * candidates.columns.n_columns + inside.start + steps.block_S
+    rate_S = steps.rate_S * weight_B[steps.block_S]
+    level_S, cost_S = steps.level_S, steps.cost_S
+    return _Singles(flat_S[is_open_S], cost_S[is_open_S], rate_S[is_open_S], level_S[is_open_S], steepness_S[is_open_S])
+
+
+def _with_followers(candidates: Candidates, score_EB: NDArray[np.float64]) -> NDArray[np.float64]:
+    experts, columns, serving = candidates.followers()
+    if not len(experts):
+        return score_EB
+    amplitude_EB = np.sqrt(score_EB)
+    np.add.at(amplitude_EB, (serving, columns), amplitude_EB[experts, columns])
+    together_EB = score_EB.copy()
+    together_EB[serving, columns] = np.square(amplitude_EB[serving, columns])
+    return together_EB
+
+
+def _whole_items(
+    candidates: Candidates, own_EB: NDArray[np.bool_], score_EB: NDArray[np.float64], known_ET: NDArray[np.bool_]
+) -> list[tuple[int, int, int, float]]:
+    """(cost, flat, tensor, rate) of tensors that are read whole, by cost.
+
+    Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie and the cheaper
+    comes first.
+    """
+    columns, found, price_EB = candidates.columns, [], candidates.price_EB
+    for e, t in np.argwhere(candidates.whole_ET).tolist():
+        inside = columns.of_tensor(t)
+        cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
+        if cost:
+            first = score_EB[e, inside.start] / columns.n_B[inside.start]
+            nbytes = _itemsize(columns, e, t)
+            price = price_EB[e, inside][own_EB[e, inside]].sum()
+            by_byte = nbytes * candidates.price_of_byte
+            rate = float(score_EB[e, inside].sum() / price) if known_ET[e, t] else float(first / by_byte)
+            found.append((cost, e * columns.n_columns + inside.start, t, rate))
+    return sorted(found)
+
+
+def _itemsize(columns: Columns, e: int, t: int) -> int:
+    source = columns.source(e, t)
+    return 1 if source is None else source.dtype.itemsize

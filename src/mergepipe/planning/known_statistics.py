@@ -1,0 +1,173 @@
+"""What statistics say of every candidate, gathered into arrays: norms, blocks equal to the base, equal blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.core.blocks import BlockGrid
+from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, TensorStatistics
+from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.levels import NO_LADDERS, Ladder, Ladders
+from mergepipe.planning.problem import PlanningProblem
+
+REASON_MISSING = "no statistics: not analysed against this base"
+REASON_UNIT = "its stored bytes make up every block"
+REASON_OTHER_GRID = "its statistics are of blocks of another size"
+
+_HASH_WORDS = np.dtype(
+    {"names": ["low", "high"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": BLOCK_RECORD.itemsize}
+)
+_ROUNDED_UP = 1 + 2.0**-20  # the record's squares are float32
+_LARGEST_NORM = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knowledge:
+    """Arrays over experts (E) and blocks (B), or tensors (T); zeros where `known_ET` is False.
+
+    Attributes:
+        informed_ET: there are statistics, or the expert's own record of what its levels leave.
+        norm_EB: ||delta||, rounded up; norms that are not finite are `inf`.
+        free_EB: the block equals the base's, or the expert has no part in the tensor.
+        same_as_EB: the first expert whose block holds the same bytes of the same dtype; itself if there is none.
+        largest_EB, octaves_EOB: see `BLOCK_RECORD`; empty without octaves.
+        exact_ET: known, and not from a probe: `norm_EB` is a bound. Also where there is nothing to read.
+    """
+
+    known_ET: NDArray[np.bool_]
+    informed_ET: NDArray[np.bool_]
+    exact_ET: NDArray[np.bool_]
+    norm_EB: NDArray[np.float64]
+    free_EB: NDArray[np.bool_]
+    same_as_EB: NDArray[np.int16]
+    largest_EB: NDArray[np.float32]
+    octaves_EOB: NDArray[np.uint8]
+
+    @property
+    def usable_norm_EB(self) -> NDArray[np.float64]:
+        """Norms to calculate with: the largest float32 for those that are not finite."""
+        return np.minimum(self.norm_EB, _LARGEST_NORM)
+
+
+def find_usable(problem: PlanningProblem, columns: Columns) -> tuple[NDArray[np.bool_], dict[tuple[int, int], str]]:
+    """`known_ET`: where there are statistics of the right grid; and why not, by (expert, tensor), elsewhere."""
+    known_ET = np.zeros((columns.n_experts, len(columns.tasks)), np.bool_)
+    reasons: dict[tuple[int, int], str] = {}
+    for e, of_expert in enumerate(problem.statistics):
+        for t, task in enumerate(columns.tasks):
+            statistics = of_expert.get(task.name)
+            if columns.source(e, t) is None:
+                continue
+            if statistics is None:
+                if task.base.n_elements:  # else there is nothing to know
+                    reasons[e, t] = REASON_MISSING
+            elif statistics.grid != BlockGrid(task.base.n_elements, problem.block_elements):
+                reasons[e, t] = REASON_OTHER_GRID
+            else:
+                known_ET[e, t] = True
+    return known_ET, reasons
+
+
+def gather_knowledge(
+    problem: PlanningProblem,
+    columns: Columns,
+    known_ET: NDArray[np.bool_],
+    ladders: Ladders = NO_LADDERS,
+    *,
+    with_octaves: bool,
+) -> Knowledge:
+    """Copy what is needed out of the statistics, and for want of them out of what `ladders` record.
+
+    Memory: 30 bytes per candidate, 20 more with octaves.
+    """
+    n_experts, n_columns = columns.n_experts, columns.n_columns
+    silent_ET = columns.silent_ET()
+    found = Knowledge(
+        known_ET=known_ET,
+        informed_ET=known_ET.copy(),
+        exact_ET=silent_ET.copy(),
+        norm_EB=np.zeros((n_experts, n_columns), np.float64),
+        free_EB=silent_ET[:, columns.tensor_B],
+        same_as_EB=np.repeat(np.arange(n_experts, dtype=np.int16)[:, None], n_columns, axis=1),
+        largest_EB=np.zeros((n_experts, n_columns if with_octaves else 0), np.float32),
+        octaves_EOB=np.zeros((n_experts, N_OCTAVES, n_columns if with_octaves else 0), np.uint8),
+    )
+    low_EB = np.zeros((n_experts, n_columns), np.uint64)
+    high_EB = np.zeros((n_experts, n_columns), np.uint64)
+    for e, t in np.argwhere(known_ET).tolist():
+        statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
+        _copy(found, e, inside, statistics)
+        found.exact_ET[e, t] = not statistics.is_estimate
+        words_B = statistics.blocks_B.view(_HASH_WORDS)
+        low_EB[e, inside] = words_B["low"]
+        high_EB[e, inside] = words_B["high"]
+    np.copyto(found.norm_EB, np.inf, where=np.isnan(found.norm_EB))
+    for (e, t), ladder in ladders.items():
+        _take_record(found, e, t, columns.of_tensor(t), ladder)
+    _keep_units_together(found, columns)
+    _find_same(found, columns, low_EB, high_EB, ladders)
+    return found
+
+
+def _take_record(found: Knowledge, e: int, t: int, columns: slice, ladder: Ladder) -> None:
+    """A block of which nothing is stored equals the base's. Values that are not finite are not in the record."""
+    found.free_EB[e, columns] |= ladder.cost_KB[-1] + ladder.square_B == 0
+    if not found.known_ET[e, t]:
+        found.norm_EB[e, columns] = np.sqrt(ladder.square_B) * _ROUNDED_UP
+    found.informed_ET[e, t] = True
+
+
+def _copy(found: Knowledge, e: int, columns: slice, statistics: TensorStatistics) -> None:
+    blocks_B = statistics.blocks_B
+    found.norm_EB[e, columns] = blocks_B["norm"]
+    np.equal(blocks_B["changed"], 0, out=found.free_EB[e, columns])
+    if found.octaves_EOB.shape[2]:
+        found.largest_EB[e, columns] = blocks_B["largest"]
+        found.octaves_EOB[e, :, columns] = blocks_B["octaves"].T
+
+
+def _find_same(
+    found: Knowledge, columns: Columns, low_EB: NDArray[np.uint64], high_EB: NDArray[np.uint64], ladders: Ladders
+) -> None:
+    """Compare every expert's hashes with those of the experts before it. What is encoded serves nobody else."""
+    comparable_ET = found.known_ET.copy()
+    for e, t in ladders:
+        comparable_ET[e, t] = False
+    dtypes = [[_dtype(columns, e, t) for t in range(len(columns.tasks))] for e in range(len(low_EB))]
+    known = [e for e in range(len(low_EB)) if found.known_ET[e].any()]
+    for position, e in enumerate(known):
+        for earlier in known[:position]:
+            equal_B = low_EB[e] == low_EB[earlier]
+            if not equal_B.any():
+                continue
+            comparable_T = comparable_ET[e] & comparable_ET[earlier]
+            comparable_T &= np.array([a == b for a, b in zip(dtypes[e], dtypes[earlier], strict=True)], np.bool_)
+            equal_B &= (high_EB[e] == high_EB[earlier]) & comparable_T[columns.tensor_B]
+            equal_B &= ~(found.free_EB[e] | found.free_EB[earlier]) & (found.same_as_EB[e] == e)
+            found.same_as_EB[e, equal_B] = earlier
+
+
+def _dtype(columns: Columns, e: int, t: int) -> str:
+    source = columns.source(e, t)
+    return "" if source is None else source.dtype.name
+
+
+def _keep_units_together(found: Knowledge, columns: Columns) -> None:
+    """A tensor that is read as a unit is free in all its blocks or in none."""
+    for e, t in units(columns):
+        inside = columns.of_tensor(t)
+        found.free_EB[e, inside] = found.free_EB[e, inside].all()
+
+
+def units(columns: Columns) -> list[tuple[int, int]]:
+    """Experts and tensors whose stored bytes are read all at once or not at all."""
+    return [
+        (e, t)
+        for e in range(columns.n_experts)
+        for t in range(len(columns.tasks))
+        if not isinstance(source := columns.source(e, t), TensorEntry) and source is not None and source.is_unit
+    ]

@@ -1,0 +1,178 @@
+"""What each level of a graded expert costs and leaves, block by block, and which steps between levels are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Graded, Unchanged
+from mergepipe.operators.base import Operator
+from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.operator_rules import operator_input
+from mergepipe.planning.pricing import BY_BYTES, Pricing
+from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.recipes.resolve.tasks import MergeTask
+
+_FOR_NOTHING = 1e150  # the rate of what costs nothing more
+ALL = 126  # above every level of a store
+"""The level of what is read as it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ladder:
+    """The levels (K, ascending) of one expert's tensor, by blocks (B). The last gives what reading everything gives.
+
+    Attributes:
+        levels_K: the levels; `ALL` for a source's last.
+        cost_KB: bytes requested to read a block at the level.
+        left_KB: what the level leaves of the squared delta, beyond what the last leaves: 0 at the last.
+        unread_B: the same where nothing is read.
+        square_B: ||delta||^2.
+        decoding_KB: seconds to decode a block at the level; None where only bytes count.
+        price_of_byte: what one byte is priced at.
+    """
+
+    levels_K: tuple[int, ...]
+    cost_KB: NDArray[np.int64]
+    left_KB: NDArray[np.float64]
+    unread_B: NDArray[np.float64]
+    square_B: NDArray[np.float64]
+    decoding_KB: NDArray[np.float64] | None = None
+    price_of_byte: float = 1.0
+
+    @property
+    def price_KB(self) -> NDArray[np.float64]:
+        """What each level is priced at."""
+        price_KB = np.asarray(self.cost_KB * self.price_of_byte, np.float64)
+        return price_KB if self.decoding_KB is None else price_KB + self.decoding_KB
+
+    def at(
+        self, level_B: NDArray[np.int8], values_KB: NDArray[np.float64], none_B: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """The value of each block at its own level; `none_B` where that is 0."""
+        found_B = none_B.copy()
+        for k, level in enumerate(self.levels_K):
+            here_B = level_B == level
+            found_B[here_B] = values_KB[k, here_B]
+        return found_B
+
+    def cost_at(self, level_B: NDArray[np.int8]) -> NDArray[np.int64]:
+        """Bytes of each block at its own level."""
+        return self.at(level_B, self.cost_KB.astype(np.float64), np.zeros(len(level_B))).astype(np.int64)
+
+    def left_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
+        """What is left of each block at its own level."""
+        return self.at(level_B, self.left_KB, self.unread_B)
+
+    def decoding_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Seconds to decode each block at its own level."""
+        none_B = np.zeros(len(level_B))
+        return none_B if self.decoding_KB is None else self.at(level_B, self.decoding_KB, none_B)
+
+
+Ladders = Mapping[tuple[int, int], Ladder]
+"""By expert and tensor."""
+
+NO_LADDERS: Ladders = {}
+
+
+def find_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
+    """The ladders of all graded tensors whose own stretches fit into blocks of `grid` elements.
+
+    Those of other grids are read in full or not at all, as anything else.
+    """
+    found: dict[tuple[int, int], Ladder] = {}
+    for t, task in enumerate(columns.tasks):
+        if not task.base.n_elements:
+            continue
+        open_task = _without_unread(task, columns, t)
+        sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
+        for slot, e in enumerate(columns.participants(t)):
+            source = open_task.experts[slot]
+            if isinstance(source, Graded) and grid % source.cut_elements == 0:
+                top = sufficient.get(slot, source.last_level)
+                found[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
+    return found
+
+
+def _without_unread(task: MergeTask, columns: Columns, t: int) -> MergeTask:
+    """The task with nothing in place of experts of which not even the index is read."""
+    if not columns.unread:
+        return task
+    experts = list(task.experts)
+    for slot, e in enumerate(columns.participants(t)):
+        if e in columns.unread:
+            experts[slot] = Unchanged(task.experts[slot].name, task.experts[slot].dtype, task.experts[slot].shape)
+    return replace(task, experts=tuple(experts))
+
+
+def _ladder(source: Graded, top: int, stretches: int, pricing: Pricing) -> Ladder:
+    levels = source.ladder(top)
+    beyond_B = _joined(source.squared_errors(top), stretches)
+    square_B = _joined(source.squared_errors(0), stretches)
+    left_KB = np.stack([_joined(source.squared_errors(level), stretches) - beyond_B for level in levels])
+    left_KB[-1] = 0.0
+    return Ladder(
+        levels_K=tuple(ALL if level == source.last_level else int(level) for level in levels),
+        cost_KB=np.stack([source.level_costs_bytes(level, stretches) for level in levels]),
+        left_KB=np.maximum(left_KB, 0.0),
+        unread_B=np.maximum(square_B - beyond_B, 0.0),
+        square_B=square_B,
+        decoding_KB=np.stack([pricing.of_decoding(source, level, stretches) for level in levels])
+        if pricing.is_time
+        else None,
+        price_of_byte=pricing.price_of_byte,
+    )
+
+
+def _joined(values_C: NDArray[np.float64], stretches: int) -> NDArray[np.float64]:
+    """Sums over as many stretches as make up a block."""
+    joined: NDArray[np.float64] = np.add.reduceat(values_C, np.arange(0, len(values_C), stretches))
+    return joined
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """Steps (S) up the ladder of every block, in order of block and level.
+
+    Each goes from the level of the one before to `level_S`, for `cost_S` more bytes, and takes `gain_S` from what is
+    left. `rate_S`, gain by price, never rises inside a block: taken in falling order, steps are taken in order.
+    """
+
+    block_S: NDArray[np.int64]
+    level_S: NDArray[np.int8]
+    cost_S: NDArray[np.int64]
+    gain_S: NDArray[np.float64]
+    rate_S: NDArray[np.float64]
+
+
+def find_steps(ladder: Ladder) -> Steps:
+    """The lower hull of price and what is left: from each level on to the one that gains most by its price."""
+    n_levels, n_blocks = ladder.cost_KB.shape
+    every, rungs_K1, price_KB = np.arange(n_blocks), np.arange(n_levels)[:, None], ladder.price_KB
+    at_B, cost_B, left_B = np.full(n_blocks, -1), np.zeros(n_blocks, np.int64), ladder.unread_B
+    paid_B = np.zeros(n_blocks)
+    ceiling_B = np.full(n_blocks, np.inf)
+    parts = []
+    for _ in range(n_levels):
+        gain_KB = np.maximum(left_B - ladder.left_KB, 0.0)
+        more_KB = np.maximum(price_KB - paid_B, 0)
+        free_KB = np.where(gain_KB > 0, _FOR_NOTHING, 0.0)
+        rate_KB = np.divide(gain_KB, more_KB, out=free_KB, where=more_KB > 0)
+        rate_KB = np.where(rungs_K1 > at_B, rate_KB, -1.0)
+        best_B = n_levels - 1 - rate_KB[::-1].argmax(axis=0)  # of equals the highest
+        ceiling_B = np.minimum(ceiling_B, rate_KB[best_B, every])
+        open_B = np.flatnonzero(at_B < n_levels - 1)
+        taken = best_B[open_B]
+        level_S = np.array(ladder.levels_K, np.int8)[taken]
+        cost_S = np.maximum(ladder.cost_KB[taken, open_B] - cost_B[open_B], 0)
+        parts.append((open_B, level_S, cost_S, gain_KB[taken, open_B], np.maximum(ceiling_B[open_B], 0.0)))
+        at_B[open_B], cost_B[open_B] = taken, ladder.cost_KB[taken, open_B]
+        paid_B[open_B] = price_KB[taken, open_B]
+        left_B = np.where(at_B >= 0, ladder.left_KB[at_B, every], left_B)
+    block_S, level_S, cost_S, gain_S, rate_S = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order_S = np.argsort(block_S, kind="stable")
+    return Steps(block_S[order_S], level_S[order_S], cost_S[order_S], gain_S[order_S], rate_S[order_S])

@@ -1,0 +1,207 @@
+"""What the operator does to each expert's tensors, and the tensor-wide quantities that statistics spare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import (
+    InnerProducts,
+    MagnitudeCut,
+    Operator,
+    OperatorInput,
+    Reduced,
+    ReductionRequest,
+)
+from mergepipe.operators.influence import Average, Election, Influence, influence_of
+from mergepipe.operators.registry import operator_named
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.problem import PlanningProblem
+from mergepipe.recipes.resolve.tasks import MergeTask
+
+REASON_NO_CUT = "the magnitude cut of its density is not in the statistics"
+REASON_NO_PRODUCTS = "its inner products are not finite"
+REASON_ROWS = "the rule needs whole rows, which blocks would cut"
+REASON_NOT_KEPT = "the rule needs sums or cuts over the whole tensor that statistics do not hold"
+NOTHING_KEPT_BITS = 0xFFFFFFFF
+UNKNOWN = -1
+
+_Products = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """The operator at work on every tensor (T) of every expert (E).
+
+    Attributes:
+        coefficient_ET, energy_factor_ET, trims, is_additive, anchor_scale_T: see `Influence`.
+        average_T: see `Influence`; one per tensor.
+        cut_bits_ET: the magnitude cut as float32 bits, `UNKNOWN` where there is none or it is not known.
+        products: inner products by (expert, tensor), where the operator wants them.
+        lacking: why a tensor-wide quantity is not known, by (expert, tensor).
+    """
+
+    coefficient_ET: NDArray[np.float64]
+    energy_factor_ET: NDArray[np.float64]
+    trims: bool
+    is_additive: bool
+    anchor_scale_T: NDArray[np.float64]
+    average_T: tuple[Average | None, ...]
+    cut_bits_ET: NDArray[np.int64]
+    products: Mapping[tuple[int, int], _Products]
+    lacking: Mapping[tuple[int, int], str]
+    elections_T: tuple[Election | None, ...] = ()  # one per tensor, among its own experts
+    shares_kept: Mapping[tuple[int, int], float] = field(default_factory=dict)  # ties at the cut included, where known
+
+    @property
+    def elects(self) -> bool:
+        """Whether what is lost is more than what experts bring, and is worked out."""
+        return any(each is not None for each in self.elections_T)
+
+
+def operator_input(task: MergeTask) -> OperatorInput:
+    """What the operator knows of a tensor, but for its random streams."""
+    given = task.parameters
+    return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
+
+
+def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
+    """Ask the operator about every tensor, and the statistics (where `known_ET`) for what it wants reduced."""
+    n_experts, tasks = len(problem.experts), columns.tasks
+    cut_bits_ET = np.full((n_experts, len(tasks)), UNKNOWN, np.int64)
+    products: dict[tuple[int, int], _Products] = {}
+    lacking: dict[tuple[int, int], str] = {}
+    shares: dict[tuple[int, int], float] = {}
+    operator = operator_named(problem.operator)
+    influences = _Influences(problem.operator)
+    found: list[Influence] = []
+    for t, task in enumerate(tasks):
+        experts = columns.participants(t)
+        statistics = {e: problem.statistics[e].get(task.name) if known_ET[e, t] else None for e in experts}
+        given = operator_input(task)
+        request = operator.reduction(given) if n_experts and task.base.n_elements else None
+        match request:
+            case MagnitudeCut(kept_E):
+                for e, kept in zip(experts, kept_E, strict=True):
+                    cut_bits_ET[e, t] = cut = known_cut(statistics[e], kept, task.base.n_elements)
+                    share = share_with_ties(statistics[e], cut)
+                    if share is not None:
+                        shares[e, t] = share
+                    if cut == UNKNOWN and columns.source(e, t) is not None:
+                        lacking[e, t] = REASON_NO_CUT
+            case InnerProducts():
+                for e, each in statistics.items():
+                    if each is not None and np.isfinite(each.products_3).all():
+                        products[e, t] = (
+                            float(each.products_3[0]),
+                            float(each.products_3[1]),
+                            float(each.products_3[2]),
+                        )
+                    elif columns.source(e, t) is not None:
+                        lacking[e, t] = REASON_NO_PRODUCTS
+            case _:
+                pass
+        why = why_whole(operator, given, request, problem.block_elements)
+        if why is not None:
+            lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
+        found.append(influences.of(task, [products.get((e, t)) for e in experts]))
+    return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares)
+
+
+def why_whole(
+    operator: Operator, given: OperatorInput, request: ReductionRequest | None, block_elements: int
+) -> str | None:
+    """Why an expert's tensor must be read whole or not at all, though `request` be answered; None if it need not."""
+    granularity = operator.granularity(given)
+    if granularity > 1 and block_elements % granularity and given.n_elements > block_elements:
+        return REASON_ROWS
+    nothing_E = np.zeros(len(given.experts), np.uint32)
+    match request:
+        case None:
+            return None
+        case MagnitudeCut():
+            known = Reduced(threshold_bits_E=nothing_E)
+        case InnerProducts():
+            known = Reduced(products_E3=np.zeros((len(given.experts), 3)))
+        case _:
+            return REASON_NOT_KEPT
+    return None if operator.reduction(given, known) is None else REASON_NOT_KEPT
+
+
+def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -> int:
+    """Bits of the magnitude of the `kept`-th largest |delta|, `UNKNOWN` if no density known has that rank."""
+    if kept == 0:
+        return NOTHING_KEPT_BITS
+    if kept >= n_elements:
+        return 0
+    if statistics is None:
+        return UNKNOWN
+    same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == kept)
+    return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
+
+
+def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:
+    """About which share of the elements is no smaller than a cut that several densities have; None for others.
+
+    Deltas on the grid of a short float are often equal: the share is between the largest density of that cut and the
+    next one.
+    """
+    if statistics is None or cut_bits in (UNKNOWN, 0, NOTHING_KEPT_BITS):
+        return None
+    same_D = np.flatnonzero(statistics.threshold_bits_D == cut_bits)
+    if len(same_D) < 2:
+        return None
+    after_D = np.append(statistics.densities_D, 1.0)
+    return float((after_D[same_D[-1]] + after_D[same_D[-1] + 1]) / 2)
+
+
+class _Influences:
+    """Influences by parameters: most tensors share them."""
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+        self._known: dict[int, Influence] = {}
+
+    def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
+        known = [each for each in products if each is not None]
+        if known:
+            return influence_of(self._operator, operator_input(task), np.array(known, np.float64))
+        key = id(task.parameters)  # the tasks keep it alive
+        if key not in self._known:
+            self._known[key] = influence_of(self._operator, operator_input(task), None)
+        return self._known[key]
+
+
+def _rules(
+    found: list[Influence],
+    columns: Columns,
+    cut_bits_ET: NDArray[np.int64],
+    products: Mapping[tuple[int, int], _Products],
+    lacking: Mapping[tuple[int, int], str],
+) -> Rules:
+    shape = (len(found), columns.n_experts)
+    coefficient_TE = [columns.by_expert(t, each.coefficients_E, 0.0) for t, each in enumerate(found)]
+    factor_TE = [columns.by_expert(t, each.energy_factor_E, 1.0) for t, each in enumerate(found)]
+    return Rules(
+        coefficient_ET=np.array(coefficient_TE, np.float64).reshape(shape).T,
+        energy_factor_ET=np.array(factor_TE, np.float64).reshape(shape).T,
+        trims=any(each.trims for each in found),
+        is_additive=all(each.is_additive for each in found),
+        anchor_scale_T=np.array([each.anchor_scale for each in found], np.float64),
+        average_T=tuple(_among_all(columns, t, each.average) for t, each in enumerate(found)),
+        cut_bits_ET=cut_bits_ET,
+        products=products,
+        lacking=lacking,
+        elections_T=tuple(each.election for each in found),
+    )
+
+
+def _among_all(columns: Columns, t: int, average: Average | None) -> Average | None:
+    """An average over a task's own experts, with no weight for the others."""
+    if average is None:
+        return None
+    return Average(columns.by_expert(t, average.weights_E, 0.0), average.anchor_weight)

@@ -1,0 +1,460 @@
+"""The plan: which blocks of which expert are read, with which parameters, at which cost; frozen, digested, reusable."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from operator import le, lt
+
+from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.storage.prices import Duration, Speeds
+
+PLAN_NAME = "mergepipe-plan"
+PLAN_VERSION = 2
+PLAN_FORMAT = f"{PLAN_NAME}/{PLAN_VERSION}"
+
+Scalar = float | bool
+Runs = tuple[tuple[int, int], ...]
+SharedRuns = tuple[tuple[int, int, int], ...]
+
+_LARGEST_BITS = 2**32 - 1
+_MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
+
+
+@dataclass(frozen=True, slots=True)
+class FileBinding:
+    """An input file as the plan found it. Not part of the digest: another machine has other times."""
+
+    name: str
+    size_bytes: int
+    version: str
+    header_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """An input of the plan. `identity` is what the digest knows it by: its content id, or its headers' digest.
+
+    `side_bytes` of `planned_bytes` are what reading its index costs.
+    """
+
+    role: str
+    model: str
+    path: str
+    identity: str
+    content_id: str | None
+    files: tuple[FileBinding, ...]
+    full_cost_bytes: int
+    planned_bytes: int
+    side_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.side_bytes <= self.planned_bytes:
+            raise ValueError(f"{self.model}: {self.side_bytes} of {self.planned_bytes} bytes for its index")
+
+
+@dataclass(frozen=True, slots=True)
+class TimePrice:
+    """Seconds in place of bytes as what a step is divided by: from which speeds, and what the plan is expected to take.
+
+    A plan without it was made by bytes alone, and is the same on every machine.
+    """
+
+    speeds: Speeds
+    duration: Duration
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What is read of one tensor from one expert.
+
+    `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
+    because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
+    `threshold_bits` is the whole tensor's magnitude cut, for operators that trim. `levels` maps runs of the blocks that
+    are read, but only in part, to the level at which they are. `energy` is what is expected to be left out of what this
+    expert brings into the tensor, and all of that, as squares.
+    """
+
+    blocks: Runs
+    free: Runs = ()
+    shared: SharedRuns = ()
+    threshold_bits: int | None = None
+    products: tuple[float, float, float] | None = None
+    levels: SharedRuns = ()
+    energy: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for runs in (self.blocks, self.free):
+            flat = tuple(chain.from_iterable(runs))
+            if flat and not (flat[0] >= 0 and all(map(lt, flat, flat[1:]))):
+                raise ValueError("runs of blocks must be sorted, disjoint, not empty and joined where they touch")
+        _check_shared(self.shared, "shared")
+        _check_shared(self.levels, "graded")
+        if any(level == 0 for _, _, level in self.levels):
+            raise ValueError("a block that is read at level 0 is not read")
+        if self.energy is not None and min(self.energy) < 0:
+            raise ValueError(f"not an energy and what is left of it: {self.energy}")
+        if self.threshold_bits is not None and not 0 <= self.threshold_bits <= _LARGEST_BITS:
+            raise ValueError(f"not the bits of a float32: {self.threshold_bits}")
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks read from this expert's own file."""
+        return sum(stop - start for start, stop in self.blocks)
+
+    @property
+    def runs(self) -> Runs:
+        """All runs of any kind, sorted."""
+        return tuple(sorted((*self.blocks, *self.free, *((start, stop) for start, stop, _ in self.shared))))
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedSnapshot:
+    """An earlier snapshot that results are taken from, and what that saves: bytes of each of the plan's experts.
+
+    Its path is true on one machine only, so not in the digest.
+    """
+
+    sid: str
+    path: str
+    saved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One merged tensor: its size, the operator's parameters in force, and one `Access` for each of its experts.
+
+    `models` says which of the plan's experts these are. `reused` maps runs of blocks to the earlier snapshot (an index
+    into the plan's `reuse`) in which their result stands: whatever `access` says, nothing else is read for them.
+    """
+
+    name: str
+    n_elements: int
+    globals: Mapping[str, Scalar]
+    anchor: Mapping[str, Scalar]
+    experts: tuple[Mapping[str, Scalar], ...]
+    access: tuple[Access, ...]
+    models: tuple[int, ...]
+    reused: SharedRuns = ()
+
+    def access_of(self, expert: int) -> Access | None:
+        """What is read of one of the plan's experts; None if it has no part in this tensor."""
+        return self.access[self.models.index(expert)] if expert in self.models else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A decision that was made for want of something better, and why."""
+
+    where: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OmissionBound:
+    """Upper bounds on what omission costs: `absolute` on ||M_full - M_A||, before output rounding.
+
+    `relative` divides by an estimate of ||M_full - M_0|| from the same norms, for reading only.
+    """
+
+    absolute: float
+    relative: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine."""
+
+    operator: str
+    block_elements: int
+    seed: int
+    policy: str
+    on_omit: str
+    budget_bytes: int
+    planned_bytes: int
+    full_cost_bytes: int
+    recipe: str
+    models: tuple[PlannedModel, ...]
+    tensors: tuple[PlannedTensor, ...]
+    fallbacks: tuple[Fallback, ...] = ()
+    adjustments: tuple[Fallback, ...] = ()
+    bound: OmissionBound | None = None
+    reuse: tuple[ReusedSnapshot, ...] = ()
+    vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
+    price: TimePrice | None = None
+    error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
+
+    def __post_init__(self) -> None:
+        experts = sum(model.role == "expert" for model in self.models)
+        if any(len(each.saved_bytes) != experts or min(each.saved_bytes) < 0 for each in self.reuse):
+            raise ValueError(f"reuse saves bytes of each of {experts} experts, and no less than none")
+        if not 0 <= self.planned_bytes <= self.budget_bytes:
+            raise ValueError(f"planned {self.planned_bytes} bytes of a budget of {self.budget_bytes}")
+        if self.block_elements < 1:
+            raise ValueError(f"blocks of {self.block_elements} elements")
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError("a tensor is planned twice")
+        for tensor in self.tensors:
+            if not len(tensor.access) == len(tensor.experts) == len(tensor.models):
+                raise ValueError(f"{tensor.name}: {len(tensor.access)} accesses for {len(tensor.models)} experts")
+            if len(set(tensor.models)) < len(tensor.models) or not all(0 <= e < experts for e in tensor.models):
+                raise ValueError(f"{tensor.name}: not experts of this plan: {list(tensor.models)}")
+            n_blocks = -(-tensor.n_elements // self.block_elements)
+            _check_runs(tensor, n_blocks)
+            _check_reused(tensor, n_blocks, len(self.reuse))
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits: BLAKE3-128 of the canonical JSON without what is true on one machine only. Worked out anew."""
+        content = _content(self)
+        content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
+        if self.reuse:
+            content["reuse"] = [_without(_reused_content(each), _MACHINE_KEYS) for each in self.reuse]
+        return digest_of(content)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What need not be read of experts, because the result stands in an earlier snapshot."""
+        return sum(sum(each.saved_bytes) for each in self.reuse)
+
+    @property
+    def expected_error(self) -> float | None:
+        """What is expected to be left out, relative to what the full merge changes; None if the plan does not say."""
+        return expected_error_of(access for tensor in self.tensors for access in tensor.access)
+
+    def without_reuse(self) -> Plan:
+        """The same result from the inputs alone, whatever the budget."""
+        if not self.reuse:
+            return self
+        saved = iter([sum(column) for column in zip(*(each.saved_bytes for each in self.reuse), strict=True)])
+        planned_bytes = self.planned_bytes + self.saved_bytes
+        return replace(
+            self,
+            budget_bytes=max(self.budget_bytes, planned_bytes),
+            planned_bytes=planned_bytes,
+            models=tuple(
+                replace(model, planned_bytes=model.planned_bytes + next(saved)) if model.role == "expert" else model
+                for model in self.models
+            ),
+            tensors=tuple(replace(tensor, reused=()) for tensor in self.tensors),
+            reuse=(),
+        )
+
+    def to_json(self) -> bytes:
+        """Readable JSON (`docs/internals/formats/plan.md`; `schemas/plan.schema.json`)."""
+        return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    def content(self) -> dict[str, object]:
+        """What `to_json` writes, as plain values."""
+        return {"digest": self.digest, **_content(self)}
+
+
+def expected_error_of(accesses: Iterable[Access]) -> float | None:
+    """The same of some accesses, as if what experts bring were unrelated."""
+    energy = energy_of(accesses)
+    if energy is None:
+        return None
+    left, whole = energy
+    return math.sqrt(left / whole) if whole > 0 else 0.0
+
+
+def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
+    """What some accesses are expected to leave out, and all that they bring, as squares; None if no plan says."""
+    energies = [each.energy for each in accesses if each.energy is not None]
+    if not energies:
+        return None
+    return math.fsum(left for left, _ in energies), math.fsum(whole for _, whole in energies)
+
+
+def _check_shared(runs: SharedRuns, kind: str) -> None:
+    if any(not (0 <= start < stop and source >= 0) for start, stop, source in runs):
+        raise ValueError(f"not a run of {kind} blocks")
+    if any(a[1] > b[0] or (a[1] == b[0] and a[2] == b[2]) for a, b in pairwise(runs)):
+        raise ValueError(f"runs of {kind} blocks must be sorted, disjoint and joined where they touch")
+
+
+def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> None:
+    """One snapshot for one tensor, and it is known."""
+    _check_shared(tensor.reused, "reused")
+    if tensor.reused and tensor.reused[-1][1] > n_blocks:
+        raise ValueError(f"{tensor.name}: a run of reused blocks ends past the last of {n_blocks} blocks")
+    sources = {source for _, _, source in tensor.reused}
+    if len(sources) > 1 or any(source >= n_snapshots for source in sources):
+        raise ValueError(f"{tensor.name}: reused blocks are of one of the plan's {n_snapshots} snapshots")
+
+
+def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
+    """Runs lie in the grid and are disjoint over the kinds; shared blocks are read from the expert that serves them."""
+    for expert, access in enumerate(tensor.access):
+        if any(runs and runs[-1][1] > n_blocks for runs in (access.blocks, access.free, access.shared)):
+            raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
+        flat = tuple(chain.from_iterable(access.runs)) if access.free or access.shared else ()
+        if not all(map(le, flat, flat[1:])):
+            raise ValueError(f"{tensor.name}: a block of expert {expert} is planned twice")
+        for start, stop, _ in access.levels:
+            if not any(a <= start and stop <= b for a, b in access.blocks):
+                raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} have a level, and are not read")
+        for start, stop, source in access.shared:
+            if source == expert or source >= len(tensor.access):
+                raise ValueError(f"{tensor.name}: expert {source} cannot serve expert {expert}")
+            if not any(a <= start and stop <= b for a, b in tensor.access[source].blocks):
+                raise ValueError(f"{tensor.name}: blocks {start} to {stop - 1} of expert {source} are not read")
+
+
+# --- to JSON ---
+
+
+def _content(plan: Plan) -> dict[str, object]:
+    """The plan but its digest, in the order in which a reader wants it."""
+    parameters = _ParameterTable()
+    n_experts = sum(model.role == "expert" for model in plan.models)
+    tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
+    bound = plan.bound
+    optional: dict[str, object] = {}
+    if plan.reuse:
+        optional["reuse"] = [_reused_content(each) for each in plan.reuse]
+    if plan.vocabulary is not None:
+        optional["vocabulary"] = plan.vocabulary
+    if plan.price is not None:
+        optional["price"] = _price_content(plan.price)
+    if plan.error_is_least:
+        optional["error_is_least"] = True
+    return {
+        "format": PLAN_FORMAT,
+        "operator": plan.operator,
+        "policy": plan.policy,
+        "on_omit": plan.on_omit,
+        "seed": plan.seed,
+        "block_elements": plan.block_elements,
+        "budget_bytes": plan.budget_bytes,
+        "planned_bytes": plan.planned_bytes,
+        "full_cost_bytes": plan.full_cost_bytes,
+        "bound": None if bound is None else _bound_content(bound),
+        "fallbacks": [_fallback_content(each) for each in plan.fallbacks],
+        "adjustments": [_fallback_content(each) for each in plan.adjustments],
+        "models": [_model_content(model) for model in plan.models],
+        **optional,
+        "recipe": plan.recipe,
+        "parameters": parameters.rows,
+        "tensors": tensors,
+    }
+
+
+class _ParameterTable:
+    """The distinct sets of parameters, in order of first use: most tensors have the same."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+        self._known: dict[bytes, int] = {}
+
+    def index_of(self, tensor: PlannedTensor) -> int:
+        row: dict[str, object] = {
+            "globals": _scalars(tensor.globals),
+            "anchor": _scalars(tensor.anchor),
+            "experts": [_scalars(each) for each in tensor.experts],
+        }
+        index = self._known.setdefault(canonical_json(row), len(self.rows))
+        if index == len(self.rows):
+            self.rows.append(row)
+        return index
+
+
+def _scalars(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}
+
+
+def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> dict[str, object]:
+    access = [_access_content(each) for each in tensor.access]
+    content = {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
+    if tensor.models != tuple(range(n_experts)):
+        content["models"] = list(tensor.models)
+    if tensor.reused:
+        content["reused"] = _shared_text(tensor.reused)
+    return content
+
+
+def _access_content(access: Access) -> dict[str, object]:
+    content: dict[str, object] = {}
+    if access.blocks:
+        content["read"] = format_runs(access.blocks)
+    if access.free:
+        content["free"] = format_runs(access.free)
+    if access.shared:
+        content["shared"] = _shared_text(access.shared)
+    if access.threshold_bits is not None:
+        content["threshold_bits"] = access.threshold_bits
+    if access.products is not None:
+        content["products"] = list(access.products)
+    if access.levels:
+        content["levels"] = _shared_text(access.levels)
+    if access.energy is not None:
+        content["energy"] = list(access.energy)
+    return content
+
+
+def _price_content(price: TimePrice) -> dict[str, object]:
+    speeds, duration = price.speeds, price.duration
+    return {
+        "storage_bytes_per_second": speeds.storage_bytes_per_second,
+        "decoding_nanoseconds": {kind: list(each) for kind, each in sorted(speeds.decoding.nanoseconds.items())},
+        "threads": speeds.threads,
+        "source": speeds.source,
+        "reading_seconds": duration.reading_seconds,
+        "decoding_seconds": duration.decoding_seconds,
+    }
+
+
+def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
+    return [
+        {"name": f.name, "size_bytes": f.size_bytes, "version": f.version, "header_digest": f.header_digest}
+        for f in files
+    ]
+
+
+def _model_content(model: PlannedModel) -> dict[str, object]:
+    optional: dict[str, object] = {"side_bytes": model.side_bytes} if model.side_bytes else {}
+    return {
+        "role": model.role,
+        "model": model.model,
+        "identity": model.identity,
+        "content_id": model.content_id,
+        "full_cost_bytes": model.full_cost_bytes,
+        "planned_bytes": model.planned_bytes,
+        "path": model.path,
+        "files": _files_content(model.files),
+        **optional,
+    }
+
+
+def _reused_content(reused: ReusedSnapshot) -> dict[str, object]:
+    return {"sid": reused.sid, "path": reused.path, "saved_bytes": list(reused.saved_bytes)}
+
+
+def _bound_content(bound: OmissionBound) -> dict[str, object]:
+    content: dict[str, object] = {"absolute": bound.absolute}
+    return content if bound.relative is None else {**content, "relative": bound.relative}
+
+
+def _fallback_content(fallback: Fallback) -> dict[str, object]:
+    return {"where": fallback.where, "decision": fallback.decision, "reason": fallback.reason}
+
+
+def _without(content: Mapping[str, object], keys: Sequence[str]) -> dict[str, object]:
+    return {key: value for key, value in content.items() if key not in keys}
+
+
+def format_runs(runs: Runs) -> str:
+    """Half-open runs as people write them, last block included: `((0, 4), (7, 8))` is `0-3,7`."""
+    return ",".join(_run_text(start, stop) for start, stop in runs)
+
+
+def _shared_text(runs: SharedRuns) -> str:
+    return ",".join(f"{_run_text(start, stop)}@{source}" for start, stop, source in runs)
+
+
+def _run_text(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

@@ -1,0 +1,262 @@
+"""Reads a stored plan: strictly, every key known, every value in range, the digest checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from mergepipe.core.canonical_json import parse_digestible
+from mergepipe.core.json_fields import FieldCodes, JsonFields
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.planning.plan import (
+    PLAN_FORMAT,
+    PLAN_NAME,
+    PLAN_VERSION,
+    Access,
+    Fallback,
+    FileBinding,
+    OmissionBound,
+    Plan,
+    PlannedModel,
+    PlannedTensor,
+    ReusedSnapshot,
+    Runs,
+    Scalar,
+    SharedRuns,
+    TimePrice,
+)
+from mergepipe.storage.prices import DecodingPrices, Duration, Speeds
+
+_CODES = FieldCodes("plan.key", "plan.type", "plan.value", "plan again")
+_LONGEST_INDEX = 18  # digits
+_Parameters = tuple[dict[str, Scalar], dict[str, Scalar], tuple[dict[str, Scalar], ...]]
+
+
+def parse_plan(raw: bytes, where: object = "plan") -> Plan:
+    """Read what `Plan.to_json` wrote. `where` names the file in messages.
+
+    Raises:
+        UnsupportedError: `plan.version`, it is of another version of the format.
+        CorruptError: `plan.json`, `plan.format`, `plan.key`, `plan.type`, `plan.value`, or `plan.digest` where it was
+            changed by hand.
+    """
+    top = JsonFields(_parse(raw, where), _CODES, where)
+    _check_format(top.text("format"), where)
+    digest = top.text("digest")
+    plan = _plan_of(top)
+    if plan.digest != digest:
+        message = f"it says that its digest is '{digest[:40]}', it is '{plan.digest}'"
+        raise CorruptError.of("plan.digest", where, message, "a plan cannot be edited: plan again")
+    return plan
+
+
+def parse_runs(text: str) -> Runs:
+    """The inverse of `format_runs`.
+
+    Raises:
+        ValueError: it is not a list of runs.
+    """
+    return tuple(_run_of(part) for part in text.split(","))
+
+
+def _parse_shared(text: str) -> SharedRuns:
+    found = []
+    for part in text.split(","):
+        run, at, source = part.partition("@")
+        if not at or not _is_index(source):
+            raise ValueError(f"'{part[:40]}' is not a run of shared blocks")
+        found.append((*_run_of(run), int(source)))
+    return tuple(found)
+
+
+def _run_of(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not _is_index(first) or (dash and not _is_index(last)):
+        raise ValueError(f"'{text[:40]}' is not a run of blocks")
+    return int(first), int(last if dash else first) + 1
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_INDEX
+
+
+def _parse(raw: bytes, where: object) -> object:
+    def refuse(reason: str) -> NoReturn:
+        raise CorruptError.of("plan.json", where, reason, "plan again")
+
+    return parse_digestible(raw, refuse)
+
+
+def _check_format(text: str, where: object) -> None:
+    name, _, version = text.partition("/")
+    if name != PLAN_NAME or not _is_index(version) or int(version) < 1:
+        raise CorruptError.of("plan.format", where, f"its format is '{text[:40]}', '{PLAN_FORMAT}' is needed")
+    if int(version) != PLAN_VERSION:
+        is_newer = int(version) > PLAN_VERSION
+        message = f"its format '{text}' is {'newer' if is_newer else 'older'} than '{PLAN_FORMAT}'"
+        hint = "use a newer version of MergePipe" if is_newer else "make the plan again (`mergepipe plan`)"
+        raise UnsupportedError.of("plan.version", where, message, hint)
+
+
+def _plan_of(top: JsonFields) -> Plan:
+    rows = [_parameters_of(row) for row in top.objects("parameters")]
+    texts = {name: top.text(name) for name in ("operator", "policy", "on_omit", "recipe")}
+    names = ("block_elements", "budget_bytes", "planned_bytes", "full_cost_bytes")
+    numbers = {name: top.size(name) for name in names}
+    seed = top.integer("seed")
+    models = tuple(_model_of(each) for each in top.objects("models"))
+    n_experts = sum(model.role == "expert" for model in models)
+    tensors = tuple(_tensor_of(each, rows, n_experts) for each in top.objects("tensors"))
+    fallbacks = tuple(_fallback_of(each) for each in top.objects("fallbacks"))
+    adjustments = tuple(_fallback_of(each) for each in top.objects("adjustments"))
+    bound = _bound_of(top)
+    reuse = tuple(_reused_of(each) for each in top.objects("reuse")) if top.has("reuse") else ()
+    vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
+    price = _price_of(top.object("price")) if top.has("price") else None
+    error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
+    top.done()
+    try:
+        return Plan(
+            operator=texts["operator"],
+            policy=texts["policy"],
+            on_omit=texts["on_omit"],
+            recipe=texts["recipe"],
+            seed=seed,
+            block_elements=numbers["block_elements"],
+            budget_bytes=numbers["budget_bytes"],
+            planned_bytes=numbers["planned_bytes"],
+            full_cost_bytes=numbers["full_cost_bytes"],
+            models=models,
+            tensors=tensors,
+            fallbacks=fallbacks,
+            adjustments=adjustments,
+            bound=bound,
+            reuse=reuse,
+            vocabulary=vocabulary,
+            price=price,
+            error_is_least=error_is_least,
+        )
+    except ValueError as error:
+        top.refuse(str(error))
+
+
+def _parameters_of(row: JsonFields) -> _Parameters:
+    found = (
+        row.object("globals").scalars(),
+        row.object("anchor").scalars(),
+        tuple(each.scalars() for each in row.objects("experts")),
+    )
+    row.done()
+    return found
+
+
+def _bound_of(top: JsonFields) -> OmissionBound | None:
+    bound = top.optional_object("bound")
+    if bound is None:
+        return None
+    absolute = bound.number("absolute")
+    relative = bound.number("relative") if bound.has("relative") else None
+    bound.done()
+    return OmissionBound(absolute, relative)
+
+
+def _model_of(model: JsonFields) -> PlannedModel:
+    fields = PlannedModel(
+        role=model.text("role"),
+        model=model.text("model"),
+        path=model.text("path"),
+        identity=model.text("identity"),
+        content_id=model.optional_text("content_id"),
+        files=tuple(_file_of(each) for each in model.objects("files")),
+        full_cost_bytes=model.size("full_cost_bytes"),
+        planned_bytes=model.size("planned_bytes"),
+    )
+    side_bytes = model.size("side_bytes") if model.has("side_bytes") else 0
+    model.done()
+    try:
+        return replace(fields, side_bytes=side_bytes)
+    except ValueError as error:
+        model.refuse(str(error))
+
+
+def _price_of(price: JsonFields) -> TimePrice:
+    kinds = price.object("decoding_nanoseconds")
+    names = kinds.remaining()
+    try:
+        found = TimePrice(
+            Speeds(
+                storage_bytes_per_second=price.number("storage_bytes_per_second"),
+                decoding=DecodingPrices({kind: kinds.numbers(kind) for kind in names}),
+                threads=price.size("threads"),
+                source=price.text("source"),
+            ),
+            Duration(price.number("reading_seconds"), price.number("decoding_seconds")),
+        )
+    except ValueError as error:
+        price.refuse(str(error))
+    price.done()
+    return found
+
+
+def _reused_of(reused: JsonFields) -> ReusedSnapshot:
+    found = ReusedSnapshot(reused.text("sid"), reused.text("path"), reused.integers("saved_bytes"))
+    reused.done()
+    return found
+
+
+def _file_of(file: JsonFields) -> FileBinding:
+    found = FileBinding(file.text("name"), file.size("size_bytes"), file.text("version"), file.text("header_digest"))
+    file.done()
+    return found
+
+
+def _fallback_of(fallback: JsonFields) -> Fallback:
+    found = Fallback(fallback.text("where"), fallback.text("decision"), fallback.text("reason"))
+    fallback.done()
+    return found
+
+
+def _tensor_of(tensor: JsonFields, rows: Sequence[_Parameters], n_experts: int) -> PlannedTensor:
+    index = tensor.size("parameters")
+    if index >= len(rows):
+        tensor.refuse(f"there is no set of parameters {index}")
+    shared, anchor, experts = rows[index]
+    access = tuple(_access_of(each) for each in tensor.objects("access"))
+    models = tensor.integers("models") if tensor.has("models") else tuple(range(n_experts))
+    try:
+        reused = _parse_shared(tensor.text("reused")) if tensor.has("reused") else ()
+    except ValueError as error:
+        tensor.refuse(str(error))
+    name, n_elements = tensor.text("name"), tensor.size("n_elements")
+    tensor.done()
+    return PlannedTensor(name, n_elements, shared, anchor, experts, access, models, reused)
+
+
+def _access_of(access: JsonFields) -> Access:
+    products: tuple[float, float, float] | None = None
+    if access.has("products"):
+        numbers = access.numbers("products")
+        if len(numbers) != 3:
+            access.refuse(f"{len(numbers)} products, 3 are needed")
+        products = (numbers[0], numbers[1], numbers[2])
+    energy: tuple[float, float] | None = None
+    if access.has("energy"):
+        numbers = access.numbers("energy")
+        if len(numbers) != 2:
+            access.refuse(f"{len(numbers)} energies, 2 are needed")
+        energy = (numbers[0], numbers[1])
+    try:
+        found = Access(
+            blocks=parse_runs(access.text("read")) if access.has("read") else (),
+            free=parse_runs(access.text("free")) if access.has("free") else (),
+            shared=_parse_shared(access.text("shared")) if access.has("shared") else (),
+            threshold_bits=access.size("threshold_bits") if access.has("threshold_bits") else None,
+            products=products,
+            levels=_parse_shared(access.text("levels")) if access.has("levels") else (),
+            energy=energy,
+        )
+    except ValueError as error:
+        access.refuse(str(error))
+    access.done()
+    return found

@@ -1,0 +1,120 @@
+"""The order in which items are taken: by norm, at random, spread over strata, or by what is not said yet."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.planning.items import Items
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+Order = NDArray[np.int64]
+
+
+def descending(rate_I: NDArray[np.float64]) -> Order:
+    """Indices by falling rate, equal rates in order of index; faster than a stable sort."""
+    order_I = np.argsort(-rate_I)
+    sorted_I = rate_I[order_I]
+    ties = sorted_I[1:] == sorted_I[:-1]
+    if not ties.any():
+        return order_I
+    group_I = np.concatenate([[0], np.cumsum(~ties)])
+    tied_I = np.concatenate([ties, [False]]) | np.concatenate([[False], ties])
+    keys = np.sort(group_I[tied_I] * len(order_I) + order_I[tied_I])
+    order_I[tied_I] = keys % len(order_I)
+    return order_I
+
+
+def by_norm(items: Items) -> Order:
+    """Highest score per byte first; ties by expert, tensor, block."""
+    return descending(items.rate_I)
+
+
+def at_random(items: Items, seed: int) -> Order:
+    """A permutation drawn with `seed`, the same on every machine: items sorted by a mix of seed and place."""
+    with np.errstate(over="ignore"):
+        mixed = items.flat_I.astype(np.uint64) * _GOLDEN + _mix(np.full(1, seed & (2**64 - 1), np.uint64) + _GOLDEN)
+    return np.argsort(_mix(mixed), kind="stable")
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection that scatters every bit."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def stratified(items: Items, names: list[str]) -> Order:
+    """Spread evenly over experts, over layers inside an expert, over kinds of tensors inside a layer.
+
+    At any budget each expert has had about the same share of its bytes, each layer of an expert, each kind of a layer;
+    inside a kind the highest scores per byte go first. `names` are the tensors' names.
+    """
+    layer_I = _codes([layer_of(name) for name in names])[items.tensor_I]
+    kind_I = _codes([kind_of(name) for name in names])[items.tensor_I]
+    n_kinds = int(kind_I.max(initial=0)) + 1
+    expert_I = items.expert_I
+    place_I = np.empty(len(items), np.float64)
+    sequence_I = np.empty(len(items), np.int64)
+    start = 0
+    for e in np.unique(expert_I):
+        own = np.flatnonzero(expert_I == e)
+        own = own[descending(items.rate_I[own])]
+        own = _evenly(own, items, layer_I[own] * n_kinds + kind_I[own])
+        own = _evenly(own, items, layer_I[own])
+        place_I[start : start + len(own)] = _places(items.cost_I[own], np.zeros(len(own), np.int64))
+        sequence_I[start : start + len(own)] = own
+        start += len(own)
+    return sequence_I[np.argsort(place_I, kind="stable")]
+
+
+def in_step(items: Items, order_I: Order) -> Order:
+    """The order with the steps of each block in their own order, in the places that they have together."""
+    n = items.n_single
+    flat_S = items.flat_I[:n]
+    if not (flat_S[1:] == flat_S[:-1]).any():
+        return order_I
+    place_I = np.empty(len(order_I), np.int64)
+    place_I[order_I] = np.arange(len(order_I))
+    place_I[:n] = place_I[:n][np.lexsort((place_I[:n], flat_S))]
+    return np.argsort(place_I)
+
+
+def _evenly(sequence: Order, items: Items, group: NDArray[np.int64]) -> Order:
+    """Reorder so that all groups advance together, each in the given order."""
+    return sequence[np.argsort(_places(items.cost_I[sequence], group), kind="stable")]
+
+
+def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Where each item stands in its group's bytes, from 0 to 1: its middle."""
+    by_group = np.argsort(group, kind="stable")
+    sorted_cost, sorted_group = cost[by_group], group[by_group]
+    reached = np.cumsum(sorted_cost)
+    _, first, counts = np.unique(sorted_group, return_index=True, return_counts=True)
+    before = np.repeat(reached[first] - sorted_cost[first], counts)
+    total = np.repeat(np.add.reduceat(sorted_cost, first) if len(first) else sorted_cost, counts)
+    place = np.empty(len(cost), np.float64)
+    place[by_group] = (2 * (reached - before) - sorted_cost) / (2 * total)
+    return place
+
+
+def layer_of(name: str) -> str:
+    """The first number among the components of a tensor's name, empty if there is none."""
+    found = _LAYER.search(name)
+    return found.group(1) if found else ""
+
+
+def kind_of(name: str) -> str:
+    """What follows the layer's number: `self_attn.q_proj.weight`; the whole name if there is no number."""
+    found = _LAYER.search(name)
+    return name[found.end() :] if found else name
+
+
+def _codes(texts: list[str]) -> NDArray[np.int64]:
+    known = {text: code for code, text in enumerate(dict.fromkeys(texts))}
+    return np.array([known[text] for text in texts], np.int64)

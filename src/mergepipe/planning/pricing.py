@@ -1,0 +1,38 @@
+"""What a planner divides by: bytes, or the seconds that reading and decoding them is expected to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Graded
+from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """The price of a byte, and of decoding, in one unit; by bytes decoding is free and nothing but bytes is known.
+
+    `is_time`: the unit is a second.
+    """
+
+    price_of_byte: float = 1.0
+    decoding: DecodingPrices = NO_DECODING
+    threads: int = 1
+    is_time: bool = False
+
+    @classmethod
+    def of(cls, speeds: Speeds | None) -> Pricing:
+        """By time where speeds are given, else by bytes."""
+        return cls() if speeds is None else cls(speeds.seconds_per_byte, speeds.decoding, speeds.threads, is_time=True)
+
+    def of_decoding(self, source: Graded, level: int, stretches: int) -> NDArray[np.float64]:
+        """Seconds to decode every `stretches` stretches of a source at a level, with all threads."""
+        n_C = source.decoding_seconds(level, self.decoding) / self.threads
+        joined: NDArray[np.float64] = np.add.reduceat(n_C, np.arange(0, len(n_C), stretches))
+        return joined
+
+
+BY_BYTES = Pricing()

@@ -1,0 +1,19 @@
+"""What it costs to find out an expert's content id, which random operators are keyed by."""
+
+from __future__ import annotations
+
+from mergepipe.checkpoints.content_id import samples
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.read_cost import range_cost_bytes
+
+
+def sample_cost_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes that `engine.identity.content_id` requests of the checkpoint's files."""
+    cost = 0
+    for sample in samples(checkpoint):
+        if isinstance(sample.tensor, TensorEntry):
+            offset = sample.tensor.offset
+            cost += range_cost_bytes(offset + sample.first, offset + sample.stop)
+        else:
+            cost += sample.tensor.cost_bytes(sample.span)
+    return cost

@@ -1,0 +1,1 @@
+"""Recipes: from YAML to one merge task for each output tensor."""

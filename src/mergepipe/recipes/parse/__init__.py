@@ -1,0 +1,1 @@
+"""The user's YAML, parsed into frozen values with every problem named."""

@@ -1,0 +1,210 @@
+"""The recipe as frozen values: what the user asked for, validated and not yet tied to any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from mergepipe.core.blocks import DType
+from mergepipe.operators.spec import OperatorSpec
+from mergepipe.recipes.parse.parameter_values import Scalar, Setting
+
+__all__ = ["ModelInput", "ModelKey", "Recipe", "Scalar", "Setting", "TokenizerRequest"]
+
+ModelKey: TypeAlias = tuple[Path, Path | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One model a recipe names: `text` as written, `path` absolute, `parameters` as written (no defaults).
+
+    `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
+    makes the model; `path` is a stand-in then, until `located` says where it lies. `is_delta`: the recipe says that
+    its tensors are differences from the base.
+    """
+
+    text: str
+    path: Path
+    parameters: Mapping[str, Setting]
+    where: str
+    adapter: Path | None = None
+    intermediate: str | None = None
+    is_delta: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.path.is_absolute():
+            raise ValueError(f"not an absolute path: {self.path}")
+
+    @property
+    def key(self) -> ModelKey:
+        """What two mentions of one model have in common."""
+        return self.path, self.adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Layers `[start, stop)` of one model, with the parameters of this use of it. `where` is the range's place."""
+
+    model: ModelInput
+    start: int
+    stop: int
+    where: str = ""
+
+    @property
+    def n_layers(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlice:
+    """Some layers of the output, merged from as many layers of every source. `base` is the slice's own base_model."""
+
+    sources: tuple[LayerSource, ...]
+    base: ModelInput | None
+    parameters: Mapping[str, Setting]
+    where: str
+
+    @property
+    def n_layers(self) -> int:
+        return self.sources[0].n_layers
+
+
+@dataclass(frozen=True, slots=True)
+class OutputModule:
+    """One part of a model of several, e.g. its text decoder: whole models or slices of them, never both."""
+
+    name: str
+    models: tuple[ModelInput, ...]
+    slices: tuple[OutputSlice, ...]
+    parameters: Mapping[str, Setting]
+    where: str
+
+
+class TokenizerSource(StrEnum):
+    """Whose tokenizer the output has."""
+
+    UNION = "union"
+    BASE = "base"
+    MODEL = "model"
+
+
+class EmbeddingSource(StrEnum):
+    """Where the embedding of one token comes from."""
+
+    USUAL = "usual"  # as for any other token
+    ZERO = "zero"
+    MODEL = "model"  # the same token in one model
+    MODEL_TOKEN = "model_token"  # another token in one model
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """What a recipe says of one token. `model` is an index into `Recipe.inputs()`.
+
+    `force`: every model's row is taken from the source, even where the model has the token.
+    """
+
+    source: EmbeddingSource
+    model: int | None = None
+    token: str | None = None
+    token_id: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRequest:
+    """The tokenizer that the output is to have. `model` is an index into `Recipe.inputs()`, for a single model's."""
+
+    source: TokenizerSource
+    model: int | None = None
+    tokens: Mapping[str, TokenEmbedding] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to merge and how. Models that are the same place on disk have equal keys; no two `models` have.
+
+    `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
+    `modules` is not empty. `name` is what other documents of the same file call the result.
+    """
+
+    path: Path
+    source_text: str
+    operator: OperatorSpec
+    base: ModelInput | None
+    models: tuple[ModelInput, ...]
+    parameters: Mapping[str, Setting]
+    dtype: DType | None
+    out_dtype: DType | None
+    slices: tuple[OutputSlice, ...] = ()
+    modules: tuple[OutputModule, ...] = ()
+    tokenizer: TokenizerRequest | None = None
+    chat_template: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.models, self.slices, self.modules))) != 1:
+            raise ValueError("a recipe has models, slices or modules")
+
+    def inputs(self) -> tuple[ModelInput, ...]:
+        """Every distinct model: first the one that lends configuration and tokenizer, the others as first named.
+
+        The first is `base_model`, else the first model named. Entries of `models` come with their parameters.
+        """
+        first = (self.base,) if self.base is not None else ()
+        distinct: dict[ModelKey, ModelInput] = {}
+        for model in (*first, *self._mentioned()):
+            distinct.setdefault(model.key, model)
+        return tuple(distinct.values())
+
+    def anchor(self) -> ModelInput:
+        """The model the output starts from where nothing else is said: `base_model`, else the first model."""
+        return self.inputs()[0]
+
+    def experts(self) -> tuple[ModelInput, ...]:
+        """The models other than the anchor, in recipe order."""
+        return self.inputs()[1:]
+
+    def intermediates(self) -> tuple[str, ...]:
+        """Names of the documents whose results this one merges, in order."""
+        names = (model.intermediate for model in self.inputs())
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+    def _mentioned(self) -> Iterator[ModelInput]:
+        yield from self.models
+        yield from _of_slices(self.slices)
+        for module in self.modules:
+            yield from module.models
+            yield from _of_slices(module.slices)
+
+
+def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
+    return (source.model for piece in slices for source in piece.sources)
+
+
+def located(recipe: Recipe, places: Mapping[str, Path]) -> Recipe:
+    """The same recipe with its intermediate models at the paths that `places` gives by name."""
+
+    def model(given: ModelInput) -> ModelInput:
+        place = places.get(given.intermediate) if given.intermediate is not None else None
+        return given if place is None else replace(given, path=place)
+
+    def piece(given: OutputSlice) -> OutputSlice:
+        sources = tuple(replace(source, model=model(source.model)) for source in given.sources)
+        return replace(given, sources=sources, base=None if given.base is None else model(given.base))
+
+    def module(given: OutputModule) -> OutputModule:
+        return replace(given, models=tuple(map(model, given.models)), slices=tuple(map(piece, given.slices)))
+
+    return replace(
+        recipe,
+        base=None if recipe.base is None else model(recipe.base),
+        models=tuple(map(model, recipe.models)),
+        slices=tuple(map(piece, recipe.slices)),
+        modules=tuple(map(module, recipe.modules)),
+    )

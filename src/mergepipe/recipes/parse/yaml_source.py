@@ -1,0 +1,327 @@
+"""A YAML file as plain values, each with the line it stands on; whatever could hide or explode is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from mergepipe.core.escaping import printable
+from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
+from mergepipe.storage.limits import RECIPE_BYTES
+from mergepipe.storage.regular import read_small
+
+MAX_NODES = 100_000
+MAX_DEPTH = 64
+MAX_DOCUMENTS = 100
+MAX_NUMBER_CHARACTERS = 64
+
+Value: TypeAlias = bool | int | float | str | list["Value"] | dict[str, "Value"] | None
+KeyPath: TypeAlias = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# YAML 1.1 wants a dot and a signed exponent in a float, so `1e-3` is a string to PyYAML. Whoever writes it means the
+# number, as YAML 1.2 reads it.
+_EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+_MARKER = re.compile(r"^---(?=\s|$)", re.MULTILINE)
+_MARKER_LINE = re.compile(r"\A---(?:[ \t]*\n|(?=[ \t]))")
+_FORBIDDEN_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class YamlSource:
+    """One document of a YAML file: `text` is its own. `lines` maps the path of every value to its line in the file,
+    counted from 1.
+    """
+
+    path: Path
+    text: str
+    root: Value
+    lines: Mapping[KeyPath, int]
+
+    def where(self, *key_path: str | int) -> str:
+        """Name a place for an error message: `recipe.yml:7 models[1].parameters.density`.
+
+        A value that is not there gets the line of the nearest value around it.
+        """
+        line = next(self.lines[key_path[:n]] for n in range(len(key_path), -1, -1) if key_path[:n] in self.lines)
+        return f"{self.path.name}:{line} {key_path_text(key_path)}".rstrip()
+
+
+def key_path_text(key_path: KeyPath) -> str:
+    """Write a key path as `models[1].parameters.density`; names that are not plain are quoted and shortened."""
+    text = ""
+    for key in key_path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += ("." if text else "") + (shortened(key) if _PLAIN_NAME.fullmatch(key) else f"'{shortened(key)}'")
+    return text
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Return `text` on one line: cut to `limit` characters with an ellipsis, unprintable characters escaped."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return printable(cut)
+
+
+def read_yaml(path: Path) -> YamlSource:
+    """Read the one YAML document in `path`.
+
+    Raises:
+        NotFoundError: there is no such file.
+        StorageError: it cannot be read, or is no regular file.
+        CorruptError: `storage.too-large`.
+        RecipeError: it is not UTF-8, not YAML, empty, several documents, or uses what is refused here:
+            duplicate keys, tags, too many nodes after aliases are expanded, too deep nesting.
+    """
+    return parse_yaml(path, _read_text(path))
+
+
+def read_documents(path: Path) -> tuple[YamlSource, ...]:
+    """Read every YAML document in `path`, which are those that are not empty. Raises as `read_yaml` does."""
+    return parse_documents(path, _read_text(path))
+
+
+def parse_yaml(path: Path, text: str) -> YamlSource:
+    """Read the one YAML document in `text`, which errors call `path`. Raises as `read_yaml` does."""
+    first, *others = parse_documents(path, text)
+    if others:
+        message = "several YAML documents where one is expected"
+        raise _refusal("recipe.yaml.documents", others[0].where(), message, "keep one recipe a file")
+    return first
+
+
+def parse_documents(path: Path, text: str) -> tuple[YamlSource, ...]:
+    """Read every YAML document in `text` that is not empty. Raises as `read_yaml` does."""
+    loader, nodes = _compose(path.name, text)
+    nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
+    if not nodes:
+        raise _refusal(
+            "recipe.yaml.empty", path.name, "the recipe is empty", "it needs at least merge_method and models"
+        )
+    texts = _own_texts(text, nodes)
+    builders = [_Builder(path.name, loader) for _ in nodes]
+    roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
+    return tuple(
+        YamlSource(path, own, root, builder.lines) for own, root, builder in zip(texts, roots, builders, strict=True)
+    )
+
+
+def _own_texts(text: str, nodes: list[yaml.Node]) -> list[str]:
+    """The text of each document: of a file with one, all of it; else from the `---` before it to the next one."""
+    if len(nodes) == 1:
+        return [text]
+    starts = [0, *(_last_marker(text, int(node.start_mark.index)) for node in nodes[1:]), len(text)]
+    return [_MARKER_LINE.sub("", text[start:stop], count=1) for start, stop in pairwise(starts)]
+
+
+def _last_marker(text: str, before: int) -> int:
+    """Where the line with the document marker stands that is the last one before an index."""
+    return next((found.start() for found in reversed(list(_MARKER.finditer(text, 0, before)))), 0)
+
+
+def _refusal(code: str, where: str, message: str, hint: str = "") -> RecipeError:
+    return RecipeError(Problem(code, where, message, hint))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _read_text(path: Path) -> str:
+    raw = _read_bytes(path)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        message = f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
+        raise _refusal("recipe.file.encoding", f"{path.name}:{line}", message, "save the file as UTF-8") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return read_small(path, RECIPE_BYTES)
+    except NotFoundError as error:
+        where = error.problems[0].where
+        raise NotFoundError.of("recipe.file.not-found", where, "there is no such recipe") from None
+    except StorageError as error:
+        if error.code == "storage.not-a-file" and path.is_dir():
+            message, hint = "is a folder, not a recipe", "give the YAML file in it"
+            raise _refusal("recipe.file.not-a-file", str(path), message, hint) from None
+        raise
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """SafeLoader that gives up while composing, before a deep or wide document costs stack, memory or time."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self._file = name
+        self._depth = 0
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        self._nodes += 1
+        if self._depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise _too_big(self._file, self.next_line(), deep=self._depth > MAX_DEPTH)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def next_line(self) -> int:
+        """The line, counted from 1, of what comes next."""
+        return int(self.peek_event().start_mark.line) + 1  # type: ignore[no-untyped-call]
+
+
+def _too_big(name: str, line: int, *, deep: bool) -> RecipeError:
+    if deep:
+        return _refusal("recipe.yaml.too-deep", f"{name}:{line}", f"nested deeper than {MAX_DEPTH} levels")
+    return _refusal("recipe.yaml.too-many", f"{name}:{line}", f"more than {MAX_NODES} values, aliases expanded")
+
+
+def _compose(name: str, text: str) -> tuple[_BoundedLoader, list[yaml.Node]]:
+    nodes: list[yaml.Node] = []
+    try:
+        loader = _BoundedLoader(name, text)
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None:
+                nodes.append(node)
+            if len(nodes) > MAX_DOCUMENTS:
+                message = f"more than {MAX_DOCUMENTS} documents"
+                raise _refusal("recipe.yaml.too-many", f"{name}:{_line(nodes[-1])}", message)
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(name, text, error) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        message = f"the character #x{ord(text[error.position]):04x} is not allowed"
+        raise _refusal("recipe.yaml.character", f"{name}:{line}", message) from None
+    except (ValueError, OverflowError) as error:  # PyYAML lets "\UFFFFFFFF" and absurd %YAML versions escape as these
+        raise _refusal("recipe.yaml.syntax", name, f"not YAML: {shortened(str(error))}") from None
+    return loader, nodes
+
+
+def _syntax_error(name: str, text: str, error: yaml.MarkedYAMLError) -> RecipeError:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return _refusal("recipe.yaml.syntax", name, f"not YAML: {error.problem}")
+    where = f"{name}:{mark.line + 1}"
+    lines = re.split("\r\n|[\r\n\x85\u2028\u2029]", text)
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    if "\t" in line[: len(line) - len(line.lstrip(" \t"))]:
+        return _refusal("recipe.yaml.tab", where, "a tab in the indentation", "YAML indents with spaces")
+    reason = ", ".join(part for part in (error.context, error.problem) if part)
+    return _refusal("recipe.yaml.syntax", where, f"not YAML: {shortened(reason, 200)} (column {mark.column + 1})")
+
+
+class _Builder:
+    """Turns a node graph into values. Aliases are expanded, so the count below is what a file really asks for."""
+
+    def __init__(self, name: str, loader: _BoundedLoader) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self._name = name
+        self._loader = loader
+        self._nodes = 0
+        self._merge_depth = 0
+
+    def build(self, node: yaml.Node, key_path: KeyPath, line: int) -> Value:
+        self._nodes += 1
+        if len(key_path) >= MAX_DEPTH or self._nodes > MAX_NODES:
+            raise _too_big(self._name, line, deep=len(key_path) >= MAX_DEPTH)
+        self.lines[key_path] = line
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.build(item, (*key_path, i), _line(item)) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, key_path)
+        raise self._unknown_tag(node)
+
+    def _mapping(self, node: yaml.MappingNode, key_path: KeyPath) -> dict[str, Value]:
+        merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
+        values = self._merged(merged, key_path)
+        own: set[str] = set()
+        for key_node, value_node in node.value:
+            if key_node.tag == _TAG + "merge":
+                continue
+            key = self._key(key_node)
+            if key in own:
+                first = self.lines[(*key_path, key)]
+                place = f"{self._name}:{_line(key_node)} {key_path_text((*key_path, key))}"
+                raise _refusal("recipe.yaml.duplicate-key", place, f"the key stands twice, first in line {first}")
+            own.add(key)
+            values[key] = self.build(value_node, (*key_path, key), _line(key_node))
+        return values
+
+    def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
+        """What merge keys (`<<`) refer to: each a mapping or a list of mappings, the first that has a key wins.
+
+        Built last to first, so that values and lines of the one that wins are written last.
+        """
+        mappings = [each for node in nodes for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+        values: dict[str, Value] = {}
+        for mapping in reversed(mappings):
+            self._nodes += 1
+            if not isinstance(mapping, yaml.MappingNode):
+                message = "a merge key (<<) needs a mapping, or a list of mappings"
+                raise _refusal("recipe.yaml.merge", f"{self._name}:{_line(mapping)}", message)
+            self._merge_depth += 1
+            if self._merge_depth > MAX_DEPTH or self._nodes > MAX_NODES:
+                raise _too_big(self._name, _line(mapping), deep=self._merge_depth > MAX_DEPTH)
+            values |= self._mapping(mapping, key_path)
+            self._merge_depth -= 1
+        return values
+
+    def _key(self, node: yaml.Node) -> str:
+        where = f"{self._name}:{_line(node)}"
+        if not isinstance(node, yaml.ScalarNode):
+            raise _refusal("recipe.yaml.key", where, "a key must be a name, not a list or a mapping")
+        return self._clean(node)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Value:
+        kind = node.tag.removeprefix(_TAG)
+        if kind == "null":
+            return None
+        if kind in ("str", "timestamp"):  # what looks like a date is text here
+            text = self._clean(node)
+            is_number = node.style is None and len(text) <= MAX_NUMBER_CHARACTERS and _EXPONENT_NUMBER.fullmatch(text)
+            return float(text) if is_number else text
+        if kind in ("bool", "int", "float"):
+            return self._bool_or_number(node, kind)
+        raise self._unknown_tag(node)
+
+    def _bool_or_number(self, node: yaml.ScalarNode, kind: str) -> bool | int | float:
+        construct = {
+            "bool": self._loader.construct_yaml_bool,
+            "int": self._loader.construct_yaml_int,
+            "float": self._loader.construct_yaml_float,
+        }[kind]
+        try:
+            if len(node.value) > MAX_NUMBER_CHARACTERS:  # `1:1:1:...` costs quadratic time
+                raise ValueError("too long")
+            value: bool | int | float = construct(node)
+        except (ValueError, KeyError, IndexError, OverflowError):
+            message = f"'{shortened(self._clean(node))}' is not a valid {kind}"
+            raise _refusal("recipe.yaml.value", f"{self._name}:{_line(node)}", message) from None
+        return value
+
+    def _clean(self, node: yaml.ScalarNode) -> str:
+        text = str(node.value)
+        found = _FORBIDDEN_CHARACTERS.search(text)
+        if found:
+            message = f"the character #x{ord(found.group()):04x} is not allowed"
+            raise _refusal("recipe.yaml.character", f"{self._name}:{_line(node)}", message)
+        return text
+
+    def _unknown_tag(self, node: yaml.Node) -> RecipeError:
+        tag = node.tag.replace(_TAG, "!!")
+        message = f"the YAML tag {shortened(ascii(tag))} is refused"
+        return _refusal("recipe.yaml.tag", f"{self._name}:{_line(node)}", message, "write plain values")

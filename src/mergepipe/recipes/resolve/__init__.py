@@ -1,0 +1,1 @@
+"""A parsed recipe held against opened checkpoints: one merge task for each output tensor."""

@@ -1,0 +1,98 @@
+"""Where every tensor of every input went: used, or dropped for a reason; what nobody expects is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from mergepipe.core.blocks import DTypeKind
+from mergepipe.errors import MismatchError
+from mergepipe.recipes.parse.problems import Findings
+from mergepipe.recipes.parse.recipe import Recipe
+from mergepipe.recipes.resolve.arrangement import OpenModel, Wanted, is_allowed
+from mergepipe.recipes.resolve.layers import template
+from mergepipe.recipes.resolve.name_patterns import by_pattern, these
+from mergepipe.recipes.resolve.tasks import DroppedTensor
+
+REASON_EXACT = "integer or boolean buffer"
+REASON_COMPUTED = "buffer that a model computes itself"
+REASON_COPIED = "copied from the base"
+REASON_NO_MODULE = "in no module of the recipe"
+REASON_ALLOWED = "not in the base, allowed to be dropped"
+REASON_LAYER = "in a layer that no slice takes"
+REASON_AROUND = "outside the layers, taken from another slice"
+REASON_LENDER = "lends its configuration only"
+
+# What models store now and then and work out anew when they are loaded.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
+_MASK_DIMENSIONS = 4
+
+
+def is_computed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a buffer that models compute themselves: rotary frequencies, causal masks."""
+    if _COMPUTED.search(name) is None:
+        return False
+    return "rotary" in name or len(shape) in (0, _MASK_DIMENSIONS)
+
+
+class Accounting:
+    """Says for each tensor that no task uses why that is so."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        models: Sequence[OpenModel],
+        wanted: Sequence[Wanted],
+        used: Sequence[set[str]],
+        allow: Sequence[str],
+    ) -> None:
+        self._models = models
+        self._used = used
+        self._allow = allow
+        self._is_sliced = not recipe.models
+        self._names = {each.name for each in wanted}
+        self._templates = {template(each.name) for each in wanted if each.group is not None}
+        taking_part = {each.model for each in wanted}
+        taking_part |= {member.model for each in wanted if each.group for member in each.group.experts}
+        self._taking_part = taking_part
+
+    def dropped(self, findings: Findings, unrelated: Collection[int] = ()) -> Iterator[DroppedTensor]:
+        """Every tensor that no task uses, model by model in storage order; what is unexpected is noted.
+
+        Of `unrelated` models enough was said before.
+        """
+        for index, model in enumerate(self._models):
+            unexpected: list[str] = []
+            for name, entry in model.tensors.items():
+                if name in self._used[index]:
+                    continue
+                reason = self._reason(index, name)
+                stored = entry.name
+                if reason is None and is_allowed(model, name, self._allow):
+                    reason = REASON_ALLOWED
+                if reason is not None:
+                    yield DroppedTensor(model.input.text, stored, reason)
+                else:
+                    unexpected.append(stored)
+            if index not in unrelated:
+                self._note_unexpected(model, unexpected, findings)
+
+    def _note_unexpected(self, model: OpenModel, names: Sequence[str], findings: Findings) -> None:
+        base = self._models[0].input.text
+        for pattern, found in by_pattern(names).items():
+            message = f"'{model.input.text}' has {these(found)}, the base '{base}' has not"
+            hint = f"to leave {'it' if len(found) == 1 else 'them'} out: --allow-dropped '{pattern}'"
+            findings.add(MismatchError, "merge.tensor.unexpected", pattern, message, hint)
+
+    def _reason(self, index: int, name: str) -> str | None:
+        """Why a tensor is not used, if that was to be expected."""
+        entry = self._models[index].tensors[name]
+        if index not in self._taking_part:
+            return REASON_LENDER
+        if self._is_sliced and template(name) in self._templates:
+            return REASON_LAYER if template(name) != name else REASON_AROUND
+        if name in self._names:
+            return REASON_COPIED
+        if entry.dtype.kind is DTypeKind.EXACT:
+            return REASON_EXACT
+        return REASON_COMPUTED if is_computed(name, entry.shape) else None

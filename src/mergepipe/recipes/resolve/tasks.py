@@ -1,0 +1,148 @@
+"""What a merge does, tensor by tensor: the logical plan that recipes resolve to and engine and planner work from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mergepipe.checkpoints.contract import Readable, Source
+from mergepipe.core.blocks import DType, element_count
+from mergepipe.recipes.parse.recipe import ModelInput, Scalar
+
+
+class Action(StrEnum):
+    """How an output tensor comes about."""
+
+    MERGE = "merge"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParameters:
+    """An operator's parameters for one tensor, defaults filled in, those without effect left out.
+
+    `anchor` is empty where the anchor is only what deltas are taken against.
+    """
+
+    globals: Mapping[str, Scalar]
+    anchor: Mapping[str, Scalar]
+    experts: tuple[Mapping[str, Scalar], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeTask:
+    """One output tensor. `dtype` is the output's; a copy has no experts.
+
+    `base_model` and `expert_models` say whose tensors `base` and `experts` are, as indices into `Resolution.models`.
+    """
+
+    name: str
+    action: Action
+    shape: tuple[int, ...]
+    dtype: DType
+    base: Readable
+    experts: tuple[Source, ...]
+    parameters: TensorParameters
+    reason: str = ""
+    base_model: int = 0
+    expert_models: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.base.shape != self.shape or any(entry.shape != self.shape for entry in self.experts):
+            raise ValueError(f"{self.name}: shapes differ")
+        if self.action is Action.COPY and (self.experts or self.dtype != self.base.dtype):
+            raise ValueError(f"{self.name}: a copy has no experts and keeps its dtype")
+        if len(self.expert_models) != len(self.experts):
+            raise ValueError(f"{self.name}: {len(self.experts)} experts of {len(self.expert_models)} models")
+        if self.action is Action.MERGE and len(self.experts) != len(self.parameters.experts):
+            raise ValueError(f"{self.name}: {len(self.experts)} experts, {len(self.parameters.experts)} parameter sets")
+
+    @property
+    def output_bytes(self) -> int:
+        return element_count(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedTensor:
+    """A tensor of an expert that no task uses: `model` is the path as the recipe writes it."""
+
+    model: str
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCount:
+    """The layers that slices put together under a name prefix: `origins` has, for each, the anchor's layer it is of.
+
+    `before` is their number in the model that lends the configuration.
+    """
+
+    prefix: str
+    before: int
+    origins: tuple[int, ...]
+
+    @property
+    def after(self) -> int:
+        """The number of layers in the output."""
+        return len(self.origins)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What a merge will do with every tensor; `models[0]` lends sidecars.
+
+    `tasks` are in the base's storage order, of slices in the order of the output's layers. `layer_counts` has an entry
+    for every list of layers that was put together from slices.
+
+    Laws: without slices the tasks' names are exactly the base's tensors; every tensor of every model is used by a
+    task or dropped, never both.
+    """
+
+    tasks: tuple[MergeTask, ...]
+    dropped: tuple[DroppedTensor, ...]
+    models: tuple[ModelInput, ...] = ()
+    layer_counts: tuple[LayerCount, ...] = ()
+
+    @property
+    def n_layers(self) -> int | None:
+        """The number of layers if slices changed it, of a model with one list of layers; else None."""
+        changed = [count.after for count in self.layer_counts if count.after != count.before]
+        return changed[0] if len(changed) == 1 else None
+
+    @property
+    def expert_models(self) -> tuple[int, ...]:
+        """The models that are an expert of some task, in order."""
+        return tuple(sorted({model for task in self.tasks for model in task.expert_models}))
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the base's tensors, all of which are read."""
+        return sum(task.base.nbytes for task in self.tasks)
+
+    def base_bytes_of(self, model: int) -> int:
+        """Bytes of the base's tensors that are this model's."""
+        return sum(task.base.nbytes for task in self.tasks if task.base_model == model)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the experts' tensors that tasks use: what a full-read merge reads from experts."""
+        return sum(entry.nbytes for task in self.tasks for entry in task.experts)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output's tensors."""
+        return sum(task.output_bytes for task in self.tasks)
+
+    @property
+    def n_merged(self) -> int:
+        return sum(task.action is Action.MERGE for task in self.tasks)
+
+    @property
+    def n_copied(self) -> int:
+        return sum(task.action is Action.COPY for task in self.tasks)
+
+    @property
+    def n_dropped(self) -> int:
+        return len(self.dropped)

@@ -1,0 +1,48 @@
+"""Holds a snapshot's configuration against its tensors: what contradicts them is damage or, if inherited, a notice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.config_json import parse_config
+from mergepipe.checkpoints.formats.strict_json import shown
+from mergepipe.core.blocks import DTYPES, DTypeKind
+from mergepipe.errors import MergePipeError, NotFoundError
+from mergepipe.recipes.parse.yaml_source import shortened
+from mergepipe.reports import Damage
+from mergepipe.snapshots.manifest import Manifest, OutputTensor
+from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.regular import read_small
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+
+
+def config_findings(path: Path, manifest: Manifest) -> tuple[tuple[Damage, ...], tuple[str, ...]]:
+    """What is wrong with the configuration: damage where it cannot be read at all, notices where it disagrees."""
+    try:
+        content = parse_config(read_small(path, CONFIG_BYTES), path)
+    except NotFoundError:
+        return (), ()  # a merge of bare files has none; one that was written and is gone is found by its digest
+    except MergePipeError as error:
+        return (Damage("config", path.name, "", 0, 0, error.problems[0].message),), ()
+    return (), tuple(f"{path.name}: {each}" for each in _contradictions(content, manifest.tensors))
+
+
+def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor]) -> Iterator[str]:
+    merged = {t.dtype for t in tensors if DTYPES[t.dtype].kind is DTypeKind.FLOAT}
+    stated = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), None)
+    names = {DTYPES[name].recipe_name for name in merged}
+    if stated is not None and merged and stated not in names:
+        yield f"says {shortened(str(stated))}, the tensors are {', '.join(sorted(names))}"
+    layers = {int(found[1]) for t in tensors if (found := _LAYER.search(t.name))}
+    n_layers = config.get("num_hidden_layers")
+    if layers and isinstance(n_layers, int) and n_layers != max(layers) + 1:
+        yield f"says {n_layers} layers, there are {max(layers) + 1}"
+    shape = [config.get("vocab_size"), config.get("hidden_size")]
+    for tensor in tensors:
+        if tensor.name.endswith("embed_tokens.weight") and None not in shape and list(tensor.shape) != shape:
+            stated_shape = " x ".join(map(shown, shape))
+            yield f"says that embeddings are {stated_shape}, {tensor.name} is {list(tensor.shape)}"

@@ -1,0 +1,247 @@
+"""What a merge works on: a recipe with its models opened, every tensor paired, and what the catalog knows of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.checkpoints.computed.embedding_names import embedding_ending
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
+from mergepipe.checkpoints.tokenizers.vocabulary import counted
+from mergepipe.engine.fused import MergedTensor, can_fuse
+from mergepipe.operators.base import Operator, OperatorInput
+from mergepipe.operators.registry import operator_named
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.planning.plan import Plan
+from mergepipe.recipes.parse.recipe import ModelInput, Recipe
+from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.recipes.resolve.anchors import weights_needed
+from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.runs.models import open_model
+from mergepipe.storage.contract import Store
+
+DOCUMENT_MARK = "\n---\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Intermediate:
+    """The result of an earlier document of a recipe, which is merged on.
+
+    It is worked out block by block as it is needed, or (`is_staged`) written before.
+    """
+
+    inputs: Inputs
+    checkpoint: Checkpoint
+    is_staged: bool
+
+
+Stage: TypeAlias = Callable[["Inputs"], Path]
+"""Merges what cannot be worked out on the way, and says where the result lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A recipe with its opened checkpoints, in the order of `recipe.inputs()`, and what becomes of every tensor.
+
+    `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
+    `intermediates` are those of the models that other documents make, by their place. `notices` are what the user
+    should know of the inputs before they are merged.
+    """
+
+    recipe: Recipe
+    checkpoints: tuple[Checkpoint, ...]
+    resolution: Resolution
+    alignment: Alignment | None = None
+    intermediates: Mapping[int, Intermediate] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @property
+    def recipe_text(self) -> str:
+        """The documents this merge depends on, each after those it needs, as YAML."""
+        texts = [text for each in self.intermediates.values() for text in each.inputs.recipe_text.split(DOCUMENT_MARK)]
+        return DOCUMENT_MARK.join(dict.fromkeys((*texts, self.recipe.source_text)))
+
+    def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
+        """Role, model and checkpoint of everything that is read: of an intermediate, what that is made from."""
+        models = self.recipe.inputs()
+        for index, (model, checkpoint) in enumerate(zip(models, self.checkpoints, strict=True)):
+            made = self.intermediates.get(index)
+            if made is None:
+                yield self.role(index), model, checkpoint
+            else:
+                yield from ((self.role(index), leaf, found) for _, leaf, found in made.inputs.leaves())
+
+    @property
+    def base(self) -> Checkpoint:
+        """The model that lends configuration and tokenizer, and the deltas' base where there is one for all."""
+        return self.checkpoints[0]
+
+    @property
+    def expert_models(self) -> tuple[int, ...]:
+        """The models that are an expert of some tensor."""
+        return self.resolution.expert_models
+
+    def dropped_rows(self) -> Iterator[DroppedTensor]:
+        """Rows of embeddings that the output does not have: of tokens it lacks, or beyond its last row."""
+        models = self.recipe.inputs()
+        lost = {each.model: each.n_tokens for each in self.alignment.dropped} if self.alignment else {}
+        for task in (task for task in self.resolution.tasks if embedding_ending(task.name)):
+            for model in dict.fromkeys((task.base_model, *task.expert_models)):
+                stored = self.checkpoints[model].tensors.get(task.name)
+                n_beyond = 0 if stored is None or self.alignment else stored.shape[0] - task.shape[0]
+                if model in lost:
+                    reason = f"{counted(lost[model], 'row')} of tokens that the output's tokenizer lacks"
+                    yield DroppedTensor(models[model].text, task.name, reason)
+                elif n_beyond > 0:
+                    yield DroppedTensor(
+                        models[model].text, task.name, f"{counted(n_beyond, 'row')} beyond the output's last one"
+                    )
+
+    def role(self, model: int) -> str:
+        """`expert` for a model that is one anywhere, else `base`."""
+        return "expert" if model in self.expert_models else "base"
+
+    def pair_name(self, task: MergeTask, slot: int) -> str | None:
+        """Under which name the catalog knows what this task merges from an expert; None if it is not such a pair.
+
+        Statistics compare tensors of one name in two checkpoints; rows gathered anew, or another layer's tensor, are
+        something else.
+        """
+        base, source = task.base, task.experts[slot]
+        is_plain = (
+            source.name == base.name
+            and not {task.base_model, task.expert_models[slot]} & self.intermediates.keys()
+            and self.checkpoints[task.base_model].tensors.get(base.name) is base
+            and self.checkpoints[task.expert_models[slot]].tensors.get(source.name) is source
+        )
+        return base.name if is_plain else None
+
+
+def open_inputs(path: Path, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None) -> Inputs:
+    """Load a recipe, open what it names, pair the tensors. See `open_recipes`."""
+    return open_recipes(load_recipes(path), store, allow_dropped, stage)
+
+
+def open_recipes(
+    recipes: Sequence[Recipe], store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None
+) -> Inputs:
+    """Open what the documents of a recipe name, pair the tensors; the last document makes the output.
+
+    Without `stage` intermediates that have to be written first are only described: their tensors cannot be read.
+    """
+    made: dict[str, Intermediate] = {}
+    for recipe in recipes[:-1]:
+        inputs = _opened(recipe, store, allow_dropped, made)
+        if recipe.name is None:
+            raise ValueError("a document that others merge has no name")
+        made[recipe.name] = _intermediate(inputs, store, stage)
+    return _opened(recipes[-1], store, allow_dropped, made)
+
+
+def _opened(recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Mapping[str, Intermediate]) -> Inputs:
+    models = recipe.inputs()
+    intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
+    base = intermediates[0].checkpoint if 0 in intermediates else open_model(store, models[0], None)
+    whole = weights_needed(recipe)
+    others = [
+        intermediates[i].checkpoint
+        if i in intermediates
+        else open_model(store, model, base, as_weights=model.key in whole)
+        for i, model in enumerate(models)
+        if i > 0
+    ]
+    checkpoints = (base, *others)
+    alignment = None
+    if recipe.tokenizer is not None:
+        alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
+    aligned = checkpoints if alignment is None else alignment.checkpoints
+    resolution = resolve(recipe, aligned, tuple(allow_dropped))
+    notices = [notice for each in intermediates.values() for notice in each.inputs.notices]
+    notices += _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
+    return Inputs(recipe, checkpoints, resolution, alignment, intermediates, tuple(dict.fromkeys(notices)))
+
+
+def _vocabulary_notices(
+    recipe: Recipe, models: Sequence[Checkpoint], resolution: Resolution, alignment: Alignment | None, store: Store
+) -> tuple[str, ...]:
+    """Tokens that are lost, or merged with others."""
+    names = [model.text for model in recipe.inputs()]
+    if alignment is not None:
+        return alignment.notices(names)
+    tasks = [task for task in resolution.tasks if embedding_ending(task.name)]
+    used = {model for task in tasks for model in (task.base_model, *task.expert_models)}
+    return unaligned_notices(models, names, used, store)
+
+
+def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
+    """Take the result as it comes where that is possible; else have it written, if there is someone to do so."""
+    operator = operator_named(inputs.recipe.operator.name)
+    tensors = {task.name: _merged(task, operator) for task in inputs.resolution.tasks}
+    lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
+    is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.given) for each in tensors.values()))
+    if is_staged and stage is not None:
+        return Intermediate(inputs, open_checkpoint(store, stage(inputs)), is_staged=True)
+    base = inputs.base
+    return Intermediate(inputs, Checkpoint(base.path, base.root, tensors, (), base.sidecars), is_staged)
+
+
+def _merged(task: MergeTask, operator: Operator) -> MergedTensor:
+    given = task.parameters
+    known = OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
+    return MergedTensor(task, operator, known)
+
+
+def open_path(store: Store, path: Path, base: Checkpoint | None = None) -> Checkpoint:
+    """Open a model that is named by its path alone: a base, or whatever kind of expert of `base`."""
+    return open_model(store, ModelInput(str(path), path.absolute(), {}, str(path)), base)
+
+
+class PairStatistics:
+    """The catalog's statistics of the pairs that a merge is made of."""
+
+    def __init__(self, catalog: Catalog, inputs: Inputs, accept: Sequence[Evidence]) -> None:
+        self._catalog = catalog
+        self._inputs = inputs
+        self._accept = tuple(accept)
+        self._rows: dict[int, ModelRow | None] = {}
+        self._known: dict[tuple[int, int], Mapping[str, TensorStatistics]] = {}
+
+    def row(self, model: int) -> ModelRow | None:
+        """The catalog's row of a model."""
+        if model not in self._rows:
+            self._rows[model] = self._catalog.model_for(self._inputs.checkpoints[model])
+        return self._rows[model]
+
+    def of(self, task: MergeTask, slot: int) -> TensorStatistics | None:
+        """What is known of one expert of a task."""
+        name = self._inputs.pair_name(task, slot)
+        return None if name is None else self._pair(task.expert_models[slot], task.base_model).get(name)
+
+    def _pair(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
+        if (expert, base) not in self._known:
+            row, base_row = self.row(expert), self.row(base)
+            found = self._catalog.statistics(row, base_row, accept=self._accept) if row and base_row else {}
+            self._known[expert, base] = found
+        return self._known[expert, base]
+
+
+def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:
+    """The inputs with the plan's parameters in force: a plan may have adjusted them."""
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+
+    def adjusted(task: MergeTask) -> MergeTask:
+        tensor = planned.get(task.name)
+        if tensor is None or task.action is not Action.MERGE:
+            return task
+        return replace(task, parameters=TensorParameters(tensor.globals, tensor.anchor, tensor.experts))
+
+    resolution = inputs.resolution
+    return replace(inputs, resolution=replace(resolution, tasks=tuple(map(adjusted, resolution.tasks))))

@@ -1,0 +1,69 @@
+"""What a manifest records of one merge: tensors, files, bytes."""
+
+from __future__ import annotations
+
+from mergepipe.checkpoints.content_id import stored_entries
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.engine.execute import OutputPlan
+from mergepipe.runs.execution import Made
+from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.storage.ledger import Purpose, Usage
+
+_REUSED_BY = "path, size, version (modification and change time, inode) and header digest of every file of the inputs"
+
+
+def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
+    """For the manifest: what was taken from which earlier snapshots."""
+    if not usage[Purpose.REUSE]:
+        return {}
+    return {
+        "reused_bytes": usage[Purpose.REUSE],
+        "reused_from": ",".join(sorted({*made.reuse.sids, *made.continued_sids})),
+        "reused_by": _REUSED_BY,
+    }
+
+
+def realized(usage: Usage) -> RealizedBytes:
+    """What was read and written, by purpose."""
+    return RealizedBytes(
+        base=usage[Purpose.BASE],
+        expert=usage[Purpose.EXPERT],
+        analysis=usage[Purpose.ANALYSIS],
+        metadata=usage[Purpose.METADATA],
+        output=usage[Purpose.OUTPUT],
+    )
+
+
+def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
+    """Bytes requested of a checkpoint's tensors, headers left out; of encoded ones with what the index takes."""
+    if checkpoint.encoded is None:
+        files = {str(entry.file) for entry in stored_entries(checkpoint)}
+    else:
+        files = {str(file) for file in (*checkpoint.encoded.files, checkpoint.encoded.index_file)}
+    return sum(n for (file, purpose), n in usage.by_file.items() if file in files and purpose is not Purpose.METADATA)
+
+
+def tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputTensor, ...]:
+    """Every output tensor as it was written, in output order."""
+    shard_of = {spec.name: shard.name for shard in output.shards for spec in shard.tensors}
+    return tuple(
+        OutputTensor(
+            task.name, task.dtype.name, task.shape, shard_of[task.name], digest.root, task.action.value, task.reason
+        )
+        for task, digest in zip(output.tasks, digests, strict=True)
+    )
+
+
+def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
+    """Every weight file as it was written."""
+    root_of = {digest.name: digest.root for digest in digests}
+    return tuple(
+        OutputFileRecord(
+            shard.name,
+            shard.file_bytes,
+            digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors]),
+        )
+        for shard in output.shards
+    )

@@ -1,0 +1,458 @@
+"""One run of a merge: opened inputs in, a published snapshot out; records, resumes and reuses on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import mergepipe
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence
+from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
+from mergepipe.errors import OutputError
+from mergepipe.operators.registry import operator_named
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.planning.plan import Plan
+from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.reports import MergeReport, Progress, ProgressCallback
+from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.runs.coverage import coverage_of
+from mergepipe.runs.execution import Earlier, Execution, Made
+from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.runs.manifest_records import (
+    file_records,
+    realized,
+    reuse_facts,
+    tensor_bytes_read,
+    tensor_records,
+)
+from mergepipe.runs.pack_request import Along, AlongPlan, Candidate, along_plan, refusals
+from mergepipe.runs.resume import MergeProgress, Resume, run_key
+from mergepipe.runs.reuse.accumulators import largest_totals_bytes
+from mergepipe.runs.reuse.blocks import Snapshots, candidates
+from mergepipe.runs.sidecars import sidecar_bytes, sidecar_contents
+from mergepipe.runs.work import merge_work
+from mergepipe.snapshots.block_digests import BLOCKS_NAME
+from mergepipe.snapshots.manifest import (
+    MANIFEST_NAME,
+    DroppedRecord,
+    FileRecord,
+    InputRecord,
+    Manifest,
+    SmallFileRecord,
+    record_of,
+)
+from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
+from mergepipe.snapshots.overlay.writer import OverlayWriter
+from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.output import make_folders, write_durably
+
+SIDECAR_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSettings:
+    """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog.
+
+    `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway; with `reuse` it copies
+    what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
+    `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on. An `overlay` stores only
+    blocks that differ from the base; it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed
+    into `pack` on the way; for that all is read: nothing is reused, nor resumed.
+    """
+
+    engine: EngineOptions
+    seed: int
+    force: bool
+    shard_bytes: int
+    home: Path | None
+    gathers: bool = False
+    resume: Resume = Resume.AUTO
+    reuse: bool = False
+    keeps_accumulators: bool = False
+    overlay: bool = False
+    allow_dropped: tuple[str, ...] = ()
+    pack: Path | None = None
+
+
+class Stages:
+    """Writes intermediates that have to be whole before they are merged on, beside the output; removed at the end."""
+
+    def __init__(self, out: Path, settings: MergeSettings, store: LocalStore) -> None:
+        self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
+        self._settings = replace(
+            settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
+            keeps_accumulators=False, overlay=False, pack=None,
+        )  # fmt: skip
+        self._store = store
+        self._stack = contextlib.ExitStack()
+        self._made = 0
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def make(self, inputs: Inputs) -> Path:
+        """Merge one intermediate; the folder lies where nobody else looks. Nothing is made until the first one."""
+        if not self._made:
+            self._stack.enter_context(self._staging)
+        self._made += 1
+        place = self._staging.path / str(self._made)
+        with closing(CatalogLink(None)) as link, private_outputs():
+            publish_merge(inputs, None, place, self._settings, self._store, link, time.perf_counter(), None)
+        return place
+
+
+def publish_merge(
+    inputs: Inputs,
+    plan: Plan | None,
+    out: Path,
+    settings: MergeSettings,
+    store: LocalStore,
+    link: CatalogLink,
+    started: float,
+    on_progress: ProgressCallback | None,
+    before_publish: Callable[[Manifest], None] | None = None,
+) -> MergeReport:
+    """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
+
+    What `before_publish` raises about the finished manifest keeps it from being published.
+    """
+    output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
+    check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
+    sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
+    weight_bytes = 0 if settings.overlay else output.total_bytes  # nobody knows how many blocks will differ
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
+    link.notices.extend(inputs.notices)
+    along = _plan_along(inputs, output, out, settings.pack)
+    if along.outs:
+        settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
+    run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
+    run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
+    seed = settings.seed if plan is None else plan.seed
+    progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
+    with published_but(out), along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
+        with (
+            Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
+            progress.recorded(staging),
+        ):
+            link.notices.extend(progress.notices)
+            manifest = run.fill(staging.path, progress, _earlier(plan, out, settings, store, link), packing)
+            packing.finish()
+            if before_publish is not None:
+                before_publish(manifest)
+            staging.publish()
+        link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+        packed = packing.publish()
+        return replace(
+            run.report(out, manifest),
+            packed=packed,
+            not_packed=along.refused,
+            earlier_expert_bytes=progress.earlier_expert_bytes,
+            forgiven_expert_bytes=progress.forgiven_expert_bytes,
+        )
+
+
+def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
+    """For the manifest: expert bytes that earlier runs may have read for this output."""
+    facts = {
+        "earlier_runs_expert_bytes": progress.earlier_expert_bytes,  # part of what was realized
+        "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
+    }
+    return {name: nbytes for name, nbytes in facts.items() if nbytes}
+
+
+def _plan_along(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> AlongPlan:
+    """Which experts are packed on the way of a merge in full.
+
+    Raises:
+        OutputError: the stores would lie in the output, or it in one of them.
+    """
+    candidates = [_candidate(inputs, model) for model in inputs.expert_models]
+    plan = along_plan(inputs.base, candidates, output.tasks, pack)
+    for place in plan.outs:
+        store, merged = place.resolve(), out.resolve()
+        if store == merged or store in merged.parents or merged in store.parents:
+            raise OutputError.of("output.overlaps-input", place, f"overlaps the output {out}", "pack somewhere else")
+    return plan
+
+
+def _candidate(inputs: Inputs, model: int) -> Candidate:
+    named = inputs.recipe.inputs()[model]
+    reason = ""
+    if inputs.recipe.base is None:
+        reason = "the recipe names no base_model"
+    elif model in inputs.intermediates:
+        reason = "another document of the recipe makes it"
+    elif named.adapter is not None:
+        reason = "an adapter is applied to it"
+    return Candidate(named.text, inputs.checkpoints[model], reason)
+
+
+def _earlier(plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink) -> Earlier:
+    """Where to look for what comes out the same: where the plan says, else in what is replaced and in the catalog."""
+    if plan is not None:
+        snapshots = Snapshots(store, [Path(each.path) for each in plan.reuse])
+        return Earlier(snapshots, goes_on=False, keeps_accumulators=False)
+    places = candidates(link, out if settings.force else None) if settings.reuse else ()
+    return Earlier(Snapshots(store, places), settings.reuse, settings.keeps_accumulators)
+
+
+class _Run:
+    """Fills a staging directory with a snapshot."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        plan: Plan | None,
+        output: OutputPlan,
+        store: LocalStore,
+        link: CatalogLink,
+        settings: MergeSettings,
+        started: float,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._inputs = inputs
+        self._plan = plan
+        self._output = output
+        self._store = store
+        self._link = link
+        self._settings = settings
+        self._started = started
+        self._on_progress = on_progress
+        self._operator = operator_named(inputs.recipe.operator.name)
+        expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
+        self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
+        if plan is not None:
+            store.ledger.expert_limit_bytes = plan.planned_bytes
+
+    def fill(self, directory: Path, progress: MergeProgress, earlier: Earlier, packing: Along) -> Manifest:
+        """Write everything but the name; return the manifest that was written."""
+        recorder = self._recorder()
+        checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
+        overlay = self._overlay(directory, checkpoints)
+        execution = Execution(
+            self._store, self._settings.engine, directory, self._output, self._plan, checkpoints,
+            lambda: self.tick("merge"), overlay,
+        )  # fmt: skip
+        with self._open_files() as files, overlay or contextlib.nullcontext():
+            ids = self._content_ids(files)
+            work = replace(
+                merge_work(self._operator.spec.name, self._output.tasks, self._plan, self._settings.seed, ids),
+                on_statistics=recorder.take if recorder else None,
+                statistics_of=recorder.expected if recorder else frozenset(),
+                known_of=self._known_statistics(),
+                tap=packing.tap,
+            )
+            made = execution.run(work, files, earlier, progress)
+        self.tick("publish")
+        check_unchanged(checkpoints)
+        made.reuse.check(made.digests)
+        if recorder:
+            recorder.flush()
+        if overlay is not None:
+            self._link.notices.append(overlay_notice(overlay.table))
+        return self._write_small_files(directory, made, ids, progress, overlay)
+
+    def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
+        if not self._settings.overlay:
+            return None
+        files, places = base_places(self._output.tasks, checkpoints)
+        return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
+
+    def _write_small_files(
+        self,
+        directory: Path,
+        made: Made,
+        ids: Mapping[int, str],
+        progress: MergeProgress,
+        overlay: OverlayWriter | None,
+    ) -> Manifest:
+        """Write all that holds no tensors, the manifest last; return it as it was written."""
+        blocks = table_of(self._output.shards, made.digests).to_bytes()
+        unfinished = self._manifest(made, ids, progress, record_of(BLOCKS_NAME, blocks))
+        contents = {**sidecar_contents(self._inputs, self._store, unfinished), **made.small}
+        if len(self._output.shards) > 1:
+            contents[INDEX_NAME] = index_json(self._output.shards)
+        sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
+        manifest = replace(unfinished, sidecars=sidecars)
+        if overlay is not None:
+            manifest, contents = as_overlay(manifest, contents, overlay.table)
+        small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
+        for name, content in small.items():
+            path = directory / name
+            make_folders(path.parent)
+            write_durably(path, content, self._store.ledger)
+        return manifest
+
+    def _content_ids(self, files: Mapping[Path, RangeFile]) -> dict[int, str]:
+        """What randomness is keyed by, by model; an expert that a plan leaves out is not looked at."""
+        if not self._operator.is_random:
+            return {}
+        wanted, known = self._inputs.expert_models, {}
+        if self._plan is not None:
+            identities = [model.content_id for model in self._plan.models]
+            known = {model: identity for model, identity in enumerate(identities) if identity is not None}
+            wanted = tuple(wanted[e] for e in sorted(_taking_part(self._plan)))
+        found = {model: self._content_id(model, files) for model in wanted if model not in known}
+        return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
+
+    def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
+        """Of an intermediate that is written nowhere, the id of what it is made from."""
+        checkpoint = self._inputs.checkpoints[model]
+        is_made = model in self._inputs.intermediates
+        return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
+
+    def _known_statistics(self) -> Callable[[MergeTask], Sequence[TensorStatistics | None]] | None:
+        """Exact statistics of a task's experts, for a merge in full; a plan holds what it needs."""
+        if self._plan is not None:
+            return None
+        known = self._link.use(lambda catalog: PairStatistics(catalog, self._inputs, (Evidence.EXACT,)))
+        if known is None:
+            return None
+        return lambda task: self._link.use(lambda _: _all_known(known, task)) or (None,) * len(task.experts)
+
+    def _recorder(self) -> StatisticsRecorder | None:
+        """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
+        if self._plan is not None or not self._inputs.expert_models or not self._settings.gathers:
+            return None
+        return self._link.use(self._make_recorder)
+
+    def _make_recorder(self, catalog: Catalog) -> StatisticsRecorder | None:
+        """Only for pairs with the one base: what else a recipe compares, nobody asks for."""
+        inputs = self._inputs
+        base_row = catalog.register_model(inputs.base)
+        rows = {model: catalog.register_model(inputs.checkpoints[model]) for model in inputs.expert_models}
+        evidence = {model: catalog.evidence(row, base_row) for model, row in rows.items()}
+        recorder = StatisticsRecorder(self._link, base_row, Evidence.EXACT)
+        for task in self._output.tasks:
+            slots = range(len(task.experts))
+            if not slots or not task.base.n_elements or task.base_model != 0:
+                continue
+            if any(inputs.pair_name(task, slot) is None for slot in slots):
+                continue
+            # What was analysed stays, on whatever grid that was asked for.
+            if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
+                recorder.expect(task, [rows[model] for model in task.expert_models])
+        return recorder if recorder.expected else None
+
+    def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
+        sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
+        encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
+        paths = files_of(sources) | files_of(encoded)
+        if self._operator.is_random:  # content ids sample dropped tensors too
+            for model in self._inputs.expert_models:
+                paths |= files_of(self._inputs.checkpoints[model].tensors.values())
+        return open_files(self._store, paths, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
+
+    def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
+        """Report progress."""
+        if self._on_progress is not None:
+            self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
+
+    def _manifest(
+        self, made: Made, ids: Mapping[int, str], progress: MergeProgress, blocks: SmallFileRecord
+    ) -> Manifest:
+        usage = self._store.ledger.usage()
+        return Manifest(
+            version=mergepipe.__version__,
+            operator=self._inputs.recipe.operator.name,
+            recipe=self._inputs.recipe_text,
+            seed=self._settings.seed if self._plan is None else self._plan.seed,
+            inputs=self._input_records(ids, usage),
+            files=file_records(self._output, made.digests),
+            tensors=tensor_records(self._output, made.digests),
+            dropped=tuple(
+                DroppedRecord(d.model, d.tensor, d.reason)
+                for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
+            ),
+            realized=realized(usage),
+            plan_digest=None if self._plan is None else self._plan.digest,
+            plan=None if self._plan is None else self._plan.content(),
+            coverage=None if self._plan is None else coverage_of(self._plan),
+            run={
+                "seconds": round(time.perf_counter() - self._started, 3),
+                "threads": self._settings.engine.threads,
+                "memory_bytes": self._settings.engine.memory_bytes,
+                **reuse_facts(made, usage),
+                **_earlier_run_facts(progress),
+            },
+            blocks=blocks,
+        )
+
+    def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
+        known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
+        return tuple(
+            InputRecord(
+                role=role,
+                model=model.text,
+                path=reference_text(model),
+                files=tuple(
+                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
+                    for file in checkpoint.files
+                ),
+                content_id=known.get(id(checkpoint)) or None,
+                read_bytes=tensor_bytes_read(checkpoint, usage),
+            )
+            for role, model, checkpoint in self._inputs.leaves()
+        )
+
+    def _budget_notices(self) -> tuple[str, ...]:
+        """What the plan says of the budget as a whole: that it reads nothing, or leaves some unspent."""
+        fallbacks = () if self._plan is None else self._plan.fallbacks
+        return tuple(f"{each.decision}: {each.reason}" for each in fallbacks if each.where == "budget")
+
+    def report(self, out: Path, manifest: Manifest) -> MergeReport:
+        """What was done, up to now."""
+        usage = realized(self._store.ledger.usage())
+        resolution = self._inputs.resolution
+        return MergeReport(
+            out=out,
+            sid=manifest.sid,
+            operator=manifest.operator,
+            merged_tensors=resolution.n_merged,
+            copied_tensors=resolution.n_copied,
+            dropped_tensors=resolution.n_dropped,
+            base_bytes=usage.base,
+            expert_bytes=usage.expert,
+            analysis_bytes=usage.analysis,
+            metadata_bytes=usage.metadata,
+            output_bytes=usage.output,
+            reused_bytes=self._store.ledger.usage()[Purpose.REUSE],
+            seconds=time.perf_counter() - self._started,
+            planned_bytes=None if self._plan is None else self._plan.planned_bytes,
+            budget_bytes=None if self._plan is None else self._plan.budget_bytes,
+            notices=(*self._link.notices, *self._budget_notices()),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+
+def _taking_part(plan: Plan) -> set[int]:
+    """The plan's experts of which anything is used."""
+    return {
+        e
+        for tensor in plan.tensors
+        for e, access in zip(tensor.models, tensor.access, strict=True)
+        if access.blocks or access.shared
+    }
+
+
+def _all_known(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
+    return tuple(known.of(task, slot) for slot in range(len(task.experts)))

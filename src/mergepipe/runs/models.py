@@ -1,0 +1,144 @@
+"""Whatever a recipe names as a model, opened as a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from blake3 import blake3
+
+from mergepipe.checkpoints.base_digest import base_digest
+from mergepipe.checkpoints.computed.adapted import Adapted
+from mergepipe.checkpoints.computed.adapter import apply_adapter, open_adapter
+from mergepipe.checkpoints.computed.expert_layouts import in_layout_of
+from mergepipe.checkpoints.contained_files import require_text_path
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
+from mergepipe.checkpoints.directory import list_names, open_checkpoint
+from mergepipe.checkpoints.formats.quantised import refuse_quantised
+from mergepipe.checkpoints.formats.weight_files import ADAPTER_NAMES, is_adapter
+from mergepipe.core.blocks import DTypeKind
+from mergepipe.deltastore.header import is_store
+from mergepipe.errors import MismatchError, UnsupportedError
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.contract import Store
+
+_COMPOSITE_FORMAT = b'"mergepipe-composite/'
+_FORMAT_BYTES = 64  # a manifest's format is its first key
+
+
+class NamedModel(Protocol):
+    """What a recipe says of one model: where it is, an adapter to apply to it, that it holds differences."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def adapter(self) -> Path | None: ...
+
+    @property
+    def is_delta(self) -> bool: ...
+
+
+def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
+    """Open one model of a recipe; reads headers, configurations and names, of a delta's base a few samples.
+
+    `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
+    base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
+    unless `as_weights`.
+
+    Raises:
+        NotFoundError, CorruptError, StorageError: as `readers.hf.open_checkpoint`.
+        UnsupportedError: a path that is not UTF-8, quantised weights, a composite, an adapter that is no plain LoRA,
+            or a delta as the base.
+        MismatchError: an adapter or a delta that belongs to another base.
+    """
+    for path in (model.path, model.adapter):
+        if path is not None:
+            require_text_path(path)
+    if model.adapter is None:
+        return _open(store, model.path, base, is_delta=model.is_delta)
+    if base is not None and not as_weights and _is_same(model.path, base) and not _is_adapted(base):
+        return open_adapter(store, model.adapter, base)
+    weights = _open(store, model.path, base)
+    if weights.kind is not CheckpointKind.FULL:
+        raise UnsupportedError.of(
+            "model.adapter_base", model.path, "holds differences from a base; an adapter applies to weights only"
+        )
+    return apply_adapter(weights, open_adapter(store, model.adapter, weights))
+
+
+def _open(store: Store, path: Path, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
+    """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
+    if is_store(path):
+        from mergepipe.deltastore.checkpoint import open_store  # compiled: nothing else that opens waits for it
+
+        return in_layout_of(base := _required(base, path, "a delta store"), open_store(store, path, base))
+    if path.is_dir():
+        names = list_names(path)
+        _refuse_composite(store, path, names)
+        if is_adapter(names):
+            return open_adapter(store, path, _required(base, path, "an adapter"))
+    elif path.name in ADAPTER_NAMES:
+        return open_adapter(store, path.parent, _required(base, path, "an adapter"))
+    opened = open_checkpoint(store, path)
+    refuse_quantised(store, opened)
+    if opened.kind is CheckpointKind.DELTA:
+        _check_base(store, opened, _required(base, path, "a delta"))
+    elif is_delta:
+        _required(base, path, "a delta")
+        opened = _as_delta(opened)
+    return opened if base is None else in_layout_of(base, opened)
+
+
+def _as_delta(weights: Checkpoint) -> Checkpoint:
+    """The same tensors as differences; their files are told apart from the same files read as weights."""
+    tensors = {
+        name: replace(tensor, is_delta=True)
+        if isinstance(tensor, TensorEntry) and tensor.dtype.kind is DTypeKind.FLOAT
+        else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    files = tuple(replace(file, header_digest=_delta_digest(file.header_digest)) for file in weights.files)
+    return replace(weights, tensors=MappingProxyType(tensors), files=files, kind=CheckpointKind.DELTA)
+
+
+def _delta_digest(header_digest: str) -> str:
+    return blake3(f"delta {header_digest}".encode()).hexdigest(length=16)
+
+
+def _required(base: Checkpoint | None, path: Path, what: str) -> Checkpoint:
+    if base is None:
+        raise UnsupportedError.of(
+            "model.not_weights", path, f"is {what}, and stands where full weights are needed",
+            "name its base here, and it as an expert",
+        )  # fmt: skip
+    return base
+
+
+def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
+    found = base_digest(store, base)
+    if found != delta.base_digest:
+        raise MismatchError.of(
+            "delta.base", delta.path,
+            f"holds differences from the base {delta.base_digest}, {base.path} is {found}",
+            "use the base it was made from",
+        )  # fmt: skip
+
+
+def _refuse_composite(store: Store, path: Path, names: frozenset[str]) -> None:
+    if MANIFEST_NAME in names and _COMPOSITE_FORMAT in store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES):
+        raise UnsupportedError.of(
+            "model.composite", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
+            "merge the weights that are saved after training is resumed from it",
+        )  # fmt: skip
+
+
+def _is_same(path: Path, base: Checkpoint) -> bool:
+    return os.path.realpath(path) == os.path.realpath(base.path)
+
+
+def _is_adapted(base: Checkpoint) -> bool:
+    return any(isinstance(tensor, Adapted) for tensor in base.tensors.values())

@@ -1,0 +1,180 @@
+"""Makes tensors of a snapshot again, from its inputs by its manifest alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.checkpoints.content_id import content_id, stored_entries
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, NeedsBase, files_of
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.core.blocks import DTYPES, element_count
+from mergepipe.engine.execute import EngineOptions, MergeWork, execute_merge, plan_output
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
+from mergepipe.operators.registry import operator_named
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.recipes.parse.recipe_files import reload_recipes
+from mergepipe.recipes.parse.references import reference_text, referenced_paths
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
+from mergepipe.runs.merge_run import MergeSettings, Stages
+from mergepipe.runs.reuse.keys import block_keys
+from mergepipe.runs.work import merge_work
+from mergepipe.snapshots.manifest import InputRecord, Manifest
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.local import LocalStore
+
+_ONE_FILE = 1 << 62
+_HINT = "put the input back as it was"
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A tensor that was made again: its digests, and where its bytes are."""
+
+    digest: TensorDigest
+    file: Path
+    offset: int
+
+
+def recorded_plan(manifest: Manifest) -> Plan | None:
+    """The plan that a snapshot was made by, reading what it took from earlier snapshots; None for a merge in full.
+
+    Raises:
+        CorruptError, UnsupportedError: as `parse_plan`.
+    """
+    if manifest.plan is None:
+        return None
+    plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), "the manifest's plan")
+    if not plan.reuse:
+        return plan
+    limit = max(plan.budget_bytes, plan.full_cost_bytes)  # nothing is free now, whatever was saved then
+    tensors = tuple(replace(tensor, reused=()) for tensor in plan.tensors)
+    return replace(plan, tensors=tensors, reuse=(), planned_bytes=limit, budget_bytes=limit)
+
+
+def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = None) -> Inputs:
+    """Open the inputs of a snapshot where they were; `stage` writes intermediates that must be whole.
+
+    Raises:
+        NotFoundError: `replay.input-gone`, naming every input that is not there any more.
+        ConflictError: `replay.input-changed`, naming every file that is not what it was.
+    """
+    gone = [
+        Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
+        for record in manifest.inputs
+        for path in referenced_paths(record.path)
+        if not path.exists()
+    ]
+    if gone:
+        raise NotFoundError(*gone)
+    recipes = reload_recipes(manifest.recipe, {record.model: Path(record.path) for record in manifest.inputs})
+    inputs = open_recipes(recipes, store, ("*",), stage)  # whatever is dropped was accepted when it was made
+    leaves = tuple(inputs.leaves())
+    if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
+        message = "its inputs are not those of its recipe"
+        raise NotFoundError.of("replay.inputs", "the manifest", message, "merge again by the recipe")
+    pairs = zip(manifest.inputs, leaves, strict=True)
+    changed = [problem for record, (_, _, found) in pairs for problem in _changes(record, found)]
+    if changed:
+        raise ConflictError(*changed)
+    plan = recorded_plan(manifest)
+    return inputs if plan is None else with_parameters(inputs, plan)
+
+
+def _changes(record: InputRecord, found: Checkpoint) -> list[Problem]:
+    """Files that differ from what was read. Times may differ: a header that is the same says enough to try."""
+    now = {file.name: (file.size_bytes, file.header_digest) for file in found.files}
+    then = {file.name: (file.size_bytes, file.header_blake3) for file in record.files}
+    return [
+        Problem("replay.input-changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
+        for name in sorted(now.keys() | then.keys())
+        if now.get(name) != then.get(name)
+    ]
+
+
+def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
+    """Names of tensors with at least this share of the bytes, the same every time; at least one of each kind."""
+    order = random.Random(manifest.sid).sample(manifest.tensors, len(manifest.tensors))
+    sizes = {t.name: element_count(t.shape) * DTYPES[t.dtype].itemsize for t in manifest.tensors}
+    wanted = fraction * sum(sizes.values())
+    chosen: dict[str, int] = {}
+    kinds: set[str] = set()
+    for tensor in order:
+        if tensor.action not in kinds or sum(chosen.values()) < wanted:
+            chosen[tensor.name] = sizes[tensor.name]
+            kinds.add(tensor.action)
+    return tuple(tensor.name for tensor in manifest.tensors if tensor.name in chosen)
+
+
+def rebuild_tensors(
+    manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
+) -> tuple[Rebuilt, ...]:
+    """Make the named tensors again, in a file in `directory`, which may take as many bytes as they have.
+
+    Raises:
+        NotFoundError, ConflictError: as `open_recorded`.
+        ConflictError: `input.changed`, an input changed meanwhile.
+    """
+    store = LocalStore()
+    settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
+    with Stages(directory / "made", settings, store) as stages:
+        inputs = open_recorded(manifest, store, stages.make)
+        wanted = set(names)
+        output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
+        missing = sorted(wanted - {task.name for task in output.tasks})
+        if missing:
+            raise _not_made(missing)
+        checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
+        with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
+            work = _work(manifest, inputs, output.tasks, files)
+            digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
+        check_unchanged(checkpoints)
+    (shard,) = output.shards
+    rebuilt, offset = [], len(shard.header)
+    for digest, spec in zip(digests, shard.tensors, strict=True):
+        rebuilt.append(Rebuilt(digest, directory / shard.name, offset))
+        offset += spec.nbytes
+    return tuple(rebuilt)
+
+
+def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes:
+    """The block keys of a snapshot, from its opened inputs: as they were when it was made, whatever their times."""
+    by_name = {task.name: task for task in inputs.resolution.tasks}
+    tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
+    pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
+    checkpoints = [
+        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files))
+        for r, (_, _, found) in pairs
+    ]
+    with open_files(store, _paths(inputs, tasks)) as files:
+        work = _work(manifest, inputs, tasks, files)
+    return block_keys(work, tasks, checkpoints).to_bytes()
+
+
+def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
+    """The files that the tasks read, and those that content ids are taken of."""
+    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
+    paths = files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
+    if operator_named(inputs.recipe.operator.name).is_random:
+        checkpoints = [inputs.checkpoints[model] for model in inputs.expert_models]
+        paths |= {entry.file for checkpoint in checkpoints for entry in stored_entries(checkpoint)}
+    return paths
+
+
+def _not_made(names: Sequence[str]) -> MergePipeError:
+    message = "by its recipe the inputs have no such tensor"
+    return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
+
+
+def _work(
+    manifest: Manifest, inputs: Inputs, tasks: tuple[MergeTask, ...], files: Mapping[Path, RangeFile]
+) -> MergeWork:
+    experts = inputs.expert_models if operator_named(manifest.operator).is_random else ()
+    ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}
+    return merge_work(manifest.operator, tasks, recorded_plan(manifest), manifest.seed, ids)

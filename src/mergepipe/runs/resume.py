@@ -1,0 +1,385 @@
+"""Goes on with an interrupted merge: recognises what it left, counts what it read, notes what is durable meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+import mergepipe
+from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged
+from mergepipe.checkpoints.read_cost import block_cost_bytes
+from mergepipe.core.blocks import BlockGrid, Span
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.engine.execute import OutputPlan
+from mergepipe.engine.segments import at_level
+from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
+from mergepipe.planning.plan import Plan, PlannedTensor
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.snapshots.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
+from mergepipe.snapshots.shards import ShardLayout, TensorDigest
+from mergepipe.snapshots.staging import CONTENT_NAME, KEPT, Staging
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.output import sync_directory
+from mergepipe.storage.owner import ACCOUNT_NAME
+
+INTERVAL_BYTES = 1 << 30
+"""About how much is written between two records: what a crash costs at most, beside the tensor that was open."""
+RESERVED_BYTES = 64 << 20
+"""How much is reserved at a time under a budget, at most: what a crash wastes of it."""
+RESERVED_FRACTION = 0.05
+"""The same as a share of the budget, if that is less."""
+_WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
+ACCOUNT_KEPT = (
+    "expert bytes that were read count against the budget when this output is made again; `--no-resume` or "
+    "`mergepipe gc` forget them"
+)
+_EARLIER = "(earlier runs)"
+
+
+class Resume(StrEnum):
+    """Whether to continue what an interrupted run left, and whether what earlier runs read counts."""
+
+    AUTO = "auto"  # where it is the same merge, else begin anew
+    REQUIRED = "required"
+    ANEW = "anew"  # there is no way to continue; what earlier runs read counts
+    NEVER = "never"  # begin anew with the whole budget
+
+    @property
+    def without_continuing(self) -> Resume:
+        """The same for a merge that is made in one run or not at all."""
+        return Resume.NEVER if self is Resume.NEVER else Resume.ANEW
+
+
+def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
+    """What has to be the same for one run to go on with what another wrote."""
+    return digest_of({
+        "version": mergepipe.__version__,
+        "recipe": inputs.recipe_text,
+        "seed": seed,
+        "plan": None if plan is None else plan.digest,
+        "inputs": [
+            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
+            for _, _, checkpoint in inputs.leaves()
+        ],
+        "alignment": None if inputs.alignment is None else inputs.alignment.digest,
+        "tasks": [[task.name, task.action.value, task.dtype.name, list(task.shape)] for task in output.tasks],
+        "shards": [[shard.name, shard.file_bytes, len(shard.tensors)] for shard in output.shards],
+    })  # fmt: skip
+
+
+class MergeProgress:
+    """The durable progress of one merge: a `DurableProgress` that writes the journal. Used from many threads.
+
+    The journal begins with the first record of durable tensors: before that there is nothing to continue. The account
+    of expert bytes begins with the first read of one: they are reserved in it before they are read, so that whatever
+    happens no read is forgotten, by this run or by those that follow it.
+    """
+
+    def __init__(self, key: str, output: OutputPlan, plan: Plan | None, ledger: Ledger, resume: Resume) -> None:
+        self._key = key
+        self._output = output
+        self._plan = plan
+        self._ledger = ledger
+        self._resume = resume
+        self._lock = threading.Lock()
+        self._journal: Journal | None = None
+        self._account: ReadAccount | None = None
+        self._directory: Path | None = None
+        self._totals = ReadTotals()
+        self._reserved_bytes = 0
+        self._done: tuple[TensorDigest, ...] = ()
+        self._noted = 0
+        self._has_earlier_account = False
+        self.earlier_expert_bytes = 0
+        self.notices: list[str] = []
+
+    # --- what was there ---
+
+    @property
+    def done(self) -> tuple[TensorDigest, ...]:
+        """The tensors that an earlier run made durable, in output order."""
+        return self._done
+
+    @property
+    def interval_bytes(self) -> int:
+        """About how many bytes are written between two records."""
+        return INTERVAL_BYTES
+
+    @property
+    def forgiven_expert_bytes(self) -> int:
+        """Expert bytes of earlier runs that do not count, because a run was told to begin anew."""
+        return self._totals.forgiven_bytes
+
+    def can_continue(self, directory: Path) -> bool:
+        """Whether to continue what is in a staging directory; if so, it is made ready for that.
+
+        What earlier runs read is charged to the ledger, whether their work is continued or not.
+
+        Raises:
+            NotFoundError: `resume.nothing`, resuming was asked for and there is nothing to continue.
+            LimitError: `resume.budget`, the budget does not cover what earlier runs read and what is left to be read.
+            CorruptError: `resume.account`.
+        """
+        if self._resume is Resume.NEVER:
+            self._forgive(directory)
+            return False
+        totals = read_totals(directory)
+        state = None if self._resume is Resume.ANEW else read_journal(directory / JOURNAL_NAME)
+        refusal = "there is no interrupted run" if state is None else self._refusal(directory, state)
+        if refusal and self._resume is Resume.REQUIRED:
+            hint = "run without --resume to begin anew"
+            raise NotFoundError.of("resume.nothing", directory, f"nothing to go on with: {refusal}", hint)
+        usage = () if state is None else state.usage
+        totals = replace(totals, expert_bytes=max(totals.expert_bytes, expert_bytes_of(usage)))
+        n_durable = 0 if state is None or refusal else len(state.digests)
+        self._check_affordable(directory, totals.expert_bytes, n_durable)
+        if state is None or refusal:
+            self._charge_earlier(directory, totals, ())
+            return False
+        _tidy(directory / CONTENT_NAME, self._output.shards, n_durable)
+        self._take_over(directory, state, totals)
+        return True
+
+    def _forgive(self, directory: Path) -> None:
+        """Let what earlier runs read count no more, and say so for as long as this output is not published."""
+        try:
+            totals = read_totals(directory)
+        except CorruptError:
+            owned.remove_file(directory / ACCOUNT_NAME)
+            totals = ReadTotals()
+        if totals == ReadTotals():
+            return
+        self._charge_earlier(directory, totals.forgiven(), ())
+        self._open_account().record(self._totals)
+
+    def _refusal(self, directory: Path, state: JournalState) -> str:
+        """Why what is there is of no use; empty if it is."""
+        if state.key != self._key:
+            return "the interrupted run was another merge, or its inputs have changed"
+        if _identity(directory / CONTENT_NAME) != state.content:
+            return "what it had written is gone"
+        names = [task.name for task in self._output.tasks]
+        if not state.digests or [digest.name for digest in state.digests] != names[: len(state.digests)]:
+            return "nothing that it had written is durable"
+        for shard, nbytes in _durable_files(self._output.shards, len(state.digests)):
+            path = directory / CONTENT_NAME / shard.name
+            if not path.is_file() or path.stat().st_size < nbytes:
+                return f"{shard.name} is shorter than it was"
+        return ""
+
+    def _check_affordable(self, directory: Path, used_bytes: int, n_durable: int) -> None:
+        """Refuse to run where the budget does not cover what was read and what is left to be read."""
+        if self._plan is None or not used_bytes:
+            return
+        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable])
+        budget = self._plan.budget_bytes
+        if used_bytes + left <= budget:
+            return
+        message = (
+            f"earlier runs may have read {used_bytes} of {budget} bytes for this output, which leaves "
+            f"{max(0, budget - used_bytes)}; {left} are needed"
+        )
+        hint = "begin anew with the whole budget (--no-resume), or give a larger --budget"
+        raise LimitError.of("resume.budget", directory, message, hint)
+
+    def _charge_earlier(self, directory: Path, totals: ReadTotals, usage: Sequence[FileUse]) -> None:
+        """Charge what earlier runs used: by file where that is known, the rest of the expert bytes in one sum."""
+        self._directory = directory
+        self._totals = totals
+        self._has_earlier_account = totals != ReadTotals()
+        self.earlier_expert_bytes = self._reserved_bytes = totals.expert_bytes
+        if self._plan is not None:
+            planned = totals.expert_bytes + self._plan.planned_bytes
+            self._ledger.expert_limit_bytes = self._plan.budget_bytes if usage else planned
+        for file, purpose, nbytes in usage:
+            self._ledger.charge(file, purpose, nbytes)
+        rest = totals.expert_bytes - expert_bytes_of(usage)
+        if rest:
+            self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
+        if totals.expert_bytes and not usage:
+            self.notices.append(
+                f"began anew: earlier runs may have read {totals.expert_bytes} expert bytes, which count"
+            )
+        if totals.forgiven_bytes:
+            self.notices.append(
+                f"began anew with the whole budget (--no-resume): {totals.forgiven_bytes} expert bytes that earlier "
+                "runs may have read are not counted"
+            )
+
+    def _take_over(self, directory: Path, state: JournalState, totals: ReadTotals) -> None:
+        self._done = state.digests
+        self._noted = len(state.digests)
+        self._journal = Journal(directory / JOURNAL_NAME, state)
+        self._charge_earlier(directory, totals, state.usage)
+        written = sum(task.output_bytes for task in self._output.tasks[: self._noted])
+        self.notices.append(
+            f"went on with an interrupted run: {written} of {sum(t.output_bytes for t in self._output.tasks)} bytes "
+            f"in {self._noted} of {len(self._output.tasks)} tensors were durable"
+        )
+
+    # --- on the way ---
+
+    @contextlib.contextmanager
+    def recorded(self, staging: Staging) -> Iterator[None]:
+        """Write the journal of what happens in `staging`; if it is interrupted, let it be kept to be continued.
+
+        However a run under a budget ends without a result, the account of what it read stays.
+        """
+        self._directory = staging.directory
+        self._ledger.before_expert_read = self._cover
+        try:
+            yield
+        except BaseException as error:
+            if staging.path.is_dir():  # else it was published
+                self._keep(staging, error)
+            raise
+        finally:
+            self._ledger.before_expert_read = None
+            if self._journal is not None:
+                self._journal.close()
+            if self._account is not None:
+                self._account.close()
+
+    def _keep(self, staging: Staging, error: BaseException) -> None:
+        """Keep what a run that failed leaves: its work where that can be continued, else the account alone, if any."""
+        is_continuable = bool(self._noted) and isinstance(error, _WORTH_KEEPING)
+        has_account = self._has_earlier_account or (self._plan is not None and self._account is not None)
+        if not (is_continuable or has_account):
+            return
+        with contextlib.suppress(StorageError, OSError):  # then it counts as killed, which is as good
+            if self._account is not None:
+                self._account.record(self._totals)
+        with contextlib.suppress(StorageError, OSError):
+            if is_continuable:
+                self._stop(staging.path)
+            else:
+                _remove_work(staging.directory)
+        staging.keep()
+        note = KEPT if is_continuable else ACCOUNT_KEPT
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+    def note(self, digests: Sequence[TensorDigest]) -> None:
+        """Record that the next tensors are durable; called by the writer."""
+        if self._directory is None:
+            raise ValueError("not in a staging directory")
+        sync_directory(self._directory / CONTENT_NAME)
+        usage = self._usage()
+        with self._lock:
+            if self._journal is None:
+                self._journal = _begin(self._directory, self._key)
+            self._journal.note_durable(digests, usage)
+            self._noted += len(digests)
+
+    def _cover(self, expert_bytes: int) -> None:
+        """Reserve expert bytes before they are read; called by the ledger, which is locked."""
+        with self._lock:
+            if expert_bytes > self._reserved_bytes:
+                reserved = self._reservation(expert_bytes)
+                self._open_account().record(replace(self._totals, expert_bytes=reserved))
+                self._reserved_bytes = reserved
+            self._totals = replace(self._totals, expert_bytes=expert_bytes)
+
+    def _reservation(self, expert_bytes: int) -> int:
+        if self._plan is None:  # nothing to be spared: for the account only
+            return expert_bytes + INTERVAL_BYTES
+        budget = self._plan.budget_bytes
+        step = min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
+        return max(expert_bytes, min(expert_bytes + step, budget))
+
+    def _open_account(self) -> ReadAccount:
+        if self._directory is None:
+            raise ValueError("not in a staging directory")
+        if self._account is None:
+            self._account = ReadAccount(self._directory, is_durable=self._plan is not None)
+        return self._account
+
+    def _stop(self, content: Path) -> None:
+        """Record what was used exactly, and give back the space of what is not durable."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.stop(self._usage())
+        _tidy(content, self._output.shards, self._noted)
+
+    def _usage(self) -> tuple[FileUse, ...]:
+        by_file = self._ledger.usage().by_file
+        return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items()))
+
+
+def _remove_work(directory: Path) -> None:
+    """Remove what cannot be continued from a staging directory, and leave the account."""
+    with contextlib.suppress(FileNotFoundError):
+        owned.remove_file(directory / JOURNAL_NAME)
+    owned.remove_tree(directory / CONTENT_NAME)
+
+
+def _begin(directory: Path, key: str) -> Journal:
+    """Make the journal, durable with all that leads to it."""
+    identity = _identity(directory / CONTENT_NAME)
+    if identity is None:
+        raise StorageError.of("storage.io", directory / CONTENT_NAME, "is gone", "run again")
+    journal = Journal(directory / JOURNAL_NAME)
+    journal.begin(key, identity)
+    sync_directory(directory)
+    sync_directory(directory.parent)
+    return journal
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tuple[ShardLayout, int]]:
+    """The files that the first `n_tensors` stand in, and how many bytes of each these and its header are."""
+    for shard in shards:
+        own = shard.tensors[:n_tensors]
+        if not own:
+            return
+        n_tensors -= len(own)
+        yield shard, len(shard.header) + sum(spec.nbytes for spec in own)
+
+
+def _tidy(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
+    """Remove everything but what is durable of the first `n_tensors`."""
+    durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
+    owned.keep_only(content, durable)
+
+
+def _planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
+    """What the plan charges for reading the experts of some tasks, block by block."""
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    return sum(_tensor_cost(plan, planned[task.name], task) for task in tasks if task.name in planned)
+
+
+def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
+    grid = BlockGrid(planned.n_elements, plan.block_elements)
+    reused = {block for start, stop, _ in planned.reused for block in range(start, stop)}
+    cost = 0
+    for source, access in zip(task.experts, planned.access, strict=True):
+        if isinstance(source, Unchanged):
+            continue
+        read = (block for start, stop in access.blocks for block in range(start, stop))
+        levels = {block: level for start, stop, level in access.levels for block in range(start, stop)}
+        spans = defaultdict[int, list[Span]](list)
+        for block in (block for block in read if block not in reused):
+            spans[levels.get(block, 0)].append(grid.span(block))
+        cost += sum(_source_cost(at_level(source, level), own) for level, own in spans.items())
+    return cost
+
+
+def _source_cost(source: Readable, spans: Sequence[Span]) -> int:
+    if isinstance(source, TensorEntry):
+        return sum(block_cost_bytes(source, span) for span in spans)
+    return sum(source.cost_bytes(span) for span in (spans[:1] if source.is_unit else spans))

@@ -1,0 +1,291 @@
+"""Kept sums: the float32 totals of additive merges, on which a later merge with more experts goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+import mergepipe
+from mergepipe.checkpoints.contract import Checkpoint, KeptTotal, Unchanged
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.core.blocks import F32, element_count
+from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.engine.execute import MergeWork, OutputPlan, operator_input
+from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
+from mergepipe.operators.elementwise import ElementwiseRule, Keep
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.runs.reuse.blocks import Snapshots
+from mergepipe.runs.reuse.keys import SourceNames
+from mergepipe.snapshots.block_digests import BlockTable, block_table_of
+from mergepipe.snapshots.layout import PlacedFile, PlacedTensor, SnapshotLayout
+from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.scan import scan_snapshot
+from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, header_of, table_of
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.regular import read_small
+
+ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
+ACCUMULATORS_RECORD_NAME = "mergepipe.accumulators.json"
+ACCUMULATORS_BLOCKS_NAME = "mergepipe.accumulators.blocks"
+ACCUMULATORS_FORMAT = "mergepipe-accumulators/2"
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """One contribution: `what` digests the expert's bytes and how they are thinned."""
+
+    what: str
+    coefficient: float  # exactly a float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What the sum of one tensor is made of: where it starts, and its additions in order.
+
+    Sums of equal `start` and additions are equal to the bit.
+    """
+
+    start: str
+    additions: tuple[Addition, ...]
+
+    def begins(self, other: Sum) -> bool:
+        """Whether `other` goes on from here, bit for bit."""
+        return self.start == other.start and other.additions[: len(self.additions)] == self.additions
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTotal:
+    """The sum that a task asks for. `rule` is the operator's, `experts` the places of the additions among experts."""
+
+    sum: Sum
+    rule: ElementwiseRule
+    experts: tuple[int, ...]
+
+
+def running_totals(
+    work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterable[Checkpoint]
+) -> dict[str, RunningTotal]:
+    """The sums of the tensors that are plain sums, element by element, of contributions that can be told."""
+    names = SourceNames(checkpoints)
+    found = ((task.name, _running_total(work, task, names)) for task in tasks)
+    return {name: total for name, total in found if total is not None}
+
+
+def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> RunningTotal | None:
+    if work.access is not None or task.action is Action.COPY or not task.experts or not task.base.n_elements:
+        return None
+    given = operator_input(work, task)
+    if work.operator.granularity(given) > 1 or work.operator.reduction(given) is not None:
+        return None
+    rule = work.operator.block_function(given, NOTHING_REDUCED)
+    if not isinstance(rule, ElementwiseRule) or rule.consensus or rule.keep not in (Keep.ALL, Keep.RANDOM):
+        return None
+    experts = tuple(e for e, source in enumerate(task.experts) if not isinstance(source, Unchanged))
+    base, places = names.name(task.base), [names.name(task.experts[e]) for e in experts]
+    if base is None or not experts:
+        return None
+    arrays = (rule.stream_keys_E, rule.cuts_E, rule.scales_E)
+    additions = []
+    for e, place in zip(experts, places, strict=True):
+        if place is None:
+            return None
+        what = digest_of([place, int(rule.keep), *(a[e].tobytes().hex() if a is not None else None for a in arrays)])
+        additions.append(Addition(what, float(rule.coefficients_E[e])))
+    start = digest_of([mergepipe.__version__, base, list(task.shape), rule.anchor_scale, int(rule.keep)])
+    return RunningTotal(Sum(start, tuple(additions)), rule, experts)
+
+
+# --- going on with a kept sum ---
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A sum that an earlier merge kept: of the first `n_additions` of the sum wanted."""
+
+    entry: KeptTotal
+    n_additions: int
+    sid: str
+
+
+def find_kept(
+    totals: Mapping[str, RunningTotal], snapshots: Snapshots, ledger: Ledger, threads: int
+) -> dict[str, Kept]:
+    """Look in earlier snapshots for sums from which the least is missing to those wanted, of each tensor.
+
+    What is taken is read once here, to be compared with its digests.
+
+    Raises:
+        CorruptError: `accumulators.damaged`.
+    """
+    best: dict[str, tuple[Kept, KeptTotals]] = {}
+    for earlier in snapshots if totals else ():
+        kept = read_totals(earlier.path, earlier.manifest)
+        if kept is None:
+            continue
+        for name, total in totals.items():
+            found = kept.find(name, total)
+            if found is not None and (name not in best or found.n_additions > best[name][0].n_additions):
+                best[name] = (found, kept)
+    for kept in {id(kept): kept for _, kept in best.values()}.values():
+        kept.check([name for name, (_, own) in best.items() if own is kept], ledger, threads)
+    return {name: found for name, (found, _) in best.items()}
+
+
+def continued(task: MergeTask, total: RunningTotal, kept: Kept) -> tuple[MergeTask, BlockFunction]:
+    """The task that adds only what is missing, and the function that does so."""
+    missing = list(total.experts[kept.n_additions :])
+    if not missing:
+        return rounded(task, kept.entry)
+    taken = [missing[0], *missing]  # the first entry stands for the sum so far, and is not looked at
+    made = replace(
+        task,
+        experts=(kept.entry, *(task.experts[e] for e in missing)),
+        expert_models=tuple(task.expert_models[e] for e in taken),
+        parameters=TensorParameters({}, {}, ({},) * len(taken)),
+    )
+    return made, _of_experts(total.rule, taken)
+
+
+def _of_experts(rule: ElementwiseRule, taken: list[int]) -> ElementwiseRule:
+    return replace(
+        rule,
+        goes_on=True,
+        coefficients_E=rule.coefficients_E[taken],
+        stream_keys_E=None if rule.stream_keys_E is None else rule.stream_keys_E[taken],
+        cuts_E=None if rule.cuts_E is None else rule.cuts_E[taken],
+        scales_E=None if rule.scales_E is None else rule.scales_E[taken],
+    )
+
+
+def rounded(task: MergeTask, entry: KeptTotal) -> tuple[MergeTask, BlockFunction]:
+    """The task that only rounds a sum to the output's dtype."""
+    made = replace(task, base=entry, experts=(), expert_models=(), parameters=TensorParameters({}, {}, ()))
+    return made, ElementwiseRule(np.empty(0, np.float32))
+
+
+def largest_totals_bytes(tasks: Sequence[MergeTask]) -> int:
+    """What the sums of `tasks` take at most, but for a header."""
+    return sum(F32.itemsize * task.base.n_elements for task in tasks if task.action is Action.MERGE)
+
+
+def total_output(tasks: Sequence[MergeTask]) -> OutputPlan:
+    """The file of the sums of `tasks`."""
+    specs = tuple(TensorSpec(task.name, F32, task.shape) for task in tasks)
+    shard = ShardLayout(ACCUMULATORS_NAME, specs, header_of(specs, {}))
+    return OutputPlan((shard,), tuple(replace(task, dtype=F32) for task in tasks))
+
+
+def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
+    """Where the sums are once they are written."""
+    (shard,) = output.shards
+    entries, offset = {}, len(shard.header)
+    for spec in shard.tensors:
+        entries[spec.name] = KeptTotal(spec.name, F32, spec.shape, directory / shard.name, offset, spec.nbytes)
+        offset += spec.nbytes
+    return entries
+
+
+# --- the record ---
+
+
+def total_files(
+    totals: Mapping[str, RunningTotal], output: OutputPlan, digests: tuple[TensorDigest, ...]
+) -> dict[str, bytes]:
+    """The small files that go with the sums: what each is made of, and the digests of its blocks."""
+    tensors = []
+    for spec in output.shards[0].tensors:
+        made = totals[spec.name].sum
+        additions = [[addition.what, addition.coefficient] for addition in made.additions]
+        tensors.append([spec.name, list(spec.shape), made.start, additions])
+    record = {"format": ACCUMULATORS_FORMAT, "tensors": tensors}
+    return {
+        ACCUMULATORS_RECORD_NAME: canonical_json(record) + b"\n",
+        ACCUMULATORS_BLOCKS_NAME: table_of(output.shards, digests).to_bytes(),
+    }
+
+
+@dataclass(frozen=True)
+class KeptTotals:
+    """The sums of an earlier snapshot, as its manifest binds them."""
+
+    path: Path
+    sid: str
+    sums: Mapping[str, Sum]
+    entries: Mapping[str, KeptTotal]
+    table: BlockTable
+
+    def find(self, name: str, wanted: RunningTotal) -> Kept | None:
+        """The sum here, if it is the beginning of the sum wanted."""
+        have = self.sums.get(name)
+        if have is None or not have.begins(wanted.sum):
+            return None
+        return Kept(self.entries[name], len(have.additions), self.sid)
+
+    def check(self, names: Iterable[str], ledger: Ledger, threads: int) -> None:
+        """Read the sums and compare them with their digests.
+
+        Raises:
+            CorruptError: `accumulators.damaged`.
+        """
+        damaged = self.damaged(set(names), ledger, threads)
+        if damaged:
+            message = f"the kept sum of '{damaged[0]}' is not what was written: nothing was published"
+            raise CorruptError.of(
+                "accumulators.damaged", self.path, message, "remove that file, or run with --no-reuse"
+            )
+
+    def damaged(self, names: set[str], ledger: Ledger, threads: int) -> tuple[str, ...]:
+        """Those of the sums that are not what was written."""
+        rows = [entry for entry in self.entries.values() if entry.name in names]
+        tensors = tuple(PlacedTensor(i, e.name, F32, e.shape, "", e.offset) for i, e in enumerate(rows))
+        first = min(entry.offset for entry in self.entries.values())
+        file = PlacedFile(0, self.path.name, self.path.stat().st_size, first, tensors)
+        layout = SnapshotLayout((file,), self.table.block_elements)
+        scan = scan_snapshot(LocalStore(), self.path.parent, layout, threads, lambda _: None)
+        ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
+        expected = dict(zip(self.entries, self.table.tensors, strict=True))
+        return tuple(e.name for e, found in zip(rows, scan.blocks, strict=True) if tuple(found) != expected[e.name])
+
+
+def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
+    """The sums that a snapshot keeps; None where it keeps none, or not those that its manifest binds."""
+    path = directory / ACCUMULATORS_NAME
+    records = {record.name: record for record in manifest.sidecars}
+    if ACCUMULATORS_RECORD_NAME not in records or not path.is_file():
+        return None
+    try:
+        names = (ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
+        raw = {name: read_small(directory / name, BLOCK_TABLE_BYTES) for name in names}
+        if any(blake3(content).hexdigest(16) != records[name].blake3 for name, content in raw.items()):
+            return None
+        return _parsed(path, manifest.sid, json.loads(raw[ACCUMULATORS_RECORD_NAME]), raw[ACCUMULATORS_BLOCKS_NAME])
+    except (MergePipeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
+    """The manifest vouches for the record; the file is held against it."""
+    if record["format"] != ACCUMULATORS_FORMAT:
+        return None
+    sums = {
+        name: Sum(start, tuple(Addition(what, coefficient) for what, coefficient in additions))
+        for name, _, start, additions in record["tensors"]
+    }
+    shapes = {name: tuple(shape) for name, shape, *_ in record["tensors"]}
+    table = block_table_of(blocks, path, 1, [element_count(shape) for shape in shapes.values()])
+    found = {
+        e.name: KeptTotal(e.name, e.dtype, e.shape, e.file, e.offset, e.nbytes)
+        for e in read_header(LocalStore(), path).entries
+    }
+    if {n: (e.dtype, e.shape) for n, e in found.items()} != {n: (F32, shape) for n, shape in shapes.items()}:
+        return None
+    return KeptTotals(path, sid, sums, {name: found[name] for name in shapes}, table)

@@ -1,0 +1,277 @@
+"""Finds blocks of earlier snapshots that come out the same: a merge copies them, and reads no expert for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+from blake3 import blake3
+
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
+from mergepipe.engine.execute import MergeWork, can_reuse
+from mergepipe.engine.segments import Reusable
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Problem
+from mergepipe.planning.plan import Plan, ReusedSnapshot
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
+from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
+from mergepipe.storage.regular import read_small
+
+MAX_CANDIDATES = 64
+Identity = tuple[int, int, str]
+"""Device, size and version of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Results of an earlier snapshot for one output tensor, and the digests of that tensor's blocks there."""
+
+    reusable: Reusable
+    digests: tuple[bytes, ...]
+    snapshot: EarlierSnapshot
+
+    @property
+    def n_elements(self) -> int:
+        """Elements that need not be merged."""
+        return sum(span.n_elements for span in self.reusable.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What of an output stands in earlier snapshots, by tensor."""
+
+    known: Mapping[str, Known]
+
+    @property
+    def reusable(self) -> Mapping[str, Reusable]:
+        """As the engine wants it."""
+        return {name: each.reusable for name, each in self.known.items()}
+
+    @property
+    def files(self) -> set[Path]:
+        """The files that are read."""
+        return {each.reusable.entry.file for each in self.known.values()}
+
+    @property
+    def sids(self) -> tuple[str, ...]:
+        """The snapshots that something is taken from."""
+        return tuple(sorted({each.snapshot.sid for each in self.known.values()}))
+
+    def without(self, lost: Collection[Path]) -> Reuse:
+        """What does not stand in these files."""
+        return Reuse({n: each for n, each in self.known.items() if each.reusable.entry.file not in lost})
+
+    def check(self, written: Iterable[TensorDigest]) -> None:
+        """Compare what was copied with what it should have been.
+
+        Raises:
+            CorruptError: `reuse.damaged`, naming snapshot and tensor.
+        """
+        for digest in written:
+            known = self.known.get(digest.name)
+            if known is None:
+                continue
+            for block in _whole_blocks(known.reusable):
+                if digest.blocks[block] != known.digests[block]:
+                    entry = known.reusable.entry
+                    message = f"block {block} of '{entry.name}' is not what the manifest records: nothing was published"
+                    hint = "`mergepipe repair` that snapshot, or run again with --no-reuse"
+                    raise CorruptError.of("reuse.damaged", entry.file, message, hint)
+
+
+def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, snapshots: Snapshots) -> Reuse:
+    """Look for the blocks of `tasks`, whose keys these are, in earlier snapshots.
+
+    Of each tensor blocks of one snapshot are taken: the one that has most of them, the first of equals.
+    """
+    wanted = {
+        task.name: (task, blocks)
+        for task, blocks in zip(tasks, keys.tensors, strict=True)
+        if any(key != NO_KEY for key in blocks)
+    }
+    found: dict[str, Known] = {}
+    open_names = set(wanted)
+    for earlier in snapshots if open_names else ():
+        for name in sorted(open_names):
+            task, blocks = wanted[name]
+            match = earlier.match(task, blocks, keys.block_elements)
+            if match is None or (name in found and match.n_elements <= found[name].n_elements):
+                continue
+            if can_reuse(replace(work, reusable={name: match.reusable}), task):
+                found[name] = match
+                if match.reusable.is_whole:
+                    open_names.discard(name)
+        if not open_names:
+            break
+    return Reuse(found)
+
+
+def as_planned(found: Reuse, plan: Plan) -> Reuse:
+    """Of what was found exactly what the plan reuses.
+
+    Raises:
+        ConflictError: `plan.reuse-gone`, naming every snapshot that does not hold what it held any more.
+    """
+    known: dict[str, Known] = {}
+    gone: set[int] = set()
+    for tensor in plan.tensors:
+        if not tensor.reused:
+            continue
+        grid = BlockGrid(tensor.n_elements, plan.block_elements)
+        spans = tuple(Span(grid.span(a).start, grid.span(b - 1).stop) for a, b, _ in tensor.reused)
+        source = tensor.reused[0][2]
+        here = found.known.get(tensor.name)
+        if here is None or here.snapshot.sid != plan.reuse[source].sid or not _covers(here.reusable.spans, spans):
+            gone.add(source)
+        else:
+            known[tensor.name] = replace(here, reusable=replace(here.reusable, spans=spans))
+    if gone:
+        raise ConflictError(*(_gone(plan.reuse[each]) for each in sorted(gone)))
+    return Reuse(known)
+
+
+def _covers(spans: Sequence[Span], wanted: Sequence[Span]) -> bool:
+    return all(any(a.start <= b.start and b.stop <= a.stop for a in spans) for b in wanted)
+
+
+def _gone(snapshot: ReusedSnapshot) -> Problem:
+    message = f"the plan takes blocks of snapshot {snapshot.sid[:8]} there, which is gone or has changed"
+    return Problem("plan.reuse-gone", snapshot.path, message, "put it back, or plan again")
+
+
+def candidates(link: CatalogLink, replaced: Path | None = None) -> tuple[Path, ...]:
+    """Where to look for earlier results: in the snapshot that is about to be replaced, then in the newest others."""
+    rows = link.use(lambda catalog: catalog.snapshots()) or ()
+    return (*((replaced,) if replaced is not None else ()), *(row.path for row in rows))
+
+
+class Snapshots:
+    """Earlier snapshots that have keys, read once each and as they are asked for.
+
+    One that cannot be read is passed over: nothing but time is lost.
+    """
+
+    def __init__(self, store: Store, paths: Iterable[Path]) -> None:
+        self._store = store
+        self._paths = list(dict.fromkeys(Path(os.path.realpath(path)) for path in paths))[:MAX_CANDIDATES]
+        self._read: dict[Path, EarlierSnapshot | None] = {}
+
+    def __iter__(self) -> Iterator[EarlierSnapshot]:
+        for path in self._paths:
+            if path not in self._read:
+                self._read[path] = _read_snapshot(self._store, path)
+            earlier = self._read[path]
+            if earlier is not None:
+                yield earlier
+
+
+def _read_snapshot(store: Store, path: Path) -> EarlierSnapshot | None:
+    if not (path / KEYS_NAME).is_file():
+        return None
+    try:
+        # First: a snapshot that is replaced while it is looked at is not taken for what it was.
+        identities = {file: identity for file in path.iterdir() if (identity := _identity(file)) is not None}
+        manifest = read_manifest_value(path)
+        checkpoint = open_checkpoint(store, path)
+        keys = _table(path, manifest, KEYS_NAME, 0)
+        digests = _table(path, manifest, BLOCKS_NAME, len(manifest.files))
+        return EarlierSnapshot(path, manifest, checkpoint, keys, digests, identities)
+    except (MergePipeError, OSError):
+        return None
+
+
+def _identity(path: Path) -> Identity | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_size, version_of(path, status)
+
+
+def lost_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:
+    """Those of the files that are not what they were when the snapshots were looked at."""
+    known = {path: identity for each in snapshots for path, identity in each.identities.items()}
+    return {file for file in files if file in known and _identity(file) != known[file]}
+
+
+def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
+    """A table as the manifest records it."""
+    path = directory / name
+    raw = read_small(path, BLOCK_TABLE_BYTES)
+    records = (*manifest.sidecars, manifest.blocks)
+    if not any(record.name == name and record.blake3 == blake3(raw).hexdigest(16) for record in records):
+        raise CorruptError.of("reuse.table", path, "is not what the manifest records", "`mergepipe repair` it")
+    return block_table_of(raw, path, n_files, [element_count(tensor.shape) for tensor in manifest.tensors])
+
+
+@dataclass(frozen=True)
+class EarlierSnapshot:
+    """An earlier snapshot with its keys and digests."""
+
+    path: Path
+    manifest: Manifest
+    checkpoint: Checkpoint
+    keys: BlockTable
+    digests: BlockTable
+    identities: Mapping[Path, Identity]
+
+    @property
+    def sid(self) -> str:
+        """Its id."""
+        return self.manifest.sid
+
+    @cached_property
+    def place_of(self) -> Mapping[bytes, tuple[int, ...]]:
+        """The tensors that a key stands in; its block is in the key."""
+        places: dict[bytes, tuple[int, ...]] = {}
+        for t, keys in enumerate(self.keys.tensors):
+            for key in keys:
+                if key != NO_KEY:
+                    places[key] = (*places.get(key, ()), t)
+        return places
+
+    def match(self, task: MergeTask, wanted: Sequence[bytes], block_elements: int) -> Known | None:
+        """The blocks of a task that stand in one tensor here."""
+        if block_elements != self.keys.block_elements:
+            return None
+        counts = Counter(t for key in wanted for t in self.place_of.get(key, ()))
+        if not counts:
+            return None
+        t = min(counts, key=lambda each: (-counts[each], each))
+        entry = self.checkpoint.tensors.get(self.manifest.tensors[t].name)
+        if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != (task.dtype, task.shape):
+            return None
+        is_here = [t in self.place_of.get(key, ()) for key in wanted]
+        spans = tuple(_spans(is_here, entry.n_elements, block_elements))
+        return Known(Reusable(entry, spans), self.digests.tensors[t], self) if spans else None
+
+
+def _spans(is_here: Sequence[bool], n_elements: int, block_elements: int) -> Iterator[Span]:
+    """Runs of blocks that are there, on the coarser grid of keys and digests: what is copied can be checked."""
+    grid = BlockGrid(n_elements, math.lcm(block_elements, DEFAULT_BLOCK_ELEMENTS))
+    whole = [all(is_here[span.start // block_elements : -(-span.stop // block_elements)]) for span in grid.spans()]
+    edges = [0, *(i for i, (a, b) in enumerate(pairwise(whole), 1) if a != b), len(whole)]
+    for first, last in pairwise(edges):
+        if first < last and whole[first]:
+            yield Span(grid.span(first).start, grid.span(last - 1).stop)
+
+
+def _whole_blocks(known: Reusable) -> Iterator[int]:
+    """Blocks of the digests' grid that were copied: spans begin and end on it."""
+    for span in known.spans:
+        yield from range(span.start // DEFAULT_BLOCK_ELEMENTS, -(-span.stop // DEFAULT_BLOCK_ELEMENTS))

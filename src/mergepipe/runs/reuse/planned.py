@@ -1,0 +1,128 @@
+"""Lets a plan take results from earlier snapshots, charges nothing for them, and spends what that frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
+from mergepipe.planning.planner import Ranking
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.reuse.blocks import EarlierSnapshot, Known, Reuse, Snapshots, find_reuse
+from mergepipe.runs.reuse.keys import block_keys
+from mergepipe.runs.work import merge_work
+
+MAX_EARLIER_BUDGETS = 8
+MAX_STEPS = 10
+CLOSE_ENOUGH = 1 / 256  # of the budget
+
+TasksOf = Callable[[Plan], tuple[MergeTask, ...]]
+"""The tasks with the parameters that a plan has in force."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReusingPlanner:
+    """Plans that reuse: of a ranking, what stands in `snapshots` is not charged.
+
+    `content_ids` are empty where they are not known: then nothing of that expert is recognised under random rules.
+    """
+
+    ranking: Ranking
+    inputs: Inputs
+    tasks_of: TasksOf
+    content_ids: Mapping[int, str]
+    snapshots: Snapshots
+
+    def plan(self) -> Plan:
+        """The longest prefix found whose charged cost is within the budget.
+
+        What is charged need not grow with the prefix: a block that one more expert joins may be one that stands in an
+        earlier snapshot. So the whole, and what earlier plans read, are tried before the budget is halved towards.
+        Where an error is aimed at, the prefix that reaches it is enough.
+        """
+        budget = self.ranking.budget_bytes
+        best = self._charged(budget)
+        if self.ranking.options.target_error is not None or not any(True for _ in self.snapshots):
+            return best
+        above = self.ranking.full_cost_bytes
+        for limit in self._worth_trying():
+            if limit <= best.budget_bytes:
+                break
+            tried = self._charged(limit)
+            if tried.planned_bytes <= budget:
+                best = tried
+                break
+            above = limit
+        for _ in range(MAX_STEPS):
+            limit = (best.budget_bytes + above) // 2
+            if best.reuse == () or limit - best.budget_bytes <= max(1, int(budget * CLOSE_ENOUGH)):
+                break
+            tried = self._charged(limit)
+            best, above = (tried, above) if tried.planned_bytes <= budget else (best, limit)
+        return replace(best, budget_bytes=budget)
+
+    def _worth_trying(self) -> list[int]:
+        """Costs of prefixes larger than the budget, in descending order."""
+        full = self.ranking.full_cost_bytes
+        earlier = [cost for each in self.snapshots if (cost := _prefix_cost(each)) is not None and cost < full]
+        return sorted({full, *list(dict.fromkeys(earlier))[:MAX_EARLIER_BUDGETS]}, reverse=True)
+
+    def _charged(self, limit_bytes: int) -> Plan:
+        """The plan of a prefix, less what it can reuse."""
+        plan = self.ranking.plan(limit_bytes)
+        tasks = self.tasks_of(plan)
+        work = merge_work(plan.operator, tasks, plan, plan.seed, self.content_ids)
+        keys = block_keys(work, tasks, [checkpoint for _, _, checkpoint in self.inputs.leaves()])
+        reuse = find_reuse(work, tasks, keys, self.snapshots)
+        return _reusing(plan, reuse, self.ranking)
+
+
+def _prefix_cost(earlier: EarlierSnapshot) -> int | None:
+    """What an earlier plan charged and saved together; None for a merge in full."""
+    content = earlier.manifest.plan
+    if content is None:
+        return None
+    planned, reuse = content.get("planned_bytes"), content.get("reuse", ())
+    saved = [sum(each["saved_bytes"]) for each in reuse] if isinstance(reuse, list | tuple) else []
+    return planned + sum(saved) if isinstance(planned, int) else None
+
+
+def _reusing(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
+    """The plan with what it reuses, not charged for that."""
+    planned = {tensor.name for tensor in plan.tensors}
+    known = {name: each for name, each in reuse.known.items() if name in planned}
+    if not known:
+        return plan
+    runs = {name: _runs(each, plan.block_elements) for name, each in known.items()}
+    earlier = {each.snapshot.sid: each.snapshot for each in known.values()}
+    snapshots, saved_E = [], np.zeros(sum(model.role == "expert" for model in plan.models), np.int64)
+    for sid, snapshot in earlier.items():
+        own = {name: runs[name] for name, each in known.items() if each.snapshot.sid == sid}
+        own_E = ranking.read_cost_E(plan, own)
+        saved_E += own_E
+        snapshots.append(ReusedSnapshot(sid, str(snapshot.path), tuple(own_E.tolist())))
+    index = {sid: i for i, sid in enumerate(earlier)}
+    of_experts = iter(saved_E.tolist())
+    return replace(
+        plan,
+        planned_bytes=plan.planned_bytes - int(saved_E.sum()),
+        models=tuple(
+            replace(model, planned_bytes=model.planned_bytes - next(of_experts)) if model.role == "expert" else model
+            for model in plan.models
+        ),
+        tensors=tuple(
+            replace(t, reused=tuple((a, b, index[known[t.name].snapshot.sid]) for a, b in runs[t.name]))
+            if t.name in runs
+            else t
+            for t in plan.tensors
+        ),
+        fallbacks=tuple(each for each in plan.fallbacks if each.where != "budget"),
+        reuse=tuple(snapshots),
+    )
+
+
+def _runs(known: Known, block_elements: int) -> Runs:
+    return tuple((span.start // block_elements, -(-span.stop // block_elements)) for span in known.reusable.spans)

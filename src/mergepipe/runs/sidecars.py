@@ -1,0 +1,238 @@
+"""The small files of a snapshot: configuration, tokenizer, chat template, and a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.formats.config_json import Json, config_bytes, parse_config
+from mergepipe.checkpoints.tokenizers.chat_templates import (
+    TEMPLATE_JSON_NAME,
+    TEMPLATE_KEY,
+    TEMPLATE_NAME,
+    chosen_template,
+)
+from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
+from mergepipe.core.blocks import DType
+from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
+from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.recipes.resolve.tasks import LayerCount
+from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
+from mergepipe.runs.inputs import Inputs
+from mergepipe.snapshots.manifest import CARD_NAME, Manifest
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
+from mergepipe.storage.local import LocalStore
+
+GENERATION_NAME = "generation_config.json"
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+_LAYER_KEYS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "depth",
+)  # fmt: skip
+_SIDES = ("decoder", "encoder")  # of a model with layers of both
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
+_SECTION_SUFFIX, _TOKEN_ID_SUFFIX = "_config", "_token_id"
+
+
+def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
+    """Name and content of every small file but the manifest, the index and the card: known before the merge.
+
+    Configuration comes from the first model, the tokenizer from the one that the recipe wants.
+
+    Raises:
+        CorruptError: a small file is too large, or the configuration is not a JSON object.
+        RecipeError, MismatchError: a chat template that is none, a configuration that has no place for its layers.
+    """
+    recipe, models, alignment = inputs.recipe, inputs.checkpoints, inputs.alignment
+    lender = models[alignment.lender if alignment else 0]
+    contents = {name: content for name, content in read_sidecars(models[0], store).items() if not _is_tokenizers(name)}
+    contents |= {name: content for name, content in read_sidecars(lender, store).items() if _is_tokenizers(name)}
+    if CONFIG_NAME in contents:
+        parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
+    if alignment is not None:
+        contents |= alignment.files
+        _align_configuration(contents, alignment, lender, store)
+    if recipe.chat_template is not None:
+        template = chosen_template(recipe.chat_template, models, store, where=recipe.path)
+        contents = contents if template is None else with_chat_template(contents, template)
+    if CONFIG_NAME in contents:
+        contents[CONFIG_NAME] = _configuration(inputs, contents[CONFIG_NAME])
+    return contents
+
+
+def sidecar_contents(inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
+    """Name and content of every small file but the manifest and the index."""
+    return {**planned_sidecars(inputs, store), CARD_NAME: model_card(manifest)}
+
+
+def _configuration(inputs: Inputs, config: bytes) -> bytes:
+    """The configuration of the output's dtype and layers."""
+    dtype = inputs.recipe.out_dtype or inputs.recipe.dtype
+    config = config if dtype is None else with_dtype(config, dtype)
+    for layers in inputs.resolution.layer_counts:
+        config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
+    return config
+
+
+def sidecar_bytes(inputs: Inputs) -> int:
+    """Bytes of the small files that a merge of these inputs writes, manifest and tables left out."""
+    return sum(map(len, planned_sidecars(inputs, LocalStore()).values()))
+
+
+def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
+    """Name and content of every small file of a model. Memory: at most `SIDECARS_BYTES` and one more file.
+
+    Raises:
+        CorruptError: `storage.too-large`, one of them or all together.
+        NotFoundError, StorageError: one cannot be read.
+    """
+    contents: dict[str, bytes] = {}
+    left = SIDECARS_BYTES
+    for name in model.sidecars:
+        contents[name] = store.read_small(model.root / name, sidecar_limit(name))
+        left -= len(contents[name])
+        if left < 0:
+            message = (
+                f"its small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
+            )
+            raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
+    return contents
+
+
+def _is_tokenizers(name: str) -> bool:
+    """Whether a file belongs to the tokenizer, chat templates included."""
+    return name in TOKENIZER_NAMES or "chat_template" in name or name.endswith(".tiktoken")
+
+
+def with_dtype(config: bytes, dtype: DType) -> bytes:
+    """The configuration with its dtype set to the output's, so that loaders do not cast; else the same bytes."""
+    content = _parsed(config)
+    if content is None:
+        return config
+    changed = False
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in _DTYPE_KEYS:
+            if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
+                section[key] = dtype.recipe_name
+                changed = True
+    return config_bytes(content) if changed else config
+
+
+def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
+    """The configuration with as many layers as slices put together, and its lists of one entry a layer drawn likewise.
+
+    Raises:
+        MismatchError: `config.layers`, nothing states the number of layers before.
+    """
+    content = _parsed(config) or {}
+    sections = _sections_of(content, layers.prefix)
+    stated = [(each, key) for each in sections for key in _layer_keys(each, layers)]
+    if not stated:
+        raise MismatchError.of(
+            "config.layers", where,
+            f"{layers.after} layers '{layers.prefix}*' cannot be stated: none of {', '.join(_LAYER_KEYS)} is "
+            f"{layers.before}, which is their number before",
+            "is it the configuration of this model?",
+        )  # fmt: skip
+    if layers.origins == tuple(range(layers.before)):
+        return config
+    for section, key in stated:
+        section[key] = layers.after
+        for name in _LAYER_LISTS:
+            listed = section.get(name)
+            if isinstance(listed, list) and len(listed) == layers.before:
+                section[name] = [listed[origin % layers.before] for origin in layers.origins]
+    return config_bytes(content)
+
+
+def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
+    """What states the number of these layers: `decoder_layers` for those of a decoder, and what names no side."""
+    found = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
+    side = next((side for side in _SIDES if side in layers.prefix), None)
+    if side is None:
+        return found
+    own = [key for key in found if side in key]
+    neutral = [key for key in found if not any(each in key for each in _SIDES)]
+    return own if own and side == "decoder" else own + neutral  # models with both count encoders without naming them
+
+
+def _sections_of(content: Json, prefix: str) -> list[Json]:
+    """Where a model of several states the layers of this prefix: `vision_config` for `vision_tower.layers.`."""
+    named = [
+        section
+        for name, section in content.items()
+        if isinstance(section, dict) and name.endswith(_SECTION_SUFFIX) and name.removesuffix(_SECTION_SUFFIX) in prefix
+    ]
+    return named or _text_sections(content)
+
+
+def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lender: Checkpoint, store: Store) -> None:
+    """State the number of rows; token ids are the lender's, whose tokenizer it is."""
+    if CONFIG_NAME in contents:
+        contents[CONFIG_NAME] = with_vocab_size(contents[CONFIG_NAME], alignment.n_rows)
+    if alignment.lender != 0:
+        lent = read_sidecars(lender, store)
+        for name in (CONFIG_NAME, GENERATION_NAME):
+            if name in contents and name in lent:
+                contents[name] = with_token_ids(contents[name], lent[name])
+
+
+def with_vocab_size(config: bytes, n_rows: int) -> bytes:
+    """The configuration with this vocabulary size wherever it states one for text; else the same bytes."""
+    content = _parsed(config) or {}
+    stating = [section for section in _text_sections(content) if VOCAB_SIZE_KEY in section]
+    if all(section[VOCAB_SIZE_KEY] == n_rows for section in stating):
+        return config
+    for section in stating:
+        section[VOCAB_SIZE_KEY] = n_rows
+    return config_bytes(content)
+
+
+def with_token_ids(config: bytes, lent: bytes) -> bytes:
+    """The configuration with the ids of special tokens (`bos_token_id`, ...) that `lent` has; else the same bytes."""
+    content, other = _parsed(config), _parsed(lent)
+    if content is None or other is None:
+        return config
+    ids = {key: other[key] for key in content if key.endswith(_TOKEN_ID_SUFFIX) and key in other}
+    return config if all(content[key] == ids[key] for key in ids) else config_bytes({**content, **ids})
+
+
+def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+    """The files with this chat template, where newer and where older loaders look for it."""
+    changed = {name: content for name, content in contents.items() if name != TEMPLATE_JSON_NAME}
+    changed[TEMPLATE_NAME] = template.encode()
+    settings = _parsed(contents[SETTINGS_NAME]) if SETTINGS_NAME in contents else None
+    if settings is not None:
+        changed[SETTINGS_NAME] = config_bytes({**settings, TEMPLATE_KEY: template})
+    return changed
+
+
+def _text_sections(content: Json) -> list[Json]:
+    """The configuration and, in those of several models, that of the text model inside."""
+    return [content, *(content[name] for name in _TEXT_SECTIONS if isinstance(content.get(name), dict))]
+
+
+def _parsed(raw: bytes) -> Json | None:
+    """A JSON object; None if it is none: such a file is passed on as it is."""
+    try:
+        return parse_config(raw, "")
+    except CorruptError:
+        return None
+
+
+def model_card(manifest: Manifest) -> bytes:
+    """A model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
+    template = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line
+    )
+    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
+    names = list(dict.fromkeys(record.model for record in manifest.inputs))
+    text = environment.from_string(template).render(manifest=manifest, models=names)
+    return text.encode()

@@ -1,0 +1,164 @@
+"""Snapshots as users ask for them: listed, shown, found by path or sid, traced back; nothing is written.
+
+A catalog that is not there yet counts as empty and is not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_input
+from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
+from mergepipe.errors import NotFoundError
+from mergepipe.reports import SnapshotInput, SnapshotReport
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.storage.file_version import modified_at
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.regular import read_small
+
+T = TypeVar("T")
+
+
+def list_snapshots(home: Path) -> tuple[SnapshotReport, ...]:
+    """Every snapshot the catalog knows, newest first."""
+    rows = _with_catalog(home, lambda catalog: catalog.snapshots())
+    return tuple(_of_row(row) for row in rows or ())
+
+
+def show_snapshot(asked: str, home: Path) -> SnapshotReport:
+    """One snapshot, from the catalog, else from its own manifest.
+
+    Raises:
+        NotFoundError: `snapshot.unknown`.
+        RecipeError: `snapshot.ambiguous`.
+    """
+    try:
+        return _of_row(_recorded(asked, home))
+    except NotFoundError:
+        path = Path(asked)
+        if not _has_manifest(path):
+            raise
+        created = modified_at(path / MANIFEST_NAME)
+        return _of_manifest(read_manifest(path), path.absolute(), created)
+
+
+def trace_lineage(asked: str, home: Path) -> tuple[LineageNode, ...]:
+    """All that went into a snapshot the catalog knows, as a tree in preorder.
+
+    Raises:
+        NotFoundError: `snapshot.unknown`, `snapshot.not-recorded`.
+        RecipeError: `snapshot.ambiguous`.
+    """
+    try:
+        row = _recorded(asked, home)
+    except NotFoundError:
+        if not _has_manifest(Path(asked)):
+            raise
+        read_manifest(Path(asked))  # which says so where it is no snapshot's
+        hint = f"run `mergepipe catalog rebuild {asked}`"
+        raise NotFoundError.of("snapshot.not-recorded", asked, "a snapshot that is not in the catalog", hint) from None
+    return _with_catalog(home, lambda catalog: catalog.lineage(row.path)) or ()
+
+
+def catalog_statistics(home: Path) -> CatalogStats:
+    """Counts and bytes of the catalog.
+
+    Raises:
+        NotFoundError: `catalog.missing`.
+    """
+    found = _with_catalog(home, lambda catalog: catalog.stats())
+    if found is None:
+        hint = "`mergepipe analyze` or a merge makes one; --home names another place"
+        raise NotFoundError.of("catalog.missing", home / CATALOG_NAME, "there is no catalog", hint)
+    return found
+
+
+def find_snapshot_path(asked: str, home: Path) -> Path:
+    """The directory of a snapshot given by its directory, its manifest, its sid or first digits of it.
+
+    Raises:
+        NotFoundError: `snapshot.unknown`, or `snapshot.no-manifest` where a directory is not a snapshot.
+        RecipeError: `snapshot.ambiguous`.
+    """
+    path = Path(asked)
+    if path.name == MANIFEST_NAME and path.is_file():
+        return path.parent
+    if path.is_dir():
+        if not _has_manifest(path):
+            message = f"holds no {MANIFEST_NAME}: not a snapshot"
+            raise NotFoundError.of("snapshot.no-manifest", path, message, "give a snapshot, its sid, or a plan")
+        return path
+    return _recorded(asked, home).path
+
+
+def read_manifest_value(directory: Path) -> Manifest:
+    """Read the whole manifest of a snapshot.
+
+    Raises:
+        NotFoundError: it is not there.
+        CorruptError, UnsupportedError: as `manifest_of_json`.
+        StorageError: it cannot be read.
+    """
+    path = directory / MANIFEST_NAME
+    return manifest_of_json(read_small(path, MANIFEST_BYTES), path)
+
+
+def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
+    if not (home / CATALOG_NAME).exists():
+        return None
+    with Catalog.open(home) as catalog:
+        return action(catalog)
+
+
+def _recorded(asked: str, home: Path) -> SnapshotRow:
+    row = _with_catalog(home, lambda catalog: catalog.snapshot(asked))
+    if row is None:
+        message = f"no snapshot is known by that name: there is no catalog in {home}"
+        raise NotFoundError.of("snapshot.unknown", asked, message, "give its directory, or the catalog's with --home")
+    return row
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST_NAME).is_file()
+
+
+def _of_row(row: SnapshotRow) -> SnapshotReport:
+    return SnapshotReport(
+        sid=row.sid,
+        path=row.path,
+        operator=row.operator,
+        created=row.created,
+        plan_digest=row.plan_digest,
+        base_bytes=row.realized.base,
+        expert_bytes=row.realized.expert,
+        analysis_bytes=row.realized.analysis,
+        output_bytes=row.realized.output,
+        inputs=tuple(SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, i.sid) for i in row.inputs),
+        is_present=_has_manifest(row.path),
+        is_recorded=True,
+    )
+
+
+def _of_manifest(found: SnapshotRecord, path: Path, created: datetime) -> SnapshotReport:
+    return SnapshotReport(
+        sid=found.sid,
+        path=path,
+        operator=found.operator,
+        created=created,
+        plan_digest=found.plan_digest,
+        base_bytes=found.realized.base,
+        expert_bytes=found.realized.expert,
+        analysis_bytes=found.realized.analysis,
+        output_bytes=found.realized.output,
+        inputs=tuple(
+            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_input(i)) for i in found.inputs
+        ),
+        is_present=True,
+        is_recorded=False,
+    )

@@ -1,0 +1,196 @@
+"""How fast this machine reads a place and decodes packed blocks: measured once, kept in the catalog's home."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import mergepipe
+from mergepipe.checkpoints.contract import files_of
+from mergepipe.errors import MergePipeError
+from mergepipe.runs.inputs import Inputs
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.limits import SPEEDS_BYTES
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
+from mergepipe.storage.read_speed import MOST_BYTES, READERS, measure_reading
+from mergepipe.storage.regular import read_small
+
+SPEEDS_NAME = "speeds.json"
+SPEEDS_FORMAT = "mergepipe-speeds/1"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    bytes_per_second: float
+    date: str
+    measured_bytes: int  # of a few it says how long a request takes, not how fast a model is read
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    prices: DecodingPrices
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class PriceRequest:
+    """What a step is divided by. With a `storage_speed` (bytes a second) storage is not measured."""
+
+    price: Price = Price.BYTES
+    storage_speed: float | None = None
+
+    def speeds(self, inputs: Inputs, store: LocalStore, home: Path | None, threads: int) -> Speeds | None:
+        """The speeds to price with; None by bytes, which know nothing of the machine."""
+        if self.price is Price.BYTES:
+            return None
+        return find_speeds(inputs, store, home, threads, self.storage_speed)
+
+
+BY_BYTES = PriceRequest()
+
+
+def find_speeds(
+    inputs: Inputs, store: LocalStore, home: Path | None, threads: int, storage_speed: float | None
+) -> Speeds:
+    """The speeds that plans by time are made from; with a `storage_speed` (bytes a second) storage is not measured.
+
+    What is not known of this machine and of the place where the base lies is measured: at most 64 MiB of the base are
+    read, charged as the base's. It is rounded to two digits and kept in `home`, where there is one, until a larger file
+    can be measured.
+
+    Raises:
+        StorageError, NotFoundError: the base cannot be read.
+    """
+    kept = _Kept(home)
+    decoding = _decoding(kept) if any(each.encoded is not None for each in inputs.checkpoints) else None
+    prices = NO_DECODING if decoding is None else decoding.prices
+    words = [] if decoding is None else [f"decoding measured on {decoding.date}"]
+    if storage_speed is None:
+        reading = _reading(kept, inputs, store)
+        storage_speed, words = reading.bytes_per_second, [f"storage measured on {reading.date}", *words]
+    else:
+        words = ["storage as given", *words]
+    return Speeds(storage_speed, prices, min(threads, READERS), ", ".join(words))
+
+
+def _reading(kept: _Kept, inputs: Inputs, store: LocalStore) -> _Reading:
+    sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
+    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, Path()))
+    if size_bytes < DIRECT_ALIGNMENT_BYTES:
+        return _Reading(two_digits(1e9), _today(), 0)  # next to nothing is stored, next to nothing will be read
+    place, measured_bytes = str(mount_of(path)), min(size_bytes, MOST_BYTES)
+    found = kept.reading(place)
+    if found is None or found.measured_bytes < measured_bytes:
+        found = _Reading(two_digits(measure_reading(store, path, Purpose.BASE)), _today(), measured_bytes)
+        kept.keep_reading(place, found)
+    return found
+
+
+def _decoding(kept: _Kept) -> _Decoding:
+    found = kept.decoding()
+    if found is None:
+        from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: only who needs it waits for it
+
+        found = _Decoding(measure_decoding(), _today())
+        kept.keep_decoding(found)
+    return found
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system that holds a file is mounted."""
+    real = path.resolve()
+    return next((parent for parent in real.parents if os.path.ismount(parent)), real.parent)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+class _Kept:
+    """What was measured before, by machine: a file that can be lost. What it does not say well is measured anew."""
+
+    def __init__(self, home: Path | None) -> None:
+        self._path = None if home is None else home / SPEEDS_NAME
+        self._machine = platform.node() or "this machine"
+
+    def reading(self, place: str) -> _Reading | None:
+        """What is known of a place."""
+        found = _inside(self._of_machine(), "storage", place)
+        try:
+            speed, size = float(str(found["bytes_per_second"])), int(str(found["measured_bytes"]))
+            reading = _Reading(speed, str(found["measured"]), size)
+            Speeds(reading.bytes_per_second, NO_DECODING, 1, "")
+        except (KeyError, ValueError):
+            return None
+        return reading
+
+    def decoding(self) -> _Decoding | None:
+        """What is known of decoding by this version of the program."""
+        found = _inside(self._of_machine(), "decoding", mergepipe.__version__)
+        try:
+            prices = DecodingPrices(
+                {
+                    kind: tuple(float(str(value)) for value in each)
+                    for kind, each in _inside(found, "nanoseconds").items()
+                    if isinstance(each, list)
+                }
+            )
+            return _Decoding(prices, str(found["measured"])) if prices.nanoseconds else None
+        except (KeyError, ValueError):
+            return None
+
+    def keep_reading(self, place: str, reading: _Reading) -> None:
+        """Remember it, if there is a place for that."""
+        said = {
+            "bytes_per_second": reading.bytes_per_second,
+            "measured": reading.date,
+            "measured_bytes": reading.measured_bytes,
+        }
+        self._keep("storage", place, said)
+
+    def keep_decoding(self, decoding: _Decoding) -> None:
+        """Remember it, if there is a place for that; what other versions measured is forgotten."""
+        table = {kind: list(each) for kind, each in decoding.prices.nanoseconds.items()}
+        self._keep("decoding", mergepipe.__version__, {"nanoseconds": table, "measured": decoding.date}, alone=True)
+
+    def _keep(self, part: str, key: str, said: Mapping[str, object], *, alone: bool = False) -> None:
+        if self._path is None:
+            return
+        machines = dict(_inside(self._document(), "machines"))
+        own = dict(_inside(machines, self._machine))
+        own[part] = {key: said} if alone else {**_inside(own, part), key: said}
+        content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
+        with contextlib.suppress(OSError, MergePipeError):  # it is measured again, then
+            owned.make_folders(self._path.parent)
+            owned.replace_file(
+                self._path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+            )
+
+    def _of_machine(self) -> Mapping[str, object]:
+        return _inside(self._document(), "machines", self._machine)
+
+    def _document(self) -> Mapping[str, object]:
+        if self._path is None:
+            return {}
+        try:
+            document = json.loads(read_small(self._path, SPEEDS_BYTES))
+        except (MergePipeError, ValueError, RecursionError):
+            return {}
+        is_known = isinstance(document, dict) and document.get("format") == SPEEDS_FORMAT
+        return document if is_known else {}
+
+
+def _inside(document: Mapping[str, object], *keys: str) -> Mapping[str, object]:
+    """The object below some keys; empty where there is none."""
+    for key in keys:
+        found = document.get(key)
+        document = found if isinstance(found, dict) else {}
+    return document

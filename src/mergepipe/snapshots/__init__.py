@@ -1,0 +1,1 @@
+"""Snapshots: manifest, shards, block digests, staging and publishing."""

@@ -1,0 +1,115 @@
+"""Distances between checkpoints, summed in float64 over their tensors of floats, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
+from mergepipe.errors import CorruptError
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements held at a time: of two checkpoints, as stored and in float64, and their difference: 48 MiB at most."""
+
+OnTick = Callable[[int], None]
+
+
+def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> float:
+    """`||A - B||` over the tensors of floats that both have in the same shape.
+
+    `on_tick` is called now and then with the bytes read since the last call.
+    """
+    total = 0.0
+    with _opened(store, a, b) as files:
+        for name, entry in a.tensors.items():
+            other = b.tensors.get(name)
+            if other is None or other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
+                continue
+            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
+                difference_N = _elements(files, entry, span)
+                difference_N -= _elements(files, other, span)
+                total += float(np.dot(difference_N, difference_N))
+                on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
+    return math.sqrt(total)
+
+
+def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
+    """`||A||` over its tensors of floats; `on_tick` as in `distance`."""
+    total = 0.0
+    with _opened(store, checkpoint) as files:
+        for entry in checkpoint.tensors.values():
+            if not _is_float(entry):
+                continue
+            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
+                elements_N = _elements(files, entry, span)
+                total += float(np.dot(elements_N, elements_N))
+                on_tick(span.n_elements * entry.dtype.itemsize)
+    return math.sqrt(total)
+
+
+def tensor_norms(
+    store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
+) -> dict[str, tuple[float, float]]:
+    """`||A - B||` and `||A||` of each named tensor of floats that both have in the same shape; `on_tick` as above."""
+    found = {}
+    with _opened(store, a, b) as files:
+        for name in names:
+            entry, other = a.tensors[name], b.tensors[name]
+            if other.shape != entry.shape or not (_is_float(entry) and _is_float(other)):
+                continue
+            difference = norm = 0.0
+            for span in BlockGrid(entry.n_elements, CHUNK_ELEMENTS).spans():
+                elements_N = _elements(files, entry, span)
+                norm += float(np.dot(elements_N, elements_N))
+                elements_N -= _elements(files, other, span)
+                difference += float(np.dot(elements_N, elements_N))
+                on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
+            found[name] = (math.sqrt(difference), math.sqrt(norm))
+    return found
+
+
+def _is_float(entry: Readable) -> bool:
+    return entry.dtype.kind is DTypeKind.FLOAT
+
+
+@contextlib.contextmanager
+def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Path, RangeFile]]:
+    """Open all files for ordinary reads: what is compared was written or read a moment ago."""
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, RangeFile] = {}
+        stored = [entry for each in checkpoints for tensor in each.tensors.values() for entry in tensor.stored]
+        for path in sorted({entry.file for entry in stored}):
+            files[path] = store.open(path)
+            stack.callback(files[path].close)
+        yield files
+
+
+def _elements(files: Mapping[Path, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:
+    """Decode elements of a tensor into a new array.
+
+    Raises:
+        CorruptError: `checkpoint.truncated`.
+    """
+    from mergepipe.kernels.codec import CODE_F64, decode_all
+
+    raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
+    if not isinstance(entry, TensorEntry):
+        entry.opened(files)(span, raw, Purpose.ANALYSIS)
+    else:
+        start = entry.offset + span.start * entry.dtype.itemsize
+        if files[entry.file].read_into(start, raw.data, Purpose.ANALYSIS) < len(raw):
+            message = f"ends inside tensor '{entry.name}'"
+            raise CorruptError.of("checkpoint.truncated", entry.file, message, "merge again")
+    if entry.dtype.kernel_code == CODE_F64:
+        return np.asarray(raw.view(np.float64))
+    elements_N = np.empty(span.n_elements, np.float32)
+    decode_all(raw, entry.dtype.kernel_code, span.n_elements, elements_N)
+    return np.asarray(elements_N, np.float64)

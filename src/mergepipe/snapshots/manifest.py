@@ -1,0 +1,152 @@
+"""The manifest of a snapshot, `mergepipe.json`: a frozen value, its canonical JSON, its id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from blake3 import blake3
+
+from mergepipe.core.canonical_json import digest_of
+
+MANIFEST_NAME = "mergepipe.json"
+CARD_NAME = "README.md"
+MANIFEST_VERSION = 3
+MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """An input file as it was found."""
+
+    name: str
+    size_bytes: int
+    version: str
+    header_blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """One model that was read: `role` is base or expert; `read_bytes` is what was requested of its tensor data."""
+
+    role: str
+    model: str
+    path: str
+    files: tuple[FileRecord, ...]
+    content_id: str | None
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor as written: digest of its blocks, and how it came about."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    blake3: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFileRecord:
+    """One weight file as written: `blake3` digests the names, dtypes, shapes and digests of its tensors in order."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFileRecord:
+    """A file of the snapshot that holds no tensors; `blake3` digests its bytes."""
+
+    name: str
+    size_bytes: int
+    blake3: str
+
+
+def record_of(name: str, content: bytes) -> SmallFileRecord:
+    """The record of a small file's content."""
+    return SmallFileRecord(name, len(content), blake3(content).hexdigest(16))
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRecord:
+    """A tensor of an expert that is not in the output."""
+
+    model: str
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RealizedBytes:
+    """Bytes requested from and written to storage."""
+
+    base: int
+    expert: int
+    analysis: int
+    metadata: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a planned merge took in: blocks of the merged tensors in all, those touched by an expert, per expert.
+
+    `free` blocks equal the base's and are known without reading; `shared` ones were served by another expert's bytes.
+    """
+
+    blocks: int
+    touched: int
+    read: tuple[int, ...]
+    shared: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
+
+    `plan` is the whole plan of a merge under a budget: its runs of blocks are the touch map.
+    `blocks` is the table of block digests and `sidecars` are the other small files.
+
+    Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.
+    """
+
+    version: str
+    operator: str
+    recipe: str
+    seed: int
+    inputs: tuple[InputRecord, ...]
+    files: tuple[OutputFileRecord, ...]
+    tensors: tuple[OutputTensor, ...]
+    dropped: tuple[DroppedRecord, ...]
+    realized: RealizedBytes
+    plan_digest: str | None
+    plan: Mapping[str, object] | None
+    coverage: Coverage | None
+    run: Mapping[str, float | int | str]
+    blocks: SmallFileRecord
+    sidecars: tuple[SmallFileRecord, ...] = ()
+
+    @property
+    def sid(self) -> str:
+        """32 hex digits: BLAKE3-128 of the recipe, the seed, the version and the output's digests."""
+        identity = {
+            "version": self.version,
+            "recipe": self.recipe,
+            "seed": self.seed,
+            "files": [asdict(file) for file in self.files],
+        }
+        return digest_of(identity)
+
+    def to_json(self) -> bytes:
+        """Readable JSON with a stable order of keys."""
+        content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
+        content["digest"] = digest_of(content)
+        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -1,0 +1,171 @@
+"""Reads a stored manifest back into its value: strictly, every key known, every value of its type, the sid checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Final, NoReturn
+
+from mergepipe.core.canonical_json import digest_of, parse_digestible
+from mergepipe.core.json_fields import FieldCodes, JsonFields
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.snapshots.manifest import (
+    MANIFEST_FORMAT,
+    MANIFEST_VERSION,
+    Coverage,
+    DroppedRecord,
+    FileRecord,
+    InputRecord,
+    Manifest,
+    OutputFileRecord,
+    OutputTensor,
+    RealizedBytes,
+    SmallFileRecord,
+)
+
+COMPOSITE_NAME: Final = "mergepipe-composite"
+_HINT = "the snapshot is damaged: merge again"
+_NAME = MANIFEST_FORMAT.partition("/")[0]
+_CODES: Final = FieldCodes("manifest.field", "manifest.field", "manifest.field", _HINT)
+
+
+def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
+    """Read what `Manifest.to_json` wrote. Law: `manifest_of_json(m.to_json()) == m`.
+
+    Raises:
+        UnsupportedError: `manifest.version`.
+        CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` or `manifest.digest` where that is
+            not the content's.
+    """
+    top = JsonFields(_parse(raw, where), _CODES, where)
+    check_format(top.text("format"), where)
+    sid = top.text("sid")
+    stated = top.text("digest")
+    manifest = top.read(_manifest)
+    if manifest.sid != sid:
+        raise CorruptError.of("manifest.sid", where, f"its sid is '{sid[:40]}', its content's '{manifest.sid}'", _HINT)
+    _check_digest(top, stated, where)
+    return manifest
+
+
+def check_format(text: str, where: object) -> None:
+    """Refuse a manifest whose `format` is not the one that is written.
+
+    Raises:
+        UnsupportedError: `manifest.version`, another version; `manifest.composite`, another kind of manifest.
+        CorruptError: `manifest.field`, it is no manifest.
+    """
+    name, _, number = text.partition("/")
+    version = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
+    if name == COMPOSITE_NAME:
+        message = "is the record of a training checkpoint that tailor composed, not of a merged snapshot"
+        hint = "`mergepipe tailor inspect` says what the checkpoint holds"
+        raise UnsupportedError.of("manifest.composite", where, message, hint)
+    if name != _NAME or version < 1:
+        message = f"its format is '{text[:40]}', '{MANIFEST_FORMAT}' is needed"
+        raise CorruptError.of("manifest.field", where, message, _HINT)
+    if version != MANIFEST_VERSION:
+        message = f"its format is '{text[:40]}', this version reads '{MANIFEST_FORMAT}' only"
+        hint = "use a newer version of MergePipe" if version > MANIFEST_VERSION else "merge again"
+        raise UnsupportedError.of("manifest.version", where, message, hint)
+
+
+def _check_digest(top: JsonFields, stated: str, where: object) -> None:
+    found = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
+    if stated != found:
+        message = f"its digest is '{stated[:40]}', its content's '{found}'"
+        raise CorruptError.of("manifest.digest", where, message, _HINT)
+
+
+def _parse(raw: bytes, where: object) -> object:
+    def refuse(reason: str) -> NoReturn:
+        raise CorruptError.of("manifest.json", where, reason, _HINT)
+
+    return parse_digestible(raw, refuse)
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _manifest(top: JsonFields) -> Manifest:
+    plan, coverage = top.optional_object("plan"), top.optional_object("coverage")
+    return Manifest(
+        version=top.text("version"),
+        operator=top.text("operator"),
+        recipe=top.text("recipe"),
+        seed=top.integer("seed"),
+        inputs=top.each("inputs", _input),
+        files=top.each("files", _output_file),
+        tensors=top.each("tensors", _tensor),
+        dropped=top.each("dropped", _dropped),
+        realized=top.object("realized").read(_realized),
+        plan_digest=top.optional_text("plan_digest"),
+        plan=None if plan is None else plan.mapping(),
+        coverage=None if coverage is None else coverage.read(_coverage),
+        run=_run_facts(top.object("run")),
+        blocks=top.object("blocks").read(_small_file),
+        sidecars=top.each("sidecars", _small_file),
+    )
+
+
+def _input(found: JsonFields) -> InputRecord:
+    return InputRecord(
+        role=found.text("role"),
+        model=found.text("model"),
+        path=found.text("path"),
+        files=found.each("files", _file),
+        content_id=found.optional_text("content_id"),
+        read_bytes=found.size("read_bytes"),
+    )
+
+
+def _file(found: JsonFields) -> FileRecord:
+    return FileRecord(found.text("name"), found.size("size_bytes"), found.text("version"), found.text("header_blake3"))
+
+
+def _output_file(found: JsonFields) -> OutputFileRecord:
+    return OutputFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
+
+
+def _small_file(found: JsonFields) -> SmallFileRecord:
+    return SmallFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
+
+
+def _tensor(found: JsonFields) -> OutputTensor:
+    return OutputTensor(
+        name=found.text("name"),
+        dtype=found.text("dtype"),
+        shape=found.sizes("shape"),
+        file=found.text("file"),
+        blake3=found.text("blake3"),
+        action=found.text("action"),
+        reason=found.text("reason"),
+    )
+
+
+def _dropped(found: JsonFields) -> DroppedRecord:
+    return DroppedRecord(found.text("model"), found.text("tensor"), found.text("reason"))
+
+
+def _run_facts(found: JsonFields) -> dict[str, float | int | str]:
+    """How the merge went: numbers and strings under names that are not known beforehand."""
+    facts: dict[str, float | int | str] = {}
+    for key in found.remaining():
+        value = found.take(key)
+        if isinstance(value, bool) or not isinstance(value, float | int | str):
+            found.refuse(f"'{key}' is neither a number nor a string")
+        if isinstance(value, float) and not math.isfinite(value):
+            found.refuse(f"'{key}' is not finite")
+        facts[key] = value
+    return facts
+
+
+def _realized(found: JsonFields) -> RealizedBytes:
+    return RealizedBytes(*(found.size(name) for name in _names(RealizedBytes)))
+
+
+def _coverage(found: JsonFields) -> Coverage:
+    return Coverage(
+        found.size("blocks"), found.size("touched"), found.sizes("read"), found.sizes("shared"), found.sizes("free")
+    )

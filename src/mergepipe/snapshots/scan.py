@@ -1,0 +1,190 @@
+"""Reads every block of a snapshot once, at the speed of the disk, and says which digest each has."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
+from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
+from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.snapshots.block_digests import block_digest
+from mergepipe.snapshots.layout import PlacedBlock, PlacedFile, SnapshotLayout
+from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
+
+READ_BYTES = 8 << 20
+FEWEST_READERS = 4
+_QUEUED_READS = 64
+
+# All bits of the exponent, and where the format has no infinities all bits but the sign's: what is not finite.
+_NOT_FINITE: dict[DType, int] = {
+    F64: 0x7FF0 << 48, F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80, F8_E4M3: 0x7F, F8_E5M2: 0x7C,
+}  # fmt: skip
+
+OnBytes = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Scan:
+    """What was found: the digest of every block by tensor index (None where it could not be read).
+
+    `headers` are the digests of the files' headers, `unreadable` why files could not be read, `not_finite` how many
+    values of a tensor are infinite or no number, by name.
+    """
+
+    blocks: list[list[bytes | None]]
+    headers: list[bytes | None]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    not_finite: dict[str, int] = field(default_factory=dict)
+    n_bytes: int = 0
+
+
+def scan_snapshot(store: Store, directory: Path, layout: SnapshotLayout, threads: int, on_bytes: OnBytes) -> Scan:
+    """Read and digest all blocks of all files. Memory: about 8 MiB a thread.
+
+    `on_bytes` is called on the calling thread with the bytes read since the last call.
+    """
+    tensors = layout.tensors
+    scan = Scan(
+        [[None] * -(-tensor.n_elements // layout.block_elements) for tensor in tensors], [None] * len(layout.files)
+    )
+    workers = max(FEWEST_READERS, 2 * threads)
+    with ThreadPoolExecutor(workers, "mergepipe-scan") as pool, contextlib.ExitStack() as stack:
+        buffers = _Buffers(_largest_read(layout))
+        for file in layout.files:
+            opened = _open(store, directory / file.name, scan, file)
+            if opened is None:
+                continue
+            stack.callback(opened.close)
+            scan.headers[file.index] = _header_digest(store, opened.path, file)
+            reads = _bounded(pool, [_Read(opened, blocks, buffers) for blocks in _runs(layout, file)])
+            for found in reads:
+                _take(scan, found)
+                on_bytes(found.n_bytes)
+    return scan
+
+
+def _open(store: Store, path: Path, scan: Scan, file: PlacedFile) -> RangeFile | None:
+    try:
+        return store.open(path, direct=True)
+    except (NotFoundError, StorageError) as error:
+        scan.unreadable[file.name] = error.problems[0].message
+        return None
+
+
+def _header_digest(store: Store, path: Path, file: PlacedFile) -> bytes | None:
+    if file.data_start > PREFIX_BYTES + MAX_HEADER_BYTES:
+        return None
+    header = store.read_metadata(path, 0, file.data_start)
+    return block_digest(header) if len(header) == file.data_start else None
+
+
+def _runs(layout: SnapshotLayout, file: PlacedFile) -> Iterator[tuple[PlacedBlock, ...]]:
+    """Blocks that are read together."""
+    run: list[PlacedBlock] = []
+    for block in layout.blocks(file):
+        if run and block.stop - run[0].start > READ_BYTES:
+            yield tuple(run)
+            run = []
+        run.append(block)
+    if run:
+        yield tuple(run)
+
+
+def _largest_read(layout: SnapshotLayout) -> int:
+    widest = max((tensor.dtype.itemsize for tensor in layout.tensors), default=1)
+    return max(READ_BYTES, layout.block_elements * widest) + 2 * PAGE_BYTES
+
+
+class _Buffers:
+    """One page-aligned buffer for each thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = round_up(nbytes, PAGE_BYTES)
+        self._local = threading.local()
+
+    def take(self) -> NDArray[np.uint8]:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = aligned_buffer(self._nbytes)
+        buffer: NDArray[np.uint8] = self._local.buffer
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The digests of the blocks of one read; those that are not there have none."""
+
+    digests: tuple[tuple[PlacedBlock, bytes | None], ...]
+    not_finite: Mapping[str, int]
+    n_bytes: int
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One request and what becomes of it, on a thread of the pool."""
+
+    file: RangeFile
+    blocks: tuple[PlacedBlock, ...]
+    buffers: _Buffers
+
+    def __call__(self) -> _Found:
+        buffer = self.buffers.take()
+        first, last = self.blocks[0].start, self.blocks[-1].stop
+        start = first // self.file.alignment * self.file.alignment
+        nbytes = round_up(last, self.file.alignment) - start
+        try:
+            got = self.file.read_into(start, buffer.data[:nbytes], Purpose.ANALYSIS)
+        except StorageError as error:
+            return _Found(tuple((block, None) for block in self.blocks), {}, 0, error.problems[0].message)
+        digests: list[tuple[PlacedBlock, bytes | None]] = []
+        not_finite: dict[str, int] = {}
+        for block in self.blocks:
+            if block.stop - start > got:
+                digests.append((block, None))
+                continue
+            content = buffer[block.start - start : block.stop - start]
+            digests.append((block, block_digest(content.data)))
+            count = count_not_finite(content, block.tensor.dtype)
+            if count:
+                not_finite[block.tensor.name] = not_finite.get(block.tensor.name, 0) + count
+        return _Found(tuple(digests), not_finite, last - first)
+
+
+def _bounded(pool: ThreadPoolExecutor, reads: list[_Read]) -> Iterator[_Found]:
+    """Run reads in order, with a bounded number of them waiting."""
+    waiting = [pool.submit(read) for read in reads[:_QUEUED_READS]]
+    for position in range(len(reads)):
+        found = waiting[position].result()
+        if len(waiting) < len(reads):
+            waiting.append(pool.submit(reads[len(waiting)]))
+        yield found
+
+
+def _take(scan: Scan, found: _Found) -> None:
+    scan.n_bytes += found.n_bytes
+    for block, digest in found.digests:
+        scan.blocks[block.tensor.index][block.index] = digest
+        if found.failure:
+            scan.unreadable[block.file.name] = found.failure
+    for name, count in found.not_finite.items():
+        scan.not_finite[name] = scan.not_finite.get(name, 0) + count
+
+
+def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
+    """How many of the stored values are infinite or no number; 0 for what is not a float."""
+    mask = _NOT_FINITE.get(dtype)
+    if mask is None or not len(content):
+        return 0
+    bits_N = content.view(np.dtype(f"<u{dtype.itemsize}"))
+    exponents_N = bits_N & bits_N.dtype.type(mask)
+    return int(np.count_nonzero(exponents_N == mask)) if int(exponents_N.max()) == mask else 0

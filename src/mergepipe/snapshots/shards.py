@@ -1,0 +1,308 @@
+"""Sharded safetensors output: the layout of every shard first, then one pass that writes and digests it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DType, element_count
+from mergepipe.snapshots.block_digests import DIGEST_BYTES, BlockTable, block_digest, root_of
+from mergepipe.storage.buffers import round_up
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.output import OutputFile
+
+DATA_ALIGNMENT_BYTES = 4096
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return element_count(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One output file: its name, its tensors in file order, and its header (length prefix included).
+
+    Tensors stand by descending element size, so that each is aligned to its own elements without holes; the header is
+    padded so that the data starts on a page.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    header: bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+
+def plan_shards(
+    specs: Sequence[TensorSpec], shard_bytes: int, metadata: Mapping[str, str] | None = None
+) -> tuple[ShardLayout, ...]:
+    """Fill shards of at most `shard_bytes` of tensor data in the given order; a larger tensor gets a shard of its own.
+
+    `metadata` is added to that of every header.
+
+    Law: the tensors of all shards are exactly `specs`, each once.
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if groups[-1] and filled + spec.nbytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    n = len(groups)
+    names = [SINGLE_NAME] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    shards = []
+    for name, group in zip(names, groups, strict=True):
+        ordered = tuple(sorted(group, key=lambda spec: -spec.dtype.itemsize))
+        shards.append(ShardLayout(name, ordered, header_of(ordered, metadata or {})))
+    return tuple(shards)
+
+
+def header_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Length prefix and header of a file that holds `specs` in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype.name,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    padded = text.ljust(round_up(len(text) + 8, DATA_ALIGNMENT_BYTES) - 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def index_json(shards: Sequence[ShardLayout]) -> bytes:
+    """The Hugging Face index of a sharded checkpoint."""
+    weight_map = {spec.name: shard.name for shard in shards for spec in shard.tensors}
+    total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """BLAKE3-128 of a tensor's block digests, and those; blocks are of `DEFAULT_BLOCK_ELEMENTS` elements."""
+
+    name: str
+    root: str
+    blocks: tuple[bytes, ...]
+
+
+def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> BlockTable:
+    """All digests of an output; `digests` are in output order."""
+    headers = tuple(block_digest(shard.header) for shard in shards)
+    return BlockTable(DEFAULT_BLOCK_ELEMENTS, headers, tuple(digest.blocks for digest in digests))
+
+
+class DurableProgress(Protocol):
+    """What was durable when a run was interrupted, and where to note what is durable by now."""
+
+    @property
+    def done(self) -> tuple[TensorDigest, ...]:
+        """The tensors that need not be written, in output order."""
+        ...
+
+    @property
+    def interval_bytes(self) -> int:
+        """About how many bytes are written between two notes."""
+        ...
+
+    def note(self, digests: Sequence[TensorDigest]) -> None:
+        """The next tensors in output order are durable; their files' names are to be made so by the callee."""
+        ...
+
+
+class ShardWriter:
+    """Writes the shards of one output from start to end, digesting every block on the way. A context manager.
+
+    With a `progress`, what it says is done is skipped, and about every `interval_bytes` what is durable is noted.
+    Memory: one write chunk of 8 MiB.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[ShardLayout],
+        ledger: Ledger,
+        progress: DurableProgress | None = None,
+    ) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._shards = iter(shards)
+        self._progress = progress
+        self._specs: deque[TensorSpec] = deque()
+        self._file: OutputFile | None = None
+        self._hasher = _BlockHasher()
+        self.digests: list[TensorDigest] = []
+        self._ends: deque[int] = deque()  # of the tensors in the file that are complete and not noted as durable
+        self._position = 0
+        self._noted = 0
+        self._unnoted_bytes = 0  # in files that are closed, hence durable
+        self._next_shard()
+
+    def append(self, content: NDArray[np.uint8]) -> None:
+        """Write the next bytes (uint8) of the current tensor; they may not reach into the next one."""
+        self._skip_empty()
+        if not self._specs or self._file is None:
+            raise ValueError("more bytes than the layout has tensors")
+        self._hasher.begin(self._specs[0])
+        self._file.append(content)
+        self._position += len(content)
+        self._hasher.update(content)
+        if self._hasher.complete:
+            self._end_tensor()
+        self._note_if_due()
+
+    def finish(self) -> None:
+        """Close the last file.
+
+        Raises:
+            ValueError: not all tensors were written.
+        """
+        self._skip_empty()
+        if self._specs or self._file is not None or next(self._shards, None) is not None:
+            raise ValueError("the output was closed before all tensors were written")
+
+    def _skip_empty(self) -> None:
+        while self._specs and self._specs[0].nbytes == 0:
+            self._hasher.begin(self._specs[0])
+            self._end_tensor()
+
+    def _end_tensor(self) -> None:
+        self.digests.append(self._hasher.end())
+        self._ends.append(self._position)
+        self._specs.popleft()
+        if not self._specs and self._file is not None:
+            self._close_file(self._file)
+            self._next_shard()
+
+    def _close_file(self, file: OutputFile) -> None:
+        file.close()
+        self._file = None
+        self._ends.clear()
+        self._unnoted_bytes += self._position
+
+    def _next_shard(self) -> None:
+        shard = next(self._shards, None)
+        while shard is not None:
+            self._position = self._resume_in(shard)
+            if self._position < shard.file_bytes:
+                break
+            shard = next(self._shards, None)
+        if shard is None:
+            return
+        path = self._directory / shard.name
+        self._file = OutputFile(path, shard.file_bytes, self._ledger, self._position)
+        if not self._position:
+            self._file.append(shard.header)
+            self._position = len(shard.header)
+        if not self._specs:
+            self._close_file(self._file)
+            self._next_shard()
+
+    def _resume_in(self, shard: ShardLayout) -> int:
+        """Set the tensors to be written; return how many bytes of the file are there, 0 if it is to be made."""
+        done = () if self._progress is None else self._progress.done[len(self.digests) :]
+        skipped = [digest for digest, spec in zip(done, shard.tensors, strict=False) if digest.name == spec.name]
+        self.digests.extend(skipped)
+        self._noted += len(skipped)
+        self._specs = deque(shard.tensors[len(skipped) :])
+        written = sum(spec.nbytes for spec in shard.tensors[: len(skipped)])
+        return len(shard.header) + written if skipped else 0
+
+    def _note_if_due(self) -> None:
+        """Note what is durable: closed files, and what the open one has once it is synchronised."""
+        progress = self._progress
+        if progress is None:
+            return
+        in_file = 0 if self._file is None else self._file.unsynced_bytes
+        if self._unnoted_bytes + in_file < progress.interval_bytes:
+            return
+        if self._file is not None and self._ends:
+            durable = self._file.sync()
+            while self._ends and self._ends[0] <= durable:
+                self._ends.popleft()
+        first, self._noted = self._noted, len(self.digests) - len(self._ends)
+        if self._noted > first:
+            self._unnoted_bytes = 0
+            progress.note(self.digests[first : self._noted])
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.__exit__(kind, error, trace)
+
+
+class _BlockHasher:
+    """Digests one tensor at a time, block by block."""
+
+    def __init__(self) -> None:
+        self._spec: TensorSpec | None = None
+        self._digests: list[bytes] = []
+        self._hasher = blake3()
+        self._in_block = 0
+        self._left = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def begin(self, spec: TensorSpec) -> None:
+        if self._spec is None:
+            self._spec = spec
+            self._left = spec.nbytes
+
+    def update(self, content: NDArray[np.uint8]) -> None:
+        assert self._spec is not None
+        if len(content) > self._left:
+            raise ValueError(f"{self._spec.name}: more bytes than the tensor has")
+        block_bytes = DEFAULT_BLOCK_ELEMENTS * self._spec.dtype.itemsize
+        done = 0
+        while done < len(content):
+            count = min(block_bytes - self._in_block, len(content) - done)
+            self._hasher.update(content.data[done : done + count])
+            self._in_block += count
+            self._left -= count
+            done += count
+            if self._in_block == block_bytes or self._left == 0:
+                self._digests.append(self._hasher.digest(DIGEST_BYTES))
+                self._hasher.reset()
+                self._in_block = 0
+
+    def end(self) -> TensorDigest:
+        assert self._spec is not None
+        blocks = tuple(self._digests)
+        digest = TensorDigest(self._spec.name, root_of(blocks), blocks)
+        self._spec = None
+        self._digests = []
+        return digest

@@ -1,0 +1,484 @@
+"""The only publisher: an output grows in an invisible sibling directory and appears in one atomic step, or never."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
+from mergepipe.core.outcome import note_committed
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, PublishedError, StorageError
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage import owned
+from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.local import os_error
+from mergepipe.storage.output import sync_directory
+from mergepipe.storage.owner import (
+    ACCOUNT_NAME,
+    OWNER_NAME,
+    Holding,
+    Owner,
+    holding_of,
+    is_alive,
+    living_owner,
+    read_output,
+    read_owner,
+    staging_name,
+    this_process,
+    try_lock,
+    write_owner,
+)
+
+_UNKNOWN = Owner(0, "", "", "this machine")
+_SWEEP_TRIES = 40
+_SWEEP_SECONDS = 0.05
+_BIRTH_SECONDS = 5.0
+KEPT = "what was written is kept: the same command goes on with it, `mergepipe gc` removes it"
+CONTENT_NAME = "snapshot"
+ASIDE_NAME = "old"
+_SHOWN_FILES = 3
+
+
+def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> None:
+    """Refuse an output that exists, overlaps an input, or would replace something that mergepipe did not make.
+
+    `force` is None where nothing can be replaced.
+
+    Raises:
+        OutputError: naming what is in the way.
+    """
+    resolved = out.resolve()
+    for path in inputs:
+        source = path.resolve()
+        if resolved == source or source in resolved.parents or resolved in source.parents:
+            raise OutputError.of(
+                "output.overlaps-input", out, f"overlaps the input {path}", "choose a folder apart from every input"
+            )
+    for folder in out.absolute().parents:
+        if folder.is_file():
+            raise OutputError.of(
+                "output.not-a-directory", folder, f"is a file; {out} cannot be in it", "choose another place"
+            )
+    if not _is_there(out):
+        return
+    if not force:
+        hint = "choose another name" + ("" if force is None else ", or replace it with --force")
+        raise OutputError.of("output.exists", out, "already exists", hint)
+    _check_replaceable(out)
+
+
+def _is_there(out: Path) -> bool:
+    """Whether there is anything of the name, a link too.
+
+    Raises:
+        OutputError: there can be nothing of this name.
+    """
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise OutputError.of(
+            "output.name", out, f"cannot be the name of an output: {error.strerror}", "choose another name"
+        ) from error
+    return True
+
+
+def _check_replaceable(out: Path) -> None:
+    """Refuse to replace anything but an empty directory and what mergepipe made, with nothing else in it.
+
+    Raises:
+        OutputError: naming what is in the way.
+    """
+    if out.is_symlink() or not out.is_dir():
+        raise OutputError.of("output.not-a-directory", out, "exists and is not a directory", "remove it yourself")
+    held = sorted(_files_in(out))
+    if not held and not any(out.iterdir()):
+        return
+    if MANIFEST_NAME not in held:
+        raise OutputError.of(
+            "output.not-a-snapshot",
+            out,
+            f"holds files but no {MANIFEST_NAME}: --force replaces only what mergepipe made",
+            "remove it yourself, or choose another name",
+        )
+    listed = {MANIFEST_NAME, *_recorded_files(out / MANIFEST_NAME)}
+    others = [name for name in held if name not in listed]
+    if others:
+        more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
+        raise OutputError.of(
+            "output.unlisted-files",
+            out,
+            f"holds files that its {MANIFEST_NAME} does not list, and --force would remove them: "
+            f"{', '.join(others[:_SHOWN_FILES])}{more}",
+            "move them away, or choose another name",
+        )
+
+
+def _files_in(directory: Path) -> Iterator[str]:
+    """The names, relative to a directory, of all in it that is no directory."""
+    for folder, folders, names in os.walk(directory):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        yield from (str((Path(folder) / name).relative_to(directory)) for name in (*names, *links))
+
+
+def _recorded_files(path: Path) -> Iterator[str]:
+    """The names of the files that a manifest (of a snapshot, a composite or a delta) lists; of a damaged one, none."""
+    try:
+        content = json.loads(owned.read_file(path, MANIFEST_BYTES, path.parent))
+    except (OSError, MergePipeError, ValueError, RecursionError):
+        return
+    if not isinstance(content, dict):
+        return
+    yield OVERLAY_NAME
+    for key in ("files", "sidecars"):
+        listed = content.get(key)
+        yield from filter(None, map(_name_of, listed if isinstance(listed, list) else ()))
+    yield _name_of(content.get("blocks")) or ""
+
+
+def _name_of(record: object) -> str | None:
+    """The name in the record of a file, or a name itself."""
+    name = record.get("name") if isinstance(record, dict) else record
+    return name if isinstance(name, str) else None
+
+
+def check_free_space(out: Path, needed_bytes: int) -> None:
+    """Refuse to start where the file system of `out` cannot hold the result.
+
+    Raises:
+        StorageError: with the free and the needed bytes.
+    """
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    held = _allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be continued or removed
+    free = shutil.disk_usage(parent).free + held
+    if free < needed_bytes:
+        raise StorageError.of(
+            "storage.no-space", out, f"needs {needed_bytes} bytes, {free} are free", "free some space and run again"
+        )
+
+
+def _allocated_bytes(directory: Path) -> int:
+    total = 0
+    for folder, _, names in () if directory.is_symlink() else os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(folder) / name).lstat().st_blocks * 512
+    return total
+
+
+class Staging:
+    """The invisible directory in which a snapshot grows; a context manager.
+
+    `.<name>.mergepipe-staging` beside the output, one for each output: it holds the snapshot to be, the journal and a
+    record of the output and the process, which locks it while it lives. Only `publish` makes anything visible. Leaving
+    the context without it removes the directory, unless `keep` was called. What a killed process left is taken over:
+    continued where `can_continue` says so of the directory, else removed. Only what carries the record of this very
+    output is: anything else of that name is refused.
+    """
+
+    def __init__(self, out: Path, *, force: bool, can_continue: Callable[[Path], bool] | None = None) -> None:
+        self._out = out.absolute()
+        self._force = force
+        self._can_continue = can_continue
+        self._made_parents: tuple[Path, ...] = ()
+        self._directory = staging_directory(self._out)
+        self._lock = -1
+        self._keeps = False
+        self._patience = _SWEEP_TRIES
+        self._is_new = False
+        self.is_continued = False
+
+    @property
+    def path(self) -> Path:
+        """Where to write the snapshot."""
+        return self._directory / CONTENT_NAME
+
+    @property
+    def directory(self) -> Path:
+        """The whole of the staging directory; what lies beside `path` is never published."""
+        return self._directory
+
+    def __enter__(self) -> Staging:
+        try:
+            self._made_parents = _make_parents(self._out.parent)
+            while self._lock < 0:
+                self._lock = self._acquire()
+            self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
+            owned.check_tree(self._directory)
+            write_owner(self._directory, self._out.name)
+            _bring_back(self._directory, self._out)
+            self.is_continued = self._can_continue is not None and self._can_continue(self._directory)
+            if not self.is_continued:
+                _empty(self._directory)
+                owned.make_folder(self.path)
+            self._keeps = False
+        except BaseException as error:  # an interrupt too: nobody else would remove what was made
+            self._abandon()
+            if isinstance(error, OSError):
+                raise os_error(error, self._directory, "creating the staging directory") from error
+            raise
+        return self
+
+    def _acquire(self) -> int:
+        """Make or take over the directory; return the descriptor that holds its lock, -1 to try again.
+
+        Raises:
+            ConflictError: `output.busy`, a living process works there.
+            OutputError: `output.link`, `output.not-ours`: what is there is not of this output.
+        """
+        with contextlib.suppress(FileExistsError):
+            owned.make_folder(self._directory)
+            self._is_new = True
+        try:
+            descriptor = owned.open_folder(self._directory)
+        except FileNotFoundError:  # its owner has just finished
+            return -1
+        try:
+            is_locked = try_lock(descriptor)
+            if is_locked is False:
+                self._wait_for_sweep(read_owner(self._directory))
+            if is_locked is False or not _is_same(descriptor, self._directory):
+                os.close(descriptor)
+                return -1
+            holding = holding_of(self._directory)
+            if holding is Holding.FOREIGN:
+                raise OutputError.of(
+                    "output.not-ours",
+                    self._directory,
+                    f"holds files that were not written for {self._out.name}, where it would grow",
+                    "move the directory away, or choose another name",
+                )
+            self._is_new = self._is_new or holding is Holding.NOTHING
+            owner = living_owner(self._directory, is_locked=is_locked)
+            if owner is not None and owner != this_process():
+                raise _busy(self._out, owner)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _wait_for_sweep(self, owner: Owner | None) -> None:
+        """Wait a moment where the lock is not held by a run, but by somebody who removes what a dead one left."""
+        if self._patience == 0 or (owner is not None and is_alive(owner, 0.0)):
+            raise _busy(self._out, owner)
+        self._patience -= 1
+        time.sleep(_SWEEP_SECONDS)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    def keep(self) -> None:
+        """Leave the directory where it is when the context ends: another run can continue it."""
+        self._keeps = True
+
+    def publish(self) -> None:
+        """Make the finished directory visible as `out`, durably.
+
+        Raises:
+            ConflictError: `out` appeared meanwhile.
+            OutputError: what is to be replaced is no snapshot (any more).
+            StorageError: the operating system refused.
+            PublishedError: `output.not-durable`, it is visible, and a loss of power might still undo that.
+        """
+        for directory, _, _ in os.walk(self.path):
+            sync_directory(Path(directory))
+        replaced = self._force and self._out.exists()
+        if replaced:  # it, or something in it, may have been put there since the run began
+            _check_replaceable(self._out)
+        try:
+            if replaced:
+                owned.exchange(self.path, self._out, self._directory / ASIDE_NAME)
+            else:
+                owned.rename_new(self.path, self._out)
+        except FileExistsError as error:
+            raise ConflictError.of(
+                "output.appeared", self._out, "was created by somebody else meanwhile", "choose another name"
+            ) from error
+        except OSError as error:
+            raise os_error(error, self._out, "publishing it") from error
+        self._made_parents = ()
+        self._keeps = False
+        note_committed(self._out)
+        try:
+            sync_directory(self._out.parent)
+        except StorageError as error:
+            raise PublishedError.of(
+                "output.not-durable",
+                self._out,
+                "is complete and in its place, but making its name durable failed",
+                "check the disk before you rely on it",
+            ) from error
+
+    def _abandon(self) -> None:
+        if self._lock >= 0:
+            if not self._keeps:
+                _remove_all(self._directory)
+            os.close(self._lock)
+            self._lock = -1
+        else:  # an interrupt may have come between making and locking it; another's is not empty, or tried again
+            with contextlib.suppress(OSError, MergePipeError):
+                owned.remove_folder(self._directory)
+        _remove_empty(self._made_parents)
+        self._made_parents = ()
+
+
+def staging_directory(out: Path) -> Path:
+    """Where the snapshot that is to become `out` grows."""
+    return out.parent / staging_name(out.name)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftStaging:
+    """A staging directory that was found: who works in it, None if nobody lives."""
+
+    directory: Path
+    owner: Owner | None
+
+
+def find_staging(parent: Path) -> Iterator[LeftStaging]:
+    """Every staging directory in `parent`, in order of name; the living as well as the dead."""
+    for directory in sorted(parent.glob(f".*{owned.STAGING_SUFFIX}")):
+        if _may_be_removed(directory):
+            with _probed(directory) as owner:
+                left = LeftStaging(directory, owner)
+            yield left
+
+
+def is_dead(directory: Path) -> bool:
+    """Whether a staging directory is there of which the process is dead."""
+    with _probed(directory) as owner:
+        return owner is None and _may_be_removed(directory)
+
+
+def remove_dead(directory: Path) -> bool:
+    """Remove a staging directory of which the process is dead; whether that was done.
+
+    What a half-done replacement without kernel support left aside is brought back first. What does not carry the
+    record of the output that its name belongs to stays, unless it is empty.
+    """
+    with _probed(directory) as owner:
+        if owner is not None or not _may_be_removed(directory):
+            return False
+        output = read_output(directory)
+        if output is not None:
+            _bring_back(directory, directory.parent / output)
+        _remove_all(directory)
+        return not directory.exists()
+
+
+def _may_be_removed(directory: Path) -> bool:
+    """Whether this is a staging directory, by its record, or an empty directory of such a name."""
+    try:
+        return holding_of(directory) is not Holding.FOREIGN
+    except (OSError, MergePipeError):  # it is gone, or a link, or cannot be read
+        return False
+
+
+@contextlib.contextmanager
+def _probed(directory: Path) -> Iterator[Owner | None]:
+    """Lock the directory if nobody has, and tell who works there; the lock is held while the context lasts."""
+    try:
+        descriptor = owned.open_folder(directory)
+    except (OSError, MergePipeError):  # it has just been removed, or is none
+        yield None
+        return
+    try:
+        is_locked = try_lock(descriptor)
+        if is_locked is False:
+            yield read_owner(directory) or _UNKNOWN
+        else:
+            owner = living_owner(directory, is_locked=is_locked)
+            yield _UNKNOWN if owner is None and _is_newborn(directory) else owner
+    finally:
+        os.close(descriptor)
+
+
+def _is_newborn(directory: Path) -> bool:
+    """Whether a process may just be about to lock it and to write its name into it."""
+    try:
+        return not (directory / OWNER_NAME).exists() and time.time() - directory.stat().st_mtime < _BIRTH_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _busy(out: Path, owner: Owner | None) -> MergePipeError:
+    who = str(owner) if owner is not None else "another process"
+    return ConflictError.of("output.busy", out, f"is being made by {who}", "wait for it, or choose another name")
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Whether `path` is still what was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _empty(directory: Path) -> None:
+    """Remove everything but the record of the owner and the account of what was read; plain files first."""
+    listed = [(name, stat.S_ISDIR(status.st_mode)) for name, status in owned.list_folder(directory)]
+    for name, is_folder in sorted(listed, key=lambda entry: entry[1]):
+        if is_folder:
+            owned.remove_tree(directory / name)
+        elif name not in (OWNER_NAME, ACCOUNT_NAME):
+            owned.remove_file(directory / name)
+
+
+def _remove_all(directory: Path) -> None:
+    """Remove a directory as far as that can be done, trying again once.
+
+    The record of the owner goes last, for the rest is known by it.
+    """
+    for _ in range(2):
+        with contextlib.suppress(OSError, MergePipeError):
+            _empty(directory)
+            for name in (ACCOUNT_NAME, OWNER_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    owned.remove_file(directory / name)
+            owned.remove_folder(directory)
+            return
+
+
+def _bring_back(directory: Path, out: Path) -> None:
+    """Undo half an exchange: the old snapshot stepped aside, and the new one never came."""
+    aside = directory / ASIDE_NAME
+    if owned.is_there(aside) and not owned.is_there(out):
+        owned.rename(aside, out)
+
+
+def _make_parents(parent: Path) -> tuple[Path, ...]:
+    """Create missing directories; return those created, outermost first."""
+    missing = []
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    missing.reverse()
+    try:
+        for directory in missing:
+            with contextlib.suppress(FileExistsError):
+                owned.make_folder(directory)
+    except BaseException as error:
+        _remove_empty(missing)
+        if isinstance(error, OSError):
+            raise os_error(error, missing[-1], "creating it") from error
+        raise
+    return tuple(missing)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError, MergePipeError):  # somebody else uses it by now, or it was never made
+            owned.remove_folder(directory)

@@ -1,0 +1,1 @@
+"""Compositions: units of several checkpoints copied into one that can be resumed."""

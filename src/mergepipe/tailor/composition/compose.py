@@ -1,0 +1,221 @@
+"""One composition from the recipe's path to the published checkpoint: opens, plans, copies, reads back, publishes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mergepipe
+from mergepipe.errors import ConflictError
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.composition.assignment import Assignment, assign
+from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
+from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
+from mergepipe.tailor.composition.copier import Copier, WrittenFile
+from mergepipe.tailor.composition.copy_plan import FilePlan
+from mergepipe.tailor.composition.open_source import open_source
+from mergepipe.tailor.composition.recipe import CompositionRecipe, load_composition, real_place
+from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+
+OnProgress = Callable[[str, int, int], None]
+_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ComposeOptions:
+    """How a composition is done. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only)."""
+
+    memory_bytes: int
+    force: bool = False
+    world_size: int | None = None
+    linked: bool = False
+    state_from: Path | None = None
+    thoroughness: Thoroughness = Thoroughness.SAMPLED
+
+
+@dataclass(frozen=True, slots=True)
+class CompositionReport:
+    """What a composition did, or, with `manifest` None, would do."""
+
+    plan: CompositionPlan
+    manifest: CompositeManifest | None
+    out: Path | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRecipe:
+    """A recipe with its sources, by `real_place`."""
+
+    recipe: CompositionRecipe
+    sources: Mapping[str, TrainingCheckpoint]
+
+
+def open_recipe(store: Store, path: Path, state_from: Path | None) -> OpenedRecipe:
+    """Load a recipe and open every checkpoint it names."""
+    recipe = load_composition(path)
+    if state_from is not None:
+        recipe = replace(recipe, state_from=Path(os.path.normpath(state_from.absolute())))
+    return OpenedRecipe(recipe, {real_place(p): open_source(store, p) for p in recipe.sources})
+
+
+def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
+    """Plan what a recipe asks for; `out` matters to linked composites only."""
+    assignment = assign(opened.recipe, opened.sources)
+    if options.linked:
+        from mergepipe.tailor.composition.linked_dcp import plan_linked
+
+        return plan_linked(store, assignment, out)
+    if options.world_size not in (None, assignment.skeleton.world_size):
+        from mergepipe.tailor.composition.repartition import plan_repartitioned
+
+        return plan_repartitioned(store, assignment, options.world_size or 1)
+    return plan_composition(store, assignment)
+
+
+def check_recipe(path: Path, options: ComposeOptions) -> CompositionReport:
+    """Say what a composition would do; reads structure and step counters only."""
+    started = time.perf_counter()
+    store = LocalStore()
+    opened = open_recipe(store, path, options.state_from)
+    return CompositionReport(plan_recipe(store, opened, options, None), None, None, time.perf_counter() - started)
+
+
+def compose(path: Path, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+    """Compose and publish; see `tailor.api.compose`."""
+    started = time.perf_counter()
+    store = LocalStore()
+    opened = open_recipe(store, path, options.state_from)
+    check_target(out, [source.path for source in opened.sources.values()], force=options.force)
+    plan = plan_recipe(store, opened, options, out)
+    check_free_space(out, plan.output_bytes + _MARGIN_BYTES)
+    run = _Run(store, opened.recipe, plan, out, options, on_progress, started)
+    with Staging(out, force=options.force) as staging:
+        manifest = run.fill(staging.path)
+        staging.publish()
+    return CompositionReport(plan, manifest, out, time.perf_counter() - started)
+
+
+class _Run:
+    """Fills a staging directory with a composite."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        recipe: CompositionRecipe,
+        plan: CompositionPlan,
+        out: Path,
+        options: ComposeOptions,
+        on_progress: OnProgress,
+        started: float,
+    ) -> None:
+        self._store = store
+        self._recipe = recipe
+        self._plan = plan
+        self._out = out
+        self._options = options
+        self._on_progress = on_progress
+        self._started = started
+        self._done = 0
+        self._versions: dict[Path, tuple[int, str]] = {}
+
+    def fill(self, directory: Path) -> CompositeManifest:
+        """Write everything but the name; return the manifest that was written."""
+        self._on_progress("compose", 0, self._plan.output_bytes)
+        inputs = self._inputs()
+        copier = Copier(self._store, self._options.memory_bytes, self._advance)
+        written = copier.write_all([(plan, _place(plan, directory)) for plan in self._plan.files])
+        checked = self._self_check(directory)
+        self._check_unchanged(inputs)
+        manifest = self._manifest(inputs, written, checked)
+        write_durably(directory / MANIFEST_NAME, manifest.to_json(), self._store.ledger)
+        return manifest
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._on_progress("compose", self._done, self._plan.output_bytes)
+
+    def _self_check(self, directory: Path) -> SelfCheck:
+        made = open_training_checkpoint(self._store, directory, self._out)
+        return check_composite(
+            self._store, made, self._plan.assignment, self._plan.steps, self._options.thoroughness,
+            lambda: self._on_progress("check", self._done, self._plan.output_bytes),
+        )  # fmt: skip
+
+    def _inputs(self) -> tuple[CompositeInput, ...]:
+        """Every source with its files that are read, as they are now."""
+        files = {path for plan in self._plan.files for path in plan.source_files} | set(self._plan.linked_files)
+        assignment = self._plan.assignment
+        by_source: dict[int, list[Fingerprint]] = {}
+        for path in sorted(files):
+            index = _owner(path, assignment)
+            base = assignment.sources[index].path
+            self._versions[path] = _version(path)
+            by_source.setdefault(index, []).append(fingerprint(self._store, base, path))
+        return tuple(
+            CompositeInput(source.path, source.step, index == assignment.skeleton_index,
+                           tuple(by_source.get(index, [])), 0)
+            for index, source in enumerate(assignment.sources)
+        )  # fmt: skip
+
+    def _check_unchanged(self, inputs: tuple[CompositeInput, ...]) -> None:
+        for source in inputs:
+            for file in source.files:
+                path = source.path / file.name
+                try:
+                    found = _version(path)
+                except OSError:  # it is gone
+                    found = (-1, "")
+                if found != self._versions[path]:
+                    raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
+
+    def _manifest(
+        self, inputs: tuple[CompositeInput, ...], written: tuple[WrittenFile, ...], checked: SelfCheck
+    ) -> CompositeManifest:
+        usage = self._store.ledger.usage()
+        moved = {path: n for (path, purpose), n in usage.by_file.items() if purpose in (Purpose.BASE, Purpose.EXPERT)}
+        return CompositeManifest(
+            version=mergepipe.__version__,
+            recipe=self._recipe.text,
+            assignment=self._plan.assignment,
+            world_size=self._options.world_size or self._plan.assignment.skeleton.world_size,
+            is_linked=self._options.linked,
+            inputs=tuple(
+                replace(each, read_bytes=sum(moved.get(str(each.path / file.name), 0) for file in each.files))
+                for each in inputs
+            ),
+            units=self._plan.staleness,
+            files=written,
+            self_check=checked,
+            realized={str(purpose): usage[purpose] for purpose in Purpose},
+            seconds=round(time.perf_counter() - self._started, 3),
+        )
+
+
+def _place(plan: FilePlan, directory: Path) -> Path:
+    path = directory / plan.name
+    make_folders(path.parent)
+    return path
+
+
+def _version(path: Path) -> tuple[int, str]:
+    """What tells that a source file is still the one that was looked at."""
+    status = path.stat()
+    return status.st_size, version_of(path, status)
+
+
+def _owner(path: Path, assignment: Assignment) -> int:
+    """The source a file belongs to: the deepest directory around it; the skeleton for what lies elsewhere."""
+    around = [(len(s.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
+    return max(around, default=(0, assignment.skeleton_index))[1]

@@ -1,0 +1,117 @@
+"""The manifest of a composite: what it was made of, how old each part is, digests of every file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.composition.assignment import Assignment
+from mergepipe.tailor.composition.copier import WrittenFile
+from mergepipe.tailor.composition.self_check import SelfCheck
+from mergepipe.tailor.composition.staleness import UnitStaleness
+
+COMPOSITE_FORMAT = f"{COMPOSITE_NAME}/1"
+_HEAD_BYTES = 4096
+_TAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A source file as it was found. `edges_blake3` digests its first 4 KiB and its last 64 KiB, which in torch.save
+    archives hold the checksum of every tensor."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    edges_blake3: str
+
+
+def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
+    """Fingerprint one file; `base` is the checkpoint its name is relative to."""
+    status = path.stat()
+    digest = blake3(store.read_metadata(path, 0, _HEAD_BYTES))
+    if status.st_size > _HEAD_BYTES:
+        digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.st_size - _TAIL_BYTES), _TAIL_BYTES))
+    name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
+    return Fingerprint(name, status.st_size, status.st_mtime_ns, digest.hexdigest(16))
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeInput:
+    """One source: what was taken from it and its files that were read."""
+
+    path: Path
+    step: int
+    is_skeleton: bool
+    files: tuple[Fingerprint, ...]
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeManifest:
+    """The immutable record of one composition.
+
+    Law: `sid` is the same for the same recipe, version and bytes written.
+    """
+
+    version: str
+    recipe: str
+    assignment: Assignment
+    world_size: int
+    is_linked: bool
+    inputs: tuple[CompositeInput, ...]
+    units: tuple[UnitStaleness, ...]
+    files: tuple[WrittenFile, ...]
+    self_check: SelfCheck
+    realized: Mapping[str, int]
+    seconds: float
+
+    @property
+    def sid(self) -> str:
+        """32 hex digits: BLAKE3-128 of the recipe, the version and the files' digests."""
+        return digest_of({"version": self.version, "recipe": self.recipe, "files": [asdict(f) for f in self.files]})
+
+    def to_json(self) -> bytes:
+        """Readable JSON with a stable order of keys."""
+        skeleton = self.assignment.skeleton
+        content: dict[str, JsonValue] = {
+            "format": COMPOSITE_FORMAT,
+            "kind": "composite",
+            "sid": self.sid,
+            "version": self.version,
+            "recipe": self.recipe,
+            "checkpoint": {
+                "format": skeleton.format.value,
+                "framework": skeleton.framework.value,
+                "stage": skeleton.stage,
+                "world_size": self.world_size,
+                "step": self.assignment.state.step,
+                "state_from": str(self.assignment.state.path),
+                "linked": self.is_linked,
+            },
+            "inputs": [_input_json(each) for each in self.inputs],
+            "units": [unit.to_json() for unit in self.units],
+            "files": [asdict(file) for file in self.files],
+            "self_check": {**asdict(self.self_check), "thoroughness": self.self_check.thoroughness.value},
+            "realized": dict(self.realized),
+            "run": {"seconds": self.seconds},
+        }
+        return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _input_json(source: CompositeInput) -> JsonValue:
+    return {
+        "path": str(source.path),
+        "step": source.step,
+        "role": "skeleton" if source.is_skeleton else "part",
+        "read_bytes": source.read_bytes,
+        "files": [asdict(file) for file in source.files],
+    }

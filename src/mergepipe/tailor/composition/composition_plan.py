@@ -1,0 +1,140 @@
+"""From an assignment to a composition plan: reads structure of archives, never a value. Writes nothing."""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.zip_directory import Window
+from mergepipe.core.blocks import ByteRange
+from mergepipe.errors import UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
+from mergepipe.tailor.composition.archives import stale_checksums
+from mergepipe.tailor.composition.assignment import Assignment, giving_state
+from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
+from mergepipe.tailor.composition.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
+from mergepipe.tailor.composition.state_overlay import StateOverlay, overlay_state
+from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.formats.pickle_node import PicklePath
+
+_STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompositionPlan:
+    """What will be written, and from where. `files` are in order of their names."""
+
+    assignment: Assignment
+    steps: tuple[StepChoice, ...]
+    staleness: tuple[UnitStaleness, ...]
+    files: tuple[FilePlan, ...]
+    linked_files: tuple[Path, ...] = ()  # files that the composite points into without copying them
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(file.read_bytes for file in self.files)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
+    """Plan the composite that `assignment` describes, in the skeleton's own layout.
+
+    Raises:
+        CorruptError, UnsupportedError: an archive that is to be patched cannot be.
+    """
+    steps = choose_steps(assignment)
+    patches = PatchCollector(store)
+    for (name, kind), target in assignment.skeleton.states.items():
+        owner = assignment.skeleton.units.tied.get(name, name)
+        if assignment.source_of[owner] == assignment.skeleton_index:
+            continue
+        given = giving_state(assignment.source(owner), name, kind)
+        if given is None:
+            raise AssertionError(f"{kind} of {name} was checked to be there")
+        patches.state(given, target)
+    for choice in steps:
+        patches.step(choice)
+    overlay = overlay_state(store, assignment, list_skeleton(assignment.skeleton))
+    plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
+    _check_all_used(patches.by_file, overlay.files)
+    return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans)
+
+
+class PatchCollector:
+    """Collects patches and edits by the skeleton's file, and the archives inside files that hold many."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.by_file: dict[Path, list[Patch]] = defaultdict(list)
+        self.windows: dict[Path, dict[int, Window]] = defaultdict(dict)
+        self.edits: dict[Path, dict[PicklePath, object]] = defaultdict(dict)
+
+    def state(self, given: StoredState, target: StoredState) -> None:
+        """Put the values of `given` at the places of `target`."""
+        self._note_windows(target.pieces)
+        for file, patch in patch_states(unpacked(self._store, given), unpacked(self._store, target)):
+            self.by_file[file].append(patch)
+
+    def step(self, choice: StepChoice) -> None:
+        """Write a step counter where its value changes."""
+        counter = choice.counter
+        if choice.value == counter.value:
+            return
+        self._note_windows(counter.cells)
+        for cell in counter.cells:
+            inside = cell if cell.packing is Packing.RAW else unpack_piece(self._store, cell, counter.dtype)
+            self.by_file[inside.file].append(Patch(inside.offset, Literal(pack_step(choice))))
+        for file, path in counter.entries:
+            self.edits[file][path] = int(choice.value)
+
+    def _note_windows(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.packing is Packing.TORCH_ZIP:
+                self.windows[piece.file][piece.offset] = Window(piece.file, piece.offset, piece.nbytes)
+
+
+def pack_step(choice: StepChoice) -> bytes:
+    """The bytes of a step counter."""
+    form = _STEP_FORMS[choice.counter.dtype.name]
+    return struct.pack(form, int(choice.value) if form[1] in "qi" else choice.value)
+
+
+def unpacked(store: Store, state: StoredState) -> StoredState:
+    """The same state with every piece raw."""
+    if all(piece.packing is Packing.RAW for piece in state.pieces):
+        return state
+    pieces = (p if p.packing is Packing.RAW else unpack_piece(store, p, state.dtype) for p in state.pieces)
+    return replace(state, pieces=tuple(pieces))
+
+
+def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay: StateOverlay) -> FilePlan:
+    """Plan a copy of one file with its patches, and what the state changes in it."""
+    if file.name in overlay.contents:
+        return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
+    own = patches.by_file.get(file.path, [])
+    edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
+    if edits:
+        return plan_edited(store, file, own, edits)
+    touched = [ByteRange(patch.offset, patch.stop) for patch in own]
+    windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
+    checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
+    return patched_file(file.name, file.path, file.size_bytes, own, checksums)
+
+
+def _check_all_used(patches: Mapping[Path, list[Patch]], files: Iterable[SkeletonFile]) -> None:
+    """A linked composite's values lie in other directories: there is nothing of its own to patch."""
+    beyond = patches.keys() - {file.path for file in files}
+    if beyond:
+        raise UnsupportedError.of(
+            "tailor.linked", min(beyond), "lies outside of the checkpoint that gives the skeleton",
+            "use --link again, or name another checkpoint in state_from",
+        )  # fmt: skip

@@ -1,0 +1,184 @@
+"""The copy plan: every output file as ordered byte ranges of the sources. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from mergepipe.core.blocks import DType
+from mergepipe.tailor.checkpoint import Piece, StoredState
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """`nbytes` bytes at `offset` of `file`, as they are. `is_skeleton` tells which side of the ledger they are on."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    is_skeleton: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CastRange:
+    """Elements stored as `stored` at `offset` of `file`, written as `wanted` (round to nearest even)."""
+
+    file: Path
+    offset: int
+    n_elements: int
+    stored: DType
+    wanted: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.wanted.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known already."""
+
+    content: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Zeros."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """The CRC-32 of the output's bytes `[start, stop)`, written (u32) at every one of `places`, all behind `stop`."""
+
+    start: int
+    stop: int
+    places: tuple[int, ...]
+
+
+Segment: TypeAlias = CopyRange | CastRange | Literal | Fill
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A segment and its place in the output file."""
+
+    offset: int
+    segment: Segment
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.segment.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One output file: its segments in order, and the checksums to be renewed. `name` is relative, with slashes.
+
+    `size_bytes` is counted once: progress asks for it with every chunk.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    checksums: tuple[Checksum, ...] = ()
+    size_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", sum(segment.nbytes for segment in self.segments))
+
+    @property
+    def source_files(self) -> frozenset[Path]:
+        """The files its segments read."""
+        return frozenset(s.file for s in self.segments if isinstance(s, CopyRange | CastRange))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes its segments take from files."""
+        return sum(source_bytes(segment) for segment in self.segments)
+
+
+def source_bytes(segment: Segment) -> int:
+    """Bytes a segment reads."""
+    if isinstance(segment, CastRange):
+        return segment.n_elements * segment.stored.itemsize
+    return segment.nbytes if isinstance(segment, CopyRange) else 0
+
+
+def patch_states(given: StoredState, target: StoredState) -> Iterator[tuple[Path, Patch]]:
+    """Yield what puts the values of `given` at the places of `target`: (file of the target, patch).
+
+    Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
+    """
+    index = 0
+    for place in target.pieces:
+        while index < len(given.pieces) and given.pieces[index].span.stop <= place.span.start:
+            index += 1
+        following = index
+        while following < len(given.pieces) and given.pieces[following].span.start < place.span.stop:
+            yield place.file, _patch(given, given.pieces[following], target, place)
+            following += 1
+
+
+def _patch(given: StoredState, piece: Piece, target: StoredState, place: Piece) -> Patch:
+    start = max(piece.span.start, place.span.start)
+    n_elements = min(piece.span.stop, place.span.stop) - start
+    source_at = piece.offset + (start - piece.span.start) * given.dtype.itemsize
+    target_at = place.offset + (start - place.span.start) * target.dtype.itemsize
+    if given.dtype == target.dtype:
+        return Patch(target_at, CopyRange(piece.file, source_at, n_elements * given.dtype.itemsize, is_skeleton=False))
+    return Patch(target_at, CastRange(piece.file, source_at, n_elements, given.dtype, target.dtype))
+
+
+def patched_file(
+    name: str, original: Path, size_bytes: int, patches: Iterable[Patch], checksums: Sequence[Checksum] = ()
+) -> FilePlan:
+    """Plan a copy of `original` with some ranges replaced.
+
+    Law: the segments cover `[0, size_bytes)` in order.
+
+    Raises:
+        ValueError: patches overlap or lie outside.
+    """
+    segments: list[Segment] = []
+    position = 0
+    for patch in sorted(patches, key=lambda p: p.offset):
+        if patch.offset < position or patch.stop > size_bytes:
+            raise ValueError(f"{name}: a patch at [{patch.offset}, {patch.stop}) overlaps or lies outside")
+        if patch.offset > position:
+            segments.append(CopyRange(original, position, patch.offset - position, is_skeleton=True))
+        segments.append(patch.segment)
+        position = patch.stop
+    if position < size_bytes:
+        segments.append(CopyRange(original, position, size_bytes - position, is_skeleton=True))
+    return FilePlan(name, tuple(joined(segments)), tuple(checksums))
+
+
+def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Join ranges that follow one another in the same file; leave out empty ones."""
+    waiting: Segment | None = None
+    for segment in segments:
+        if segment.nbytes == 0:
+            continue
+        longer = _together(waiting, segment)
+        if longer is None and waiting is not None:
+            yield waiting
+        waiting = longer or segment
+    if waiting is not None:
+        yield waiting
+
+
+def _together(first: Segment | None, second: Segment) -> CopyRange | None:
+    """Two ranges as one, if the second follows the first in the same file."""
+    if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
+        return None
+    follows = first.file == second.file and first.offset + first.nbytes == second.offset
+    if not follows or first.is_skeleton != second.is_skeleton:
+        return None
+    return replace(first, nbytes=first.nbytes + second.nbytes)

@@ -1,0 +1,149 @@
+"""Reads a finished composite back and compares it with its sources, before anybody sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import Span
+from mergepipe.errors import CorruptError, MergePipeError
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import FP32, Format, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, giving_state
+from mergepipe.tailor.composition.cast import cast_bytes, values_of
+from mergepipe.tailor.composition.composition_plan import unpacked
+from mergepipe.tailor.composition.staleness import StepChoice
+from mergepipe.tailor.values import StateReader
+
+_SAMPLE_ELEMENTS = 32
+_BLOCK_ELEMENTS = 1 << 20
+_READERS = 8
+
+
+class Thoroughness(StrEnum):
+    """How much of a composite is read back."""
+
+    SAMPLED = "sampled"  # both ends of every contiguous piece
+    FULL = "full"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """What was compared: values with their sources, copies of weights with their masters."""
+
+    thoroughness: Thoroughness
+    states: int
+    elements: int
+    copies: int
+
+
+def check_composite(
+    store: Store,
+    made: TrainingCheckpoint,
+    assignment: Assignment,
+    steps: tuple[StepChoice, ...],
+    thoroughness: Thoroughness,
+    on_state: Callable[[], None],
+) -> SelfCheck:
+    """Compare every state of `made` with its source, every copy of a weight with its master, and the step counters.
+
+    Raises:
+        CorruptError: `tailor.self-check`: something is not what it should be.
+    """
+    _check_structure(made, assignment, steps)
+    if thoroughness is Thoroughness.OFF:
+        return SelfCheck(thoroughness, 0, 0, 0)
+    n_elements = copies = 0
+    with StateReader(store) as reader, ThreadPoolExecutor(_READERS, "mergepipe-tailor-check") as pool:
+        check = _Check(store, reader, made, assignment, thoroughness)
+        for compared, is_copy in pool.map(check.state, made.states.values()):
+            on_state()
+            n_elements += compared
+            copies += is_copy
+    return SelfCheck(thoroughness, len(made.states), n_elements, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Compares single states, from any thread."""
+
+    store: Store
+    reader: StateReader
+    made: TrainingCheckpoint
+    assignment: Assignment
+    thoroughness: Thoroughness
+
+    def state(self, state: StoredState) -> tuple[int, bool]:
+        """Compare one state with its source and, if it is a copy of a weight, with the composite's own master.
+
+        Returns how many elements were compared, and whether there was a master.
+        """
+        owner = self.made.units.tied.get(state.parameter, state.parameter)
+        given = giving_state(self.assignment.source(owner), state.parameter, state.kind)
+        if given is None:
+            raise _failed(self.made, f"{state.kind} of {state.parameter} has no source")
+        target = unpacked(self.store, state)
+        compared = self._compare(unpacked(self.store, given), target)
+        master = self.made.states.get((owner, FP32)) if state.kind in DERIVED_KINDS else None
+        if master is not None:
+            self._compare(unpacked(self.store, master), target)
+        return compared, master is not None
+
+    def _compare(self, given: StoredState, target: StoredState) -> int:
+        """Compare `target` with `given` cast to its dtype; return how many elements were compared."""
+        count = 0
+        for span in _spans(target, self.thoroughness):
+            wanted = cast_bytes(self.reader.read(given, span), given.dtype, target.dtype, given.parameter)
+            if not _same(wanted, self.reader.read(target, span), target):
+                raise _failed(
+                    self.made, f"{target.kind} of {target.parameter} differs from {given.kind} of its source in "
+                    f"elements [{span.start}, {span.stop})",
+                )  # fmt: skip
+            count += span.n_elements
+        return count
+
+
+def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
+    return CorruptError.of(
+        "tailor.self-check", made.path.name, message, "nothing was published; check the sources, then report it"
+    )
+
+
+def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tuple[StepChoice, ...]) -> None:
+    skeleton = assignment.skeleton
+    if made.missing:
+        raise _failed(made, f"lacks {made.missing[0]}")
+    counted_only = made.format is Format.DCP  # its step is that of its newest counter
+    if (made.step != assignment.state.step and not counted_only) or dict(made.parameters) != dict(skeleton.parameters):
+        raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
+    wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
+    found = {name: step.value for step in made.steps for name in step.parameters}
+    wrong = [name for name, value in wanted.items() if found.get(name) != value]
+    if wrong:
+        raise _failed(made, f"the step counter of {wrong[0]} is {found.get(wrong[0])}, not {wanted[wrong[0]]}")
+
+
+def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
+    """Whether the bytes are equal, or differ in nothing but which NaN they hold."""
+    if np.array_equal(a, b):
+        return True
+    x, y = (values_of(each, state.dtype, state.parameter).astype(np.float64) for each in (a, b))
+    return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
+
+
+def _spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+    for piece in state.pieces:
+        start, stop = piece.span.start, piece.span.stop
+        if thoroughness is Thoroughness.FULL:
+            yield from (Span(at, min(at + _BLOCK_ELEMENTS, stop)) for at in range(start, stop, _BLOCK_ELEMENTS))
+            continue
+        head = min(start + _SAMPLE_ELEMENTS, stop)
+        yield Span(start, head)
+        if head < stop:
+            yield Span(max(head, stop - _SAMPLE_ELEMENTS), stop)

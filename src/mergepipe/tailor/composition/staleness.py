@@ -1,0 +1,109 @@
+"""How old each unit's part of a composite is, and which value each step counter gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
+from mergepipe.tailor.composition.assignment import Assignment
+
+
+class StepPolicy(StrEnum):
+    """How a step counter was chosen."""
+
+    EXACT = "exact"  # the counter's parameters come from one source: that source's value
+    NEWEST = "newest"  # one counter serves parameters of several sources: the largest of their values
+
+
+@dataclass(frozen=True, slots=True)
+class StepChoice:
+    """The value one counter of the skeleton gets."""
+
+    counter: AdamStep
+    value: float
+    policy: StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStaleness:
+    """One unit: its sources as (path, step, age), and the step counters it resumes with.
+
+    Ages are in steps behind the one training resumes at; a negative one is of a part that is newer.
+    """
+
+    unit: str
+    n_parameters: int
+    sources: tuple[tuple[Path, int, int], ...]
+    adam_steps: tuple[float, ...]
+    step_policies: tuple[StepPolicy, ...]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """As JSON values."""
+        return {
+            "unit": self.unit,
+            "parameters": self.n_parameters,
+            "sources": [{"path": str(path), "step": step, "age": age} for path, step, age in self.sources],
+            "adam_steps": list(self.adam_steps),
+            "step_policies": [policy.value for policy in self.step_policies],
+        }
+
+
+def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None = None) -> tuple[StepChoice, ...]:
+    """Choose the value of every step counter: of the skeleton's, or of one for each of `groups`.
+
+    Law: where all of a counter's parameters come from one source, its value is that source's.
+    """
+    counters = [_counters(source) for source in assignment.sources]
+    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
+    return tuple(_choose(assignment, counters, counter) for counter in wanted)
+
+
+def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> Iterator[AdamStep]:
+    """One counter for each group that any counter serves."""
+    by_name = {name: step for step in steps for name in step.parameters}
+    for names in groups:
+        served = [by_name[name] for name in names if name in by_name]
+        if served:
+            newest = max(served, key=lambda step: step.value)
+            entries = dict.fromkeys(entry for step in served for entry in step.entries)
+            yield replace(newest, parameters=tuple(names), cells=(), entries=tuple(entries))
+
+
+def _counters(source: TrainingCheckpoint) -> dict[str, float]:
+    return {name: step.value for step in source.steps for name in step.parameters}
+
+
+def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
+    used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
+    found = [
+        counters[assignment.source_of[name]].get(name, counter.value)
+        for name in counter.parameters
+        if name in assignment.source_of
+    ]
+    value = max(found, default=counter.value)
+    return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
+
+
+def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple[UnitStaleness, ...]:
+    """Report every unit, in the model's order."""
+    by_name = {name: choice for choice in steps for name in choice.counter.parameters}
+    return tuple(_units(assignment, by_name))
+
+
+def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterator[UnitStaleness]:
+    newest = assignment.state.step
+    for unit, indices in assignment.unit_sources():
+        names = assignment.skeleton.units.parameters[unit]
+        choices = [by_name[name] for name in names if name in by_name]
+        opened = [assignment.sources[index] for index in indices]
+        yield UnitStaleness(
+            unit=str(unit),
+            n_parameters=len(names),
+            sources=tuple((source.path, source.step, newest - source.step) for source in opened),
+            adam_steps=tuple(sorted({choice.value for choice in choices})),
+            step_policies=tuple(sorted({choice.policy for choice in choices})),
+        )

@@ -1,0 +1,228 @@
+"""The state of a run taken from a partial checkpoint: step, scheduler, random states and options of the optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.checkpoints.contained_files import stat_regular
+from mergepipe.checkpoints.formats.inert_values import PickledTensor
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
+from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import Format, Framework
+from mergepipe.tailor.composition.assignment import Assignment
+from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+from mergepipe.tailor.composition.torch_writer import InertPickler
+from mergepipe.tailor.formats.dcp import METADATA_NAME
+from mergepipe.tailor.formats.dcp_metadata import merge_state, read_dcp_metadata
+from mergepipe.tailor.formats.deepspeed import base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME
+from mergepipe.tailor.formats.open_checkpoint import LATEST_NAME
+from mergepipe.tailor.formats.partial import read_partial_manifest
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
+
+SCHEDULER_NAME = "scheduler.pt"
+_STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
+_MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
+_GROUPS = "param_groups"
+_RATE = "lr"
+
+Edits = Mapping[PicklePath, object]
+
+
+@dataclass(frozen=True, slots=True)
+class StateOverlay:
+    """What the state changes in the skeleton's files.
+
+    `files` are the skeleton's under their new names, with the state's in place of their namesakes. `edits` are new
+    values in the pickles of archives, by path; `contents` are small files that are new altogether, by name.
+    """
+
+    files: tuple[SkeletonFile, ...]
+    edits: Mapping[Path, Edits] = field(default_factory=lambda: MappingProxyType({}))
+    contents: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
+    tag: str | None = None
+
+    def edits_of(self, path: Path) -> Edits:
+        return self.edits.get(path, {})
+
+
+def require_own_state(assignment: Assignment) -> None:
+    """Refuse a state from a partial checkpoint where nothing may be copied.
+
+    Raises:
+        UnsupportedError: always, if there is one.
+    """
+    if assignment.state_index is not None:
+        raise UnsupportedError.of(
+            "tailor.state.link", assignment.state.path, "is partial: its scheduler and step would have to be copied",
+            "compose without --link, or name a complete checkpoint in state_from",
+        )  # fmt: skip
+
+
+def overlay_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Plan which small files and values the state replaces; `files` are the skeleton's.
+
+    Raises:
+        UnsupportedError: values in a form that is not changed.
+        CorruptError, MismatchError: the state lacks what the framework needs, or has other parameter groups.
+    """
+    if assignment.state_index is None:
+        return StateOverlay(tuple(files))
+    _check_state(store, assignment)
+    replaced = _with_state_files(assignment, files)
+    if assignment.skeleton.format is Format.DCP:
+        return _overlay_dcp(store, assignment, replaced)
+    if assignment.skeleton.format is Format.HF_OPTIMIZER:
+        path = assignment.skeleton.root / OPTIMIZER_NAME
+        root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
+        return StateOverlay(replaced, MappingProxyType({path: _options(store, assignment, root, ())}))
+    return _overlay_zero(store, assignment, replaced)
+
+
+def _check_state(store: Store, assignment: Assignment) -> None:
+    folder = assignment.state.path
+    if not assignment.state.has_state:
+        what = METADATA_NAME if assignment.state.format is Format.DCP else TRAINER_STATE_NAME
+        raise CorruptError.of(
+            "tailor.state.files", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
+        )
+    is_trainer = assignment.state.framework is Framework.TRANSFORMERS
+    if is_trainer and read_global_step(store, folder) != assignment.state.step:
+        raise CorruptError.of("tailor.state.step", folder, f"{TRAINER_STATE_NAME} is of another step")
+
+
+def _with_state_files(assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
+    folder = assignment.state.path
+    given = {f.name: f for f in _state_files(folder)}
+    lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in given]
+    if lacking:
+        raise CorruptError.of("tailor.state.files", folder, f"holds no {lacking[0]}, which the skeleton has")
+    kept = [f for f in files if f.name not in given]
+    return tuple(sorted([*kept, *given.values()], key=lambda f: f.name))
+
+
+def _state_files(folder: Path) -> Iterator[SkeletonFile]:
+    for path in sorted(folder.iterdir()):
+        if _STATE_FILES.fullmatch(path.name):
+            status = stat_regular(folder, path.name)
+            if status is not None:
+                yield SkeletonFile(path.name, path, status.st_size, status.st_mtime_ns)
+
+
+# --- options of the optimizer
+
+
+def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath) -> Edits:
+    """Put the state's options into the skeleton's parameter groups: learning rates drive the first resumed step."""
+    groups = root.at(place).get(_GROUPS)
+    new = read_partial_manifest(store, assignment.state.path).options
+    old = groups.elements()
+    rates = [option.get(_RATE) for option in new]
+    if len(new) != len(old) or not all(isinstance(rate, float) for rate in rates):
+        raise MismatchError.of(
+            "tailor.state.rates", assignment.state.path, f"has learning rates {rates}, not {len(old)}"
+        )
+    edits: dict[PicklePath, object] = {}
+    for number, (group, options) in enumerate(zip(old, new, strict=True)):
+        for key, value in options.items():
+            if key == "step":  # a counter, which has its own policy
+                continue
+            known = group.mapping().get(key)
+            if key in group.mapping() and not _is_same(known, value):
+                edits[*place, _GROUPS, number, key] = _like(group.get(key), value)
+    return edits
+
+
+def _is_same(known: object, value: JsonValue) -> bool:
+    return (list(known) if isinstance(known, tuple) else known) == value
+
+
+def _like(old: Node, value: JsonValue) -> object:
+    """The new value of an option in the form of the old one."""
+    if isinstance(old.value, PickledTensor):
+        raise UnsupportedError.of(
+            "tailor.state.rates", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
+            "checkpoint in state_from",
+        )  # fmt: skip
+    return tuple(value) if isinstance(value, list) else value
+
+
+# --- DeepSpeed
+
+
+def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
+    skeleton = assignment.skeleton
+    zero = list_zero_files(skeleton.root)
+    if zero is None:
+        raise AssertionError("the skeleton was read as ZeRO")
+    inside = base_optimizer_path(skeleton.stage)
+    edits: dict[Path, Edits] = {}
+    for path in zero.optimizer.values():
+        edits[path] = _options(store, assignment, Node(read_torch_zip(store, path).root, path.name), inside)
+    for file in files:
+        if file.path.parent == skeleton.root and _MODEL_FILE.fullmatch(file.path.name):
+            edits[file.path] = _engine_state(store, assignment, file.path)
+    tag = _new_tag(assignment)
+    if tag is None:
+        return StateOverlay(tuple(files), MappingProxyType(edits))
+    old = f"{skeleton.root.name}/"
+    renamed = (replace(f, name=f"{tag}/{f.name.removeprefix(old)}") if f.name.startswith(old) else f for f in files)
+    contents = MappingProxyType({LATEST_NAME: tag.encode()})
+    return StateOverlay(tuple(sorted(renamed, key=lambda f: f.name)), MappingProxyType(edits), contents, tag)
+
+
+def _engine_state(store: Store, assignment: Assignment, path: Path) -> Edits:
+    """The engine's own counters, and the scheduler where the engine keeps it."""
+    root = Node(read_torch_zip(store, path).root, path.name)
+    step = assignment.state.step
+    edits: dict[PicklePath, object] = {("global_steps",): step}
+    samples, old_step = root.find("global_samples"), root.get("global_steps").integer()
+    if samples is not None and old_step:
+        edits["global_samples",] = samples.integer() + (step - old_step) * samples.integer() // old_step
+    if root.find("lr_scheduler") is not None:
+        edits["lr_scheduler",] = _scheduler(store, assignment.state.path)
+    return edits
+
+
+def _scheduler(store: Store, folder: Path) -> object:
+    path = folder / SCHEDULER_NAME
+    if not path.is_file():
+        raise CorruptError.of("tailor.state.files", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
+    root = read_torch_zip(store, path).root
+    if next(iter(walk_tensors(root)), None) is not None:
+        raise UnsupportedError.of("tailor.state.scheduler", path, "holds tensors, which are not put into the engine's")
+    return root
+
+
+def _new_tag(assignment: Assignment) -> str | None:
+    """The tag with the state's step, where the skeleton's is inside a save directory and tells its step."""
+    skeleton = assignment.skeleton
+    if skeleton.root == skeleton.path or skeleton.root.name != f"global_step{skeleton.step}":
+        return None
+    return f"global_step{assignment.state.step}"
+
+
+# --- torch DCP
+
+
+def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
+    skeleton, state = assignment.skeleton, assignment.state
+    metadata = read_dcp_metadata(store, skeleton.path)
+    moved = merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path)
+    added = []
+    for old, new in moved.items():
+        status = stat_regular(state.path, old)
+        if status is None:
+            raise CorruptError.of("tailor.state.files", state.path, f"holds no {old}, which {METADATA_NAME} names")
+        added.append(SkeletonFile(new, state.path / old, status.st_size, status.st_mtime_ns))
+    contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
+    return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)

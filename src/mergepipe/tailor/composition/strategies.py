@@ -1,0 +1,101 @@
+"""Recipes for the usual compositions of full checkpoints: parity, filter, latest."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from mergepipe.core.escaping import yaml_document
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.storage.contract import Store
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+from mergepipe.tailor.composition.open_source import open_source
+from mergepipe.tailor.units import ModelUnits, UnitKind
+
+_NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
+
+
+class Strategy(StrEnum):
+    """Which units come from which checkpoint."""
+
+    PARITY = "parity"  # even layers and the head from the newest, the rest from the one before
+    FILTER = "filter"  # both ends of the model from the newest, the layers between from the one before
+    LATEST = "latest"  # everything from the newest
+
+
+def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCheckpoint]:
+    """Open the newest two complete checkpoints of `run` saved at or before step `at` (any step if None), newest first.
+
+    Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
+    read as one (a save that was cut short) is passed over.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    numbered = []
+    for entry in sorted(run.iterdir()) if run.is_dir() else []:
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and entry.is_dir() and (at is None or int(match[1]) <= at):
+            numbered.append((int(match[1]), entry))
+    found: list[TrainingCheckpoint] = []
+    for _, path in sorted(numbered, reverse=True):
+        try:
+            opened = open_source(store, path)
+        except MergePipeError:
+            continue
+        if not opened.missing and (at is None or opened.step <= at):
+            found.append(opened)
+        if len(found) == 2:
+            break
+    if not found:
+        before = f" at or before step {at}" if at is not None else ""
+        raise NotFoundError.of("tailor.run", run, f"holds no complete checkpoint{before}", "give the run's directory")
+    return found
+
+
+def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Path) -> str:
+    """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
+
+    `ends` is how many layers at either end `filter` takes from the newest. Paths are relative to `folder`.
+
+    Raises:
+        RecipeError: the strategy needs two checkpoints and there is one.
+    """
+    newest = checkpoints[0]
+    if strategy is Strategy.LATEST:
+        return _recipe(newest.path, None, [], folder)
+    if len(checkpoints) < 2:
+        raise RecipeError.of(
+            "tailor.strategy", strategy.value, f"needs two checkpoints, only {newest.path} is there", "use latest"
+        )
+    units: Callable[[ModelUnits], list[str]] = _odd_part if strategy is Strategy.PARITY else _middle(ends)
+    return _recipe(newest.path, checkpoints[1].path, units(newest.units), folder)
+
+
+def _odd_part(units: ModelUnits) -> list[str]:
+    """What parity takes from the older checkpoint: odd layers, embeddings, final norm."""
+    plain = [str(u) for u in units.parameters if u.kind in (UnitKind.EMBED, UnitKind.NORM)]
+    return [*(["layers odd"] if units.n_layers > 1 else []), *plain]
+
+
+def _middle(ends: int) -> Callable[[ModelUnits], list[str]]:
+    def middle(units: ModelUnits) -> list[str]:
+        indices = sorted(u.index for u in units.parameters if u.kind is UnitKind.LAYER)
+        inner = indices[ends : len(indices) - ends]
+        return [f"layers {inner[0]}-{inner[-1]}"] if inner else []
+
+    return middle
+
+
+def _recipe(newest: Path, older: Path | None, units: list[str], folder: Path) -> str:
+    content: dict[str, object] = {"default": _relative(newest, folder)}
+    if older is not None and units:
+        content["take"] = [{"from": _relative(older, folder), "units": units}]
+    return yaml_document(content, width=110)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path.absolute(), folder.absolute())

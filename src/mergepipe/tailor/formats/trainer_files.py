@@ -1,0 +1,45 @@
+"""What every directory of the Hugging Face Trainer holds, whatever keeps its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
+from mergepipe.core.blocks import Span
+from mergepipe.errors import CorruptError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.limits import TRAINER_JSON_BYTES
+from mergepipe.tailor.checkpoint import Piece, StoredState
+
+TRAINER_STATE_NAME = "trainer_state.json"
+
+
+def read_json(store: Store, path: Path) -> dict[str, JsonValue]:
+    """Read a JSON object of the checkpoint directory, strictly."""
+    return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.json")
+
+
+def read_global_step(store: Store, folder: Path) -> int:
+    """The step the Trainer resumes at."""
+    path = folder / TRAINER_STATE_NAME
+    step = read_json(store, path).get("global_step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CorruptError.of("tailor.hf.step", path, "'global_step' is not a count")
+    return step
+
+
+def weight_state(tensor: TensorEntry, kind: str) -> StoredState:
+    """A safetensors entry as a state."""
+    piece = Piece(tensor.file, tensor.offset, tensor.nbytes, Span(0, tensor.n_elements))
+    return StoredState(tensor.name, kind, tensor.dtype, tensor.shape, (piece,) if tensor.n_elements else ())
+
+
+def tied_aliases(config: Mapping[str, JsonValue], parameters: Mapping[str, object]) -> dict[str, str]:
+    """The head of a model that shares its input embedding, by the names both usually have."""
+    if config.get("tie_word_embeddings") is False or "lm_head.weight" in parameters:
+        return {}
+    embeddings = ("model.embed_tokens.weight", "transformer.wte.weight")
+    owner = next((name for name in embeddings if name in parameters), None)
+    return {"lm_head.weight": owner} if owner is not None else {}

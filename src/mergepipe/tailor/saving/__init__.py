@@ -1,0 +1,42 @@
+"""Partial saving while training: chosen units of a model with their optimizer state, per rank, crash-safe."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.saving.callback import PartialCheckpointCallback
+    from mergepipe.tailor.saving.changes import ChangeTracker
+    from mergepipe.tailor.saving.frameworks import restore_random_state
+    from mergepipe.tailor.saving.training_loop import save_partial
+    from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Strategy
+
+__all__ = [
+    "ChangeTracker",
+    "Filter",
+    "LatestChanged",
+    "Parity",
+    "PartialCheckpointCallback",
+    "Strategy",
+    "restore_random_state",
+    "save_partial",
+]
+
+_HOMES = {
+    "ChangeTracker": "changes",
+    "Filter": "unit_choice",
+    "LatestChanged": "unit_choice",
+    "Parity": "unit_choice",
+    "PartialCheckpointCallback": "callback",
+    "Strategy": "unit_choice",
+    "restore_random_state": "frameworks",
+    "save_partial": "training_loop",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for only now: the callback needs transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

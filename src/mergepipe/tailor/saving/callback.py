@@ -1,0 +1,104 @@
+"""The callback that saves partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.tailor.checkpoint import Framework
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
+from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.saving.engine_view import EngineView, Ranks
+from mergepipe.tailor.saving.frameworks import current_ranks, save_object, save_random_state, trainer_callback_base
+from mergepipe.tailor.saving.modules import unwrapped
+from mergepipe.tailor.saving.partial_run import PartialRun
+from mergepipe.tailor.saving.plain_engine import is_sharded, view_plain
+from mergepipe.tailor.saving.unit_choice import LatestChanged, Strategy
+from mergepipe.tailor.saving.zero_engine import find_zero, view_zero
+
+_TrainerCallback: Any = trainer_callback_base()
+
+
+class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
+    """Saves the units whose turn it is every `every_steps` steps into the Trainer's output directory.
+
+    The first save of a run is full and is the Trainer's own: it is asked to save a checkpoint at that step. Partial
+    ones are `partial-STEP` beside it, with the scheduler, random states and the Trainer's state of their step. Set
+    `save_strategy="no"`, or save rarely: each full save that the Trainer makes is taken into account.
+    """
+
+    def __init__(self, every_steps: int, strategy: Strategy, *, tracker: ChangeTracker | None = None) -> None:
+        if every_steps < 1:
+            raise RecipeError.of("train.every", "every_steps", f"{every_steps} is no number of steps")
+        self._every_steps = every_steps
+        self._strategy = strategy
+        self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what could not be put together again, and note where training goes on from."""
+        _check_arguments(args, kwargs["model"])
+        self._saves(args).start(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Save, when it is time; what the Trainer is about to save in full anyway is left to it."""
+        if state.global_step % self._every_steps or control.should_save:
+            return control
+        saves = self._saves(args)
+        history = saves.history(state.global_step)
+        if not history:
+            control.should_save = True
+            return control
+        view = _view(saves.ranks, **kwargs)
+        saves.save(view, state.global_step, history, _extra_files(saves.ranks, state, kwargs["lr_scheduler"]))
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note a full checkpoint that the Trainer has written."""
+        saves = self._saves(args)
+        name = f"checkpoint-{state.global_step}"
+        if all(saves.ranks.gather((saves.run / name).is_dir())):
+            saves.note_full(_view(saves.ranks, **kwargs), state.global_step, name)
+
+    def _saves(self, args: Any) -> PartialRun:
+        return PartialRun(Path(args.output_dir), self._strategy, current_ranks(), self._tracker)
+
+
+def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
+    zero = find_zero(optimizer)
+    if zero is not None:
+        return view_zero(zero, unwrapped(model), ranks, Framework.TRANSFORMERS)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return view_plain(unwrapped(model), inner, ranks, Framework.TRANSFORMERS)
+
+
+def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], Iterable[Path]]:
+    """The small files of a Trainer checkpoint, under the Trainer's names."""
+
+    def write(folder: Path) -> Iterable[Path]:
+        suffix = f"_{ranks.rank}" if ranks.world_size > 1 else ""
+        random_state = folder / f"rng_state{suffix}.pth"
+        save_random_state(random_state)
+        yield random_state
+        if ranks.rank == 0:
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            save_object(scheduler.state_dict(), folder / "scheduler.pt")
+            yield from (folder / TRAINER_STATE_NAME, folder / "scheduler.pt")
+
+    return write
+
+
+def _check_arguments(args: Any, model: Any) -> None:
+    """Refuse settings under which no composite could be made; before the first step."""
+    if args.save_total_limit is not None:
+        raise UnsupportedError.of(
+            "train.limit", "save_total_limit", "would delete the full checkpoint that partial ones stand on", "unset it"
+        )
+    if args.save_only_model:
+        raise UnsupportedError.of("train.model_only", "save_only_model", "leaves no full checkpoint to resume from")
+    if getattr(args, "fsdp", None) or is_sharded(model):
+        raise UnsupportedError.of(
+            "train.fsdp", "fsdp", "the callback does not save FSDP models in parts",
+            "use mergepipe.tailor.saving.save_partial in a loop of your own",
+        )  # fmt: skip

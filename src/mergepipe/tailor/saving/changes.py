@@ -1,0 +1,66 @@
+"""How much each unit's weights changed since it was last saved, estimated from samples of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.errors import RecipeError
+from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks
+from mergepipe.tailor.units import Unit
+
+DEFAULT_SAMPLE_ELEMENTS = 4096
+
+
+class ChangeTracker:
+    """Remembers evenly spread samples of the weights as they were last saved.
+
+    Memory: `sample_elements` x 4 bytes for each parameter this rank holds a part of.
+    """
+
+    def __init__(self, sample_elements: int = DEFAULT_SAMPLE_ELEMENTS) -> None:
+        if sample_elements < 1:
+            raise RecipeError.of("train.sample", "sample_elements", f"{sample_elements} elements are no sample")
+        self._sample_elements = sample_elements
+        self._saved: dict[tuple[str, int], NDArray[np.float32]] = {}
+
+    def remember(self, view: EngineView, units: Iterable[Unit]) -> None:
+        """Take the present weights of `units` as saved."""
+        of_unit = view.units.parameters
+        names = {name for unit in units for name in of_unit[unit]}
+        for shard in view.weight_shards():
+            if shard.parameter in names:
+                self._saved[_place(shard)] = shard.sample(self._sample_elements)
+
+    def changes(self, view: EngineView, ranks: Ranks) -> dict[Unit, float]:
+        """`‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` where nothing is remembered."""
+        local = self._squares(view)
+        every = ranks.gather(local)
+        found = {}
+        for unit, names in view.units.parameters.items():
+            parts = [squares[name] for squares in every for name in names if name in squares]
+            moved, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
+            found[unit] = math.sqrt(moved / norm) if norm > 0 else (math.inf if moved > 0 else 0.0)
+        return found
+
+    def _squares(self, view: EngineView) -> dict[str, tuple[float, float]]:
+        """By parameter: the squared norms of the change and of what was saved, scaled up to the whole shard."""
+        squares: dict[str, tuple[float, float]] = {}
+        for shard in view.weight_shards():
+            saved = self._saved.get(_place(shard))
+            if saved is None:
+                squares[shard.parameter] = (math.inf, 1.0)
+                continue
+            now = shard.sample(self._sample_elements).astype(np.float64)
+            scale = shard.span.n_elements / max(1, saved.size)
+            moved, norm = float(np.sum((now - saved) ** 2)), float(np.sum(saved.astype(np.float64) ** 2))
+            before = squares.get(shard.parameter, (0.0, 0.0))
+            squares[shard.parameter] = (before[0] + scale * moved, before[1] + scale * norm)
+        return squares
+
+
+def _place(shard: LocalShard) -> tuple[str, int]:
+    return shard.parameter, shard.span.start

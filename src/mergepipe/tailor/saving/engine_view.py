@@ -1,0 +1,114 @@
+"""What one rank of a training engine holds, whatever the engine: states of parameters by element ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.core.blocks import DType, Span
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, Format, Framework
+from mergepipe.tailor.units import ModelUnits, Unit, model_units
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The elements `span` of the flattened `parameter`'s state `kind`, as this rank holds them now.
+
+    `read` copies their bytes to the host (uint8); `sample(n)` copies at most n of them, evenly spread (float32).
+    """
+
+    parameter: str
+    kind: str
+    dtype: DType
+    span: Span
+    read: Callable[[], NDArray[np.uint8]]
+    sample: Callable[[int], NDArray[np.float32]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.n_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCounter:
+    """A step counter: the parameters it serves, and its value when read."""
+
+    parameters: tuple[str, ...]
+    read: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One rank's view of an engine between two steps.
+
+    Everything but `shards` and `writes_counters` is the same on every rank; fields as in `PartialManifest`.
+    """
+
+    origin: Format
+    framework: Framework
+    stage: int | None
+    world_size: int
+    parameters: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    flat_groups: tuple[tuple[str, ...], ...]
+    options: tuple[Mapping[str, JsonValue], ...]
+    counters: tuple[LocalCounter, ...]
+    shards: tuple[LocalShard, ...]
+    writes_counters: bool
+
+    @property
+    def units(self) -> ModelUnits:
+        return model_units(self.parameters, self.tied)
+
+    def shards_of(self, names: Iterable[str]) -> Iterator[LocalShard]:
+        """This rank's shards of the named parameters."""
+        wanted = frozenset(names)
+        return (shard for shard in self.shards if shard.parameter in wanted)
+
+    def weight_shards(self) -> Iterator[LocalShard]:
+        """Each parameter's most exact weights: the masters, where it has them."""
+        mastered = {shard.parameter for shard in self.shards if shard.kind == FP32}
+        for shard in self.shards:
+            if shard.kind == FP32 or (shard.kind == WEIGHT and shard.parameter not in mastered):
+                yield shard
+
+    def local_bytes(self) -> dict[Unit, int]:
+        """Bytes of each unit on this rank."""
+        units = self.units
+        home = {name: unit for unit, names in units.parameters.items() for name in names}
+        found = dict.fromkeys(units.parameters, 0)
+        for shard in self.shards:
+            found[home[shard.parameter]] += shard.nbytes
+        return found
+
+
+class Ranks(Protocol):
+    """The processes that train together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's small value, in the order of ranks, on every rank. No rank returns before all have called."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """A process that trains alone."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather(self, value: Value) -> list[Value]:
+        return [value]

@@ -1,0 +1,124 @@
+"""Partial saving over a whole run: when a full save is due, which units are next, and the log of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from mergepipe.errors import RecipeError
+from mergepipe.tailor.composition.from_log import partial_name
+from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.saving.engine_view import EngineView, Ranks
+from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
+from mergepipe.tailor.saving.save_journal import note_save, note_start, read_journal
+from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.saving.unit_choice import LatestChanged, Situation, Strategy, choose_units
+from mergepipe.tailor.units import Unit
+
+FULL = "full"
+
+
+def no_extra_files(_: Path) -> Iterable[Path]:
+    """Write nothing beside the shard."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRun:
+    """One run's directory, strategy and ranks. Every method is called on every rank together.
+
+    `tracker` is needed by `LatestChanged`: it must live as long as the training process.
+    """
+
+    run: Path
+    strategy: Strategy
+    ranks: Ranks
+    tracker: ChangeTracker | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strategy, LatestChanged) and self.tracker is None:
+            raise RecipeError.of(
+                "train.tracker", "latest-changed", "no ChangeTracker is given", "make one and keep it for the whole run"
+            )
+
+    def start(self, step: int) -> None:
+        """Note that training goes on from `step`."""
+        if self.ranks.rank == 0:
+            note_start(self.run, step)
+        self.ranks.gather(None)
+
+    def history(self, step: int) -> tuple[SaveRecord, ...]:
+        """The saves before `step` that the run stands on: none, unless a full one of them still exists."""
+        found: tuple[SaveRecord, ...] = ()
+        if self.ranks.rank == 0:
+            records = tuple(r for r in read_journal(self.run).records if r.step < step)
+            if any(r.is_full and (self.run / str(r.folder)).is_dir() for r in records):
+                found = records
+        return self.ranks.gather(found)[0]
+
+    def save(
+        self,
+        view: EngineView,
+        step: int,
+        history: tuple[SaveRecord, ...],
+        write_extra: Callable[[Path], Iterable[Path]] = no_extra_files,
+    ) -> SaveRecord:
+        """Save the units whose turn it is, all of them where `history` is empty; log it.
+
+        Raises:
+            LimitError: the strategy's budget is smaller than a unit.
+            MergePipeError: a rank could not write; the run's earlier saves are as they were.
+        """
+        started = time.perf_counter()
+        unit_bytes = self._unit_bytes(view)
+        units = tuple(unit_bytes) if not history else self._choose(view, history, unit_bytes)
+        name = self.free_name(f"{FULL}-{step}" if not history else partial_name(step))
+        saved_bytes = write_partial(PartialJob(view, units, step, self.run / name, write_extra), self.ranks)
+        record = SaveRecord(
+            step, units, name, not history, tuple(unit_bytes), FULL if not history else str(self.strategy),
+            saved_bytes, sum(unit_bytes.values()), time.perf_counter() - started,
+        )  # fmt: skip
+        self._note(view, record)
+        return record
+
+    def note_full(self, view: EngineView, step: int, folder: str, seconds: float = 0.0) -> SaveRecord:
+        """Log a full checkpoint that the framework itself has written into the run's directory."""
+        unit_bytes = self._unit_bytes(view)
+        nbytes = sum(unit_bytes.values())
+        record = SaveRecord(step, tuple(unit_bytes), folder, True, tuple(unit_bytes), FULL, nbytes, nbytes, seconds)
+        self._note(view, record)
+        return record
+
+    def _note(self, view: EngineView, record: SaveRecord) -> None:
+        if self.ranks.rank == 0:
+            note_save(self.run, record)
+        if self.tracker is not None:
+            self.tracker.remember(view, record.units)
+        self.ranks.gather(None)
+
+    def _unit_bytes(self, view: EngineView) -> dict[Unit, int]:
+        every = self.ranks.gather(view.local_bytes())
+        return {unit: sum(local[unit] for local in every) for unit in view.units.parameters}
+
+    def _choose(
+        self, view: EngineView, history: tuple[SaveRecord, ...], unit_bytes: dict[Unit, int]
+    ) -> tuple[Unit, ...]:
+        changes = self.tracker.changes(view, self.ranks) if self.tracker is not None else {}
+        situation = Situation(
+            units=tuple(unit_bytes),
+            n_partial=sum(not record.is_full for record in history),
+            changes=MappingProxyType(changes),
+            last_saved=MappingProxyType({unit: r.step for r in history for unit in r.units}),
+            unit_bytes=MappingProxyType(unit_bytes),
+        )
+        return choose_units(self.strategy, situation)
+
+    def free_name(self, name: str) -> str:
+        """`name`, or with a number behind it where training went back and that step was saved before."""
+        if self.ranks.rank:
+            return self.ranks.gather(name)[0]
+        free = next(n for i in range(10**6) if not (self.run / (n := name + (f"-r{i}" if i else ""))).exists())
+        return self.ranks.gather(free)[0]

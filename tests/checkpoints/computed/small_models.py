@@ -1,0 +1,66 @@
+"""Small checkpoints and adapters on disk for the tests of kinds of experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - registers bfloat16 for the safetensors library
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.runs.models import open_model
+from mergepipe.storage.local import LocalStore
+
+Tensors = Mapping[str, NDArray[Any]]
+PREFIX = "base_model.model."
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model as a recipe names it."""
+
+    path: Path
+    adapter: Path | None = None
+    is_delta: bool = False
+
+
+def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
+
+
+def write_model(folder: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, folder / "model.safetensors", metadata)
+    return folder
+
+
+def write_adapter(folder: Path, tensors: Tensors, **options: object) -> Path:
+    """`tensors` without peft's prefix; `options` on top of a plain LoRA of rank 4 and alpha 8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**LORA, **options}))
+    stored = {PREFIX + name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(stored, folder / "adapter_model.safetensors")
+    return folder
+
+
+def lora(module: str, rows: int, columns: int, rank: int = 4) -> dict[str, NDArray[np.float32]]:
+    """Random factors of one module."""
+    return {f"{module}.lora_A.weight": random(rank, columns), f"{module}.lora_B.weight": random(rows, rank, seed=1)}
+
+
+def product(factors: Tensors, module: str) -> NDArray[np.float64]:
+    """B @ A in float64."""
+    up, down = factors[f"{module}.lora_B.weight"], factors[f"{module}.lora_A.weight"]
+    made: NDArray[np.float64] = up.astype(np.float64) @ down.astype(np.float64)
+    return made
+
+
+def opened(path: Path, base: Checkpoint | None = None, adapter: Path | None = None) -> Checkpoint:
+    return open_model(LocalStore(), Named(path, adapter), base)

@@ -1,0 +1,158 @@
+"""What a recipe may name as a model, and what it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from small_models import Named, opened, random, write_model
+
+from mergepipe.checkpoints.base_digest import base_digest
+from mergepipe.checkpoints.contract import CheckpointKind
+from mergepipe.checkpoints.formats.delta_mark import DeltaMark
+from mergepipe.checkpoints.formats.torch_weights import SUFFIXES, WRAPPERS
+from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.runs.models import open_model
+from mergepipe.storage.local import LocalStore
+from support.delta_checkpoints import metadata_of
+from support.fetching import fetched
+from support.stores import MetadataStore
+from support.torch_bytes import View, torch_bytes
+
+W: NDArray[np.float32] = random(6, 8)
+FP8 = W.astype(ml_dtypes.float8_e4m3fn)
+
+
+def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", {"a.weight": W})
+    store = MetadataStore()
+    first = open_model(store, Named(path), None)
+    assert open_model(store, Named(path), first) == first
+
+
+def test_open_model__a_delta_is_bound_to_its_base(tmp_path: Path) -> None:
+    base = opened(write_model(tmp_path / "base", {"a.weight": W, "b.weight": W}))
+    mark = DeltaMark(base_digest(LocalStore(), base), frozenset({"c.weight"}))
+    path = write_model(tmp_path / "delta", {"a.weight": W * 2, "c.weight": W}, metadata_of(mark))
+    delta = opened(path, base)
+    assert (delta.kind, delta.base_digest) == (CheckpointKind.DELTA, mark.base)
+    assert {name: tensor.is_delta for name, tensor in delta.tensors.items()} == {"a.weight": True, "c.weight": False}
+    assert np.array_equal(fetched(delta.tensors["a.weight"]), W * 2)
+    other = opened(write_model(tmp_path / "other", {"a.weight": W + 1, "b.weight": W}))
+    with pytest.raises(MismatchError, match=f"holds differences from the base {mark.base}, .*other is"):
+        opened(path, other)
+    with pytest.raises(UnsupportedError, match="is a delta, and stands where full weights are needed"):
+        opened(path)
+    with pytest.raises(UnsupportedError, match="holds differences from a base; an adapter applies to weights only"):
+        opened(path, base, adapter=tmp_path / "adapter")
+
+
+def test_base_digest__tells_content_names_and_shapes_but_not_sharding(tmp_path: Path) -> None:
+    store = LocalStore()
+    digests = {
+        name: base_digest(store, opened(write_model(tmp_path / name, tensors)))
+        for name, tensors in {
+            "one": {"a": W, "b": W}, "again": {"b": W, "a": W}, "content": {"a": W, "b": W + 1},
+            "names": {"a": W, "c": W}, "shapes": {"a": W, "b": W.T},
+        }.items()
+    }  # fmt: skip
+    assert digests["one"] == digests["again"]
+    assert len(set(digests.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "words"),
+    [
+        ({"mergepipe.kind": "sparse"}, UnsupportedError, "only 'delta' is known"),
+        ({"mergepipe.kind": "delta"}, CorruptError, "must be 32 hex digits, found ''"),
+        ({"mergepipe.kind": "delta", "mergepipe.base": "0" * 31 + "g"}, CorruptError, "32 hex digits"),
+        (
+            {"mergepipe.kind": "delta", "mergepipe.base": "0" * 32, "mergepipe.full": "[1]"},
+            CorruptError, "must be a JSON list of names",
+        ),
+    ],
+)  # fmt: skip
+def test_open_model__refuses_marks_that_lie(
+    tmp_path: Path, metadata: dict[str, str], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        opened(write_model(tmp_path / "m", {"a": W}, metadata))
+
+
+def test_open_model__refuses_a_mixture_of_weights_and_differences(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", {"a": W}).joinpath("model.safetensors").rename(tmp_path / "m" / "1.safetensors")
+    write_model(tmp_path / "m", {"b": W}, metadata_of(DeltaMark("0" * 32)))
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "2.safetensors")
+    index = '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CorruptError, match="some of its files are differences"):
+        opened(tmp_path / "m")
+
+
+def test_open_model__refuses_a_composite(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", {"a": W})
+    (path / "mergepipe.json").write_text('{"format": "mergepipe-composite/1"}')
+    with pytest.raises(UnsupportedError, match="is a composite, a training checkpoint"):
+        opened(path)
+
+
+def test_open_model__opens_snapshots_as_any_model(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", {"a": W})
+    (path / "mergepipe.json").write_text('{"format": "mergepipe-manifest/1"}')
+    assert opened(path).kind is CheckpointKind.FULL
+
+
+@pytest.mark.parametrize(
+    ("tensors", "what"),
+    [
+        ({"l.qweight": W.astype(np.int32), "l.qzeros": W.astype(np.int32), "l.scales": W}, "GPTQ or AWQ"),
+        ({"l.weight_packed": W.astype(np.int32), "l.weight_scale": W}, "compressed-tensors, packed"),
+        ({"l.weight": FP8, "l.weight_scale_inv": W}, "F8_E4M3 with scales"),
+        ({"l.weight": FP8, "l.weight_scale": W}, "F8_E4M3 with scales"),
+        ({"l.weight": FP8, "l.scale": W}, "F8_E4M3 with scales"),
+        ({"l.weight": W.astype(np.int8), "l.weight_scale": W}, "I8 with scales"),
+        ({"l.weight": W.astype(np.uint8), "l.weight.absmax": W, "l.weight.quant_map": W}, "bitsandbytes, 4 bits"),
+        ({"l.weight": W.astype(np.int8), "l.SCB": W}, "bitsandbytes, 8 bits"),
+        ({"e.gate_up_proj_blocks": W.astype(np.uint8), "e.gate_up_proj_scales": W.astype(np.uint8)}, "MXFP4 blocks"),
+    ],
+)
+def test_open_model__refuses_quantised_weights(
+    tmp_path: Path, tensors: dict[str, NDArray[np.generic]], what: str
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        opened(write_model(tmp_path / "m", tensors))
+    assert caught.value.code == "model.quantised"
+    assert what in str(caught.value)
+
+
+def test_open_model__refuses_codes_that_the_configuration_declares(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", {"l.weight": FP8})
+    assert opened(path).tensors.keys() == {"l.weight"}
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(UnsupportedError, match="declares the quantisation 'fp8'"):
+        opened(path)
+
+
+def test_open_model__plain_weights_may_use_such_names(tmp_path: Path) -> None:
+    names = ("l.weight", "l.weight_scale", "logit_scale", "a.scales", "b.blocks", "c_blocks", "position.scale")
+    path = write_model(tmp_path / "m", dict.fromkeys(names, W))
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "left over"}}')
+    assert opened(path).tensors.keys() == set(names)
+
+
+def test_open_model__a_pickle_is_as_good_as_safetensors(tmp_path: Path) -> None:
+    base = opened(write_model(tmp_path / "base", {"a": W, "b": W[0]}))
+    (tmp_path / "pt").mkdir()
+    views = {"a": View(W.ravel(), 0, W.shape), "b": View(W.ravel(), 0, (8,))}
+    (tmp_path / "pt" / "pytorch_model.bin").write_bytes(torch_bytes(views))
+    expert = opened(tmp_path / "pt", base)
+    assert {name: fetched(t).tolist() for name, t in expert.tensors.items()} == {"a": W.tolist(), "b": W[0].tolist()}
+
+
+def test_experts_doc__states_marks_wrappers_and_suffixes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "kinds-of-models.md").read_text(encoding="utf-8")
+    stated = (*metadata_of(DeltaMark("0" * 32)), *SUFFIXES, *WRAPPERS)
+    assert [word for word in stated if f"`{word}`" not in text] == []

@@ -1,0 +1,254 @@
+"""What a sound directory or bare file becomes, and what a directory without a single answer is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mergepipe.checkpoints.directory import SIDECAR_NAMES, disagreements, open_checkpoint
+from mergepipe.checkpoints.formats.safetensors import read_header
+from mergepipe.checkpoints.formats.weight_files import Weights, choose_weights
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.storage.file_version import version_of
+from support.safetensors_bytes import file_bytes, honest_file, record
+from support.stores import MetadataStore
+
+SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def write_index(root: Path, weight_map: Mapping[str, str], name: str = "model.safetensors.index.json") -> None:
+    (root / name).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def write_sharded(root: Path) -> None:
+    (root / SHARD_2).write_bytes(honest_file("z", "a"))
+    (root / SHARD_1).write_bytes(honest_file("m"))
+    write_index(root, {"a": SHARD_2, "z": SHARD_2, "m": SHARD_1})
+
+
+def write_hub_snapshot(cache: Path) -> Path:
+    """A hub cache folder as the hub's client leaves it: relative links from the snapshot into the blobs."""
+    blobs = cache / "models--org--name" / "blobs"
+    snapshot = cache / "models--org--name" / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name, content in ((SHARD_1, honest_file("a")), (SHARD_2, honest_file("b")), ("config.json", b"{}")):
+        (blobs / f"hash-{name}").write_bytes(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-{name}")
+    write_index(snapshot, {"a": SHARD_1, "b": SHARD_2})
+    return snapshot
+
+
+def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(honest_file("b", "a"))
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(MetadataStore(), path)
+    assert (checkpoint.path, checkpoint.root, checkpoint.sidecars) == (path, tmp_path, ())
+    assert list(checkpoint.tensors) == ["b", "a"]
+    assert checkpoint.tensors["a"].stored[0].file == path
+
+
+def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    os.utime(tmp_path / SHARD_1, ns=(5, 123_456_789))
+    first, second = open_checkpoint(MetadataStore(), tmp_path).files
+    header = read_header(MetadataStore(), tmp_path / SHARD_1)
+    version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
+    assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.header_digest)
+    assert version.startswith("123456789.")
+    assert first.size_bytes == (tmp_path / SHARD_1).stat().st_size
+    assert second.name == SHARD_2
+
+
+def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    checkpoint = open_checkpoint(MetadataStore(), tmp_path)
+    assert [(t.name, t.stored[0].file.name) for t in checkpoint.tensors.values()] == [
+        ("m", SHARD_1), ("z", SHARD_2), ("a", SHARD_2)
+    ]  # fmt: skip
+    assert checkpoint.tensor_bytes == 24
+
+
+def test_open_checkpoint__reads_a_directory_with_one_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
+    (tmp_path / "consolidated.safetensors").write_bytes(honest_file("other"))
+    checkpoint = open_checkpoint(MetadataStore(), tmp_path)
+    assert (checkpoint.root, list(checkpoint.tensors)) == (tmp_path, ["a"])
+
+
+def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    store = MetadataStore()
+    checkpoint = open_checkpoint(store, tmp_path)
+    all_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert store.ledger.total_bytes() == all_bytes - checkpoint.tensor_bytes
+
+
+def test_open_checkpoint__ignores_safetensors_files_the_index_does_not_name(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"no safetensors file")
+    assert sorted(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a", "m", "z"]
+
+
+def test_open_checkpoint__an_index_may_name_the_single_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
+    write_index(tmp_path, {"a": "model.safetensors"})
+    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+
+
+def test_open_checkpoint__refuses_a_single_file_beside_an_index_of_others(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
+    with pytest.raises(CorruptError) as caught:
+        open_checkpoint(MetadataStore(), tmp_path)
+    assert caught.value.code == "checkpoint.directory.ambiguous"
+
+
+def test_open_checkpoint__an_index_needs_neither_metadata_nor_a_true_total_size(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(honest_file("a"))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "x.safetensors"}}')
+    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+    index.write_text('{"metadata": {"total_size": -1.5e3}, "weight_map": {"a": "x.safetensors"}}')
+    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+
+
+def test_open_checkpoint__keeps_empty_tensors_and_scalars(tmp_path: Path) -> None:
+    records = {"empty": record(0, 0), "scalar": record(0, 4, shape=[])}
+    (tmp_path / "model.safetensors").write_bytes(file_bytes(records, bytes(4)))
+    tensors = open_checkpoint(MetadataStore(), tmp_path).tensors
+    assert [(t.name, t.shape) for t in tensors.values()] == [("empty", (0,)), ("scalar", ())]
+
+
+def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
+    left_out = [
+        "modeling_custom.py",
+        "README.md",
+        "optimizer.pt",
+        "pytorch_model.bin",
+        "training_args.bin",
+        ".gitattributes",
+    ]
+    for name in [*SIDECAR_NAMES, "qwen.tiktoken", *left_out]:
+        (tmp_path / name).write_text("{}")
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("x")
+    (templates / "notes.txt").write_text("x")
+    expected = sorted([*SIDECAR_NAMES, "qwen.tiktoken", "additional_chat_templates/tool_use.jinja"])
+    assert list(open_checkpoint(MetadataStore(), tmp_path).sidecars) == expected
+
+
+def test_open_checkpoint__follows_links_of_a_hub_cache(tmp_path: Path) -> None:
+    snapshot = write_hub_snapshot(tmp_path)
+    checkpoint = open_checkpoint(MetadataStore(), snapshot)
+    assert list(checkpoint.tensors) == ["a", "b"]
+    assert checkpoint.sidecars == ("config.json",)
+    assert checkpoint.tensors["a"].stored[0].file == snapshot / SHARD_1
+
+
+def test_open_checkpoint__follows_a_link_to_a_hub_cache(tmp_path: Path) -> None:
+    link = tmp_path / "model"
+    link.symlink_to(write_hub_snapshot(tmp_path / "cache"))
+    assert list(open_checkpoint(MetadataStore(), link).tensors) == ["a", "b"]
+
+
+def test_open_checkpoint__follows_links_inside_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "real.bytes").write_bytes(honest_file("a"))
+    (tmp_path / "model.safetensors").symlink_to("real.bytes")
+    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+
+
+def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.safetensors").write_bytes(honest_file("a"))
+    link = tmp_path / "link.safetensors"
+    link.symlink_to("elsewhere/x.safetensors")
+    assert open_checkpoint(MetadataStore(), link).files[0].name == "link.safetensors"
+
+
+@pytest.mark.parametrize("path", ["absent", "absent/model.safetensors", "absent.safetensors", "nul\0byte"])
+def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        open_checkpoint(MetadataStore(), tmp_path / path)
+    assert caught.value.code == "checkpoint.path.not_found"
+
+
+def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(honest_file("a"))
+    with pytest.raises(UnsupportedError, match=r"must end in one of \.safetensors, \.bin"):
+        open_checkpoint(MetadataStore(), path)
+
+
+def test_open_checkpoint__names_what_an_empty_directory_holds(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotFoundError, match=r"found: 'config\.json'") as caught:
+        open_checkpoint(MetadataStore(), tmp_path)
+    assert caught.value.code == "checkpoint.directory.no_weights"
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["model.safetensors", "other.safetensors"], Weights("model.safetensors", is_index=False)),
+        (["model.safetensors.index.json", "model.safetensors"], Weights("model.safetensors.index.json", is_index=True)),
+        (["m.fp16.safetensors.index.json", "a.safetensors"], Weights("m.fp16.safetensors.index.json", is_index=True)),
+        (["weights.safetensors", "config.json"], Weights("weights.safetensors", is_index=False)),
+        (["model-00001-of-00001.safetensors"], Weights("model-00001-of-00001.safetensors", is_index=False)),
+        (["model.safetensors", "adapter_config.json"], Weights("model.safetensors", is_index=False)),
+        (["weights.safetensors", "._weights.safetensors"], Weights("weights.safetensors", is_index=False)),
+        (["pytorch_model.bin", "model.safetensors"], Weights("model.safetensors", is_index=False)),
+        (["pytorch_model.bin", "training_args.bin"], Weights("pytorch_model.bin", is_index=False)),
+        (["pytorch_model.bin.index.json", "x.bin"], Weights("pytorch_model.bin.index.json", is_index=True)),
+        (["model.pt", "optimizer.pt", "rng_state.pth"], Weights("model.pt", is_index=False)),
+    ],
+)
+def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names: list[str], chosen: Weights) -> None:
+    assert choose_weights(Path("x"), names) == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "code", "words"),
+    [
+        ([], NotFoundError, "no_weights", ["found: nothing"]),
+        (["optimizer.bin", "training_args.bin"], NotFoundError, "no_weights", ["training_args.bin"]),
+        (["model.gguf"], UnsupportedError, "format", ["model.gguf", "not yet read"]),
+        (["adapter_config.json", "adapter_model.safetensors"], UnsupportedError, "adapter", ["only beside its base"]),
+        (["adapter_config.json", "adapter_model.bin"], UnsupportedError, "adapter", ["only beside its base"]),
+        (["a.safetensors", "b.safetensors"], CorruptError, "ambiguous", ["'a.safetensors', 'b.safetensors'"]),
+        ([SHARD_1, SHARD_2], CorruptError, "ambiguous", [SHARD_1, SHARD_2]),
+        (["a.safetensors.index.json", "b.safetensors.index.json"], CorruptError, "ambiguous", ["2 candidates"]),
+        ([SHARD_1], CorruptError, "incomplete", ["one of 2 shards"]),
+        (["pytorch_model-00001-of-00002.bin"], CorruptError, "incomplete", ["pytorch_model.bin.index.json"]),
+        ([f"{i:03}.safetensors" for i in range(50)], CorruptError, "ambiguous", ["50 candidates", "and 40 more"]),
+    ],
+)
+def test_choose_weights__says_what_it_found(
+    names: list[str], error: type[MergePipeError], code: str, words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        choose_weights(Path("x"), names)
+    assert caught.value.code == f"checkpoint.directory.{code}"
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_disagreements__none_where_index_and_shards_agree() -> None:
+    assert list(disagreements({"a": "1", "b": "2"}, {"1": ["a"], "2": ["b"]})) == []
+
+
+def test_disagreements__one_for_each_tensor_in_order() -> None:
+    weight_map = {"gone": "1", "moved": "1", "twice": "1", "fine": "1"}
+    stored = {"1": ["twice", "fine"], "2": ["moved", "twice", "extra"]}
+    assert [(p.code.rpartition(".")[2], p.message.split("'")[1]) for p in disagreements(weight_map, stored)] == [
+        ("tensor_unlisted", "extra"),
+        ("tensor_missing", "gone"),
+        ("tensor_misplaced", "moved"),
+        ("tensor_twice", "twice"),
+    ]

@@ -1,0 +1,158 @@
+"""Tables and the page of budgets: grouped, shortened, escaped, nothing lost."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from mergepipe.catalog.rows import LineageNode
+from mergepipe.cli.render.catalog import lineage_tree
+from mergepipe.cli.render.charts import Line, draw_chart
+from mergepipe.cli.render.json import to_json
+from mergepipe.cli.render.layout import columns_text
+from mergepipe.cli.render.plans import plan_table
+from mergepipe.cli.render.sweep import sweep_table
+from mergepipe.cli.render.sweep_page import charts_of, sweep_page
+from mergepipe.planning.plan import Fallback, OmissionBound, Plan, PlannedModel
+from mergepipe.reports import SweepPoint, SweepReport
+
+
+def point(budget: str, policy: str, share: float, error: float | None, bound: float | None = None) -> SweepPoint:
+    used = round(share * 1_000_000)
+    flattering = None if error is None else error / 100
+    return SweepPoint(budget, policy, used, used, used, 1.5, error, flattering, bound)
+
+
+SWEPT = SweepReport(
+    recipe=Path("/r/<b>recipe</b>.yml"),
+    operator="ties",
+    policy="norm",
+    seed=0,
+    dtypes=("BF16",),
+    full_cost_bytes=1_100_000,
+    full_expert_bytes=1_000_000,
+    full_seconds=9.0,
+    changed_norm=2.0,
+    full_norm=100.0,
+    points=(
+        point("50%", "norm", 0.5, 0.4, 0.5),
+        point("50%", "random", 0.5, 0.7),
+        point("10%", "norm", 0.1, 0.9),
+        point("10%", "random", 0.1, None),
+    ),
+)
+
+
+def plan_with(fallbacks: tuple[Fallback, ...], bound: OmissionBound | None = None) -> Plan:
+    models = tuple(
+        PlannedModel(role, name, "/x", "ab" * 16, None, (), 4096, 0) for role, name in (("base", "b"), ("expert", "e"))
+    )
+    return Plan(
+        operator="linear",
+        block_elements=100,
+        seed=0,
+        policy="norm",
+        on_omit="keep",
+        budget_bytes=10,
+        planned_bytes=0,
+        full_cost_bytes=4096,
+        recipe="",
+        models=models,
+        tensors=(),
+        fallbacks=fallbacks,
+        bound=bound,
+    )
+
+
+def fallback_lines(plan: Plan) -> list[str]:
+    return [line for line in plan_table(plan, None).splitlines() if line.startswith("fallback")]
+
+
+def test_plan_table__groups_fallbacks_that_differ_in_names_and_numbers() -> None:
+    alike = tuple(
+        Fallback(f"expert 'e{i}'", f"{i} of 9 tensors are read whole, from 'a.{i}' on", "no statistics")
+        for i in range(20)
+    )
+    other = Fallback("budget", "stopped", "the rest does not fit")
+    lines = fallback_lines(plan_with((*alike, other)))
+    assert len(lines) == 2
+    assert "expert 'e3' and 16 more: 0 of 9 tensors" in lines[0]
+    assert "stopped (the rest does not fit)" in lines[1]
+
+
+def test_plan_table__many_kinds_of_fallbacks_are_cut_and_counted() -> None:
+    lines = fallback_lines(plan_with(tuple(Fallback("x", f"decision {chr(97 + i)}", "why") for i in range(9))))
+    assert len(lines) == 7
+    assert lines[-1].endswith("and 3 more: see the plan")
+
+
+def test_plan_table__states_the_bound_or_that_there_is_none() -> None:
+    assert "at most 0.25 away" in plan_table(plan_with((), OmissionBound(0.25, 0.5)), None)
+    assert "about 50 % of what the full merge changes" in plan_table(plan_with((), OmissionBound(0.25, 0.5)), None)
+    assert re.search(r"error bound +none", plan_table(plan_with(()), None))
+
+
+def test_sweep_table__one_row_a_point_with_what_could_not_be_measured_marked() -> None:
+    rows = [line.split() for line in sweep_table(SWEPT).splitlines()[-4:]]
+    assert [row[:2] for row in rows] == [["50%", "norm"], ["50%", "random"], ["10%", "norm"], ["10%", "random"]]
+    assert rows[0][-3:] == ["0.4", "0.5", "0.004"]
+    assert rows[3][-3:] == ["-", "-", "-"]
+
+
+def test_sweep_page__escapes_what_comes_from_files() -> None:
+    text = sweep_page(SWEPT)
+    assert "<b>recipe" not in text
+    assert "&lt;b&gt;recipe" in text
+
+
+def test_sweep_page__tells_every_point() -> None:
+    text = sweep_page(SWEPT)
+    assert text.count("<tr><td>") == 4
+    assert "after rounding to BF16" in text
+
+
+def test_charts__lines_go_by_rising_bytes_and_leave_out_what_is_unknown() -> None:
+    error, _ = charts_of(SWEPT)
+    by_name = {line.name: line for line in error.lines}
+    assert [len(line.dots) for line in by_name.values()] == [2, 1, 1]
+    xs = [dot.x for dot in by_name["norm"].dots]
+    assert xs == sorted(xs)
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1e-9, 3e-9), (3.0, 7e6), (1.0, 1.0)])
+def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(values: tuple[float, float]) -> None:
+    line = Line("a", "chosen", ((values[0], values[1]), (values[1], values[0])))
+    chart = draw_chart("t", "x", "y", [line, Line("empty", "beside", ())], "{:g}".format, "{:g}".format)
+    assert [drawn.name for drawn in chart.lines] == ["a"]
+    for dot in chart.lines[0].dots:
+        assert chart.x_ticks[0].at <= dot.x <= chart.x_ticks[-1].at
+        assert chart.y_ticks[-1].at <= dot.y <= chart.y_ticks[0].at
+    assert (chart.x_ticks[0].label, chart.y_ticks[0].label) == ("0", "0")
+    assert 2 <= len(chart.x_ticks) <= 7
+
+
+def test_lineage_tree__draws_branches() -> None:
+    def node(depth: int, role: str, model: str) -> LineageNode:
+        return LineageNode(depth, role, model, Path("/m"), None, None, None)
+
+    nodes = (node(0, "snapshot", "s"), node(1, "expert", "a"), node(2, "base", "b"), node(1, "expert", "c\n"))
+    assert lineage_tree(nodes).splitlines() == ["snapshot /m", "├─ expert a", "│  └─ base b", "└─ expert c\\n"]
+
+
+def test_columns_text__aligns() -> None:
+    assert columns_text(["a", "bb"], [["long", "1"], ["x", "22"]]).splitlines() == [
+        "a     bb",
+        "long   1",
+        "x     22",
+    ]
+
+
+def test_to_json__knows_paths_times_and_nothing_else() -> None:
+    assert to_json({"at": datetime(2026, 1, 2, tzinfo=UTC), "p": [Path("/a")]}) == (
+        '{"at": "2026-01-02T00:00:00+00:00", "p": ["/a"]}'
+    )
+    with pytest.raises(TypeError):
+        to_json({"x": object()})

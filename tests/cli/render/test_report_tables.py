@@ -1,0 +1,114 @@
+"""Reports as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+from mergepipe.cli.render.json import check_json, merge_json
+from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
+from mergepipe.recipes.resolve.tasks import DroppedTensor
+from mergepipe.reports import CheckReport, MergeReport, ModelUse
+
+MERGED = MergeReport(
+    out=Path("/models/merged"),
+    sid="ab" * 16,
+    operator="ties",
+    merged_tensors=310,
+    copied_tensors=2,
+    dropped_tensors=1,
+    base_bytes=1_191_000_000,
+    expert_bytes=7_150_000_000,
+    analysis_bytes=0,
+    metadata_bytes=100_000,
+    output_bytes=1_191_000_000,
+    seconds=8.0,
+    peak_rss_bytes=700_000_000,
+)
+CHECKED = CheckReport(
+    recipe="/r.yml",
+    operator="linear",
+    models=(ModelUse("base", "base", 4, 4000), ModelUse("expert", "tuned", 1, 2000)),
+    merged_tensors=2,
+    copied=(("layers.0.steps", "integer or boolean buffer"), ("layers.1.steps", "integer or boolean buffer")),
+    dropped=(DroppedTensor("tuned", "extra.weight", "not in the base"),),
+    base_bytes=4000,
+    expert_bytes=2000,
+    output_bytes=4000,
+    disk_bytes=5000,
+    shards=1,
+)
+
+
+def facts(table: str) -> list[list[str]]:
+    """Label and value of every line."""
+    return [line.split("  ", 1) for line in table.splitlines()]
+
+
+def values(table: str, label: str) -> list[str]:
+    return [value.strip() for name, value in facts(table) if name.strip() == label]
+
+
+def test_merge_table__says_what_was_read_written_and_taken() -> None:
+    table = merge_table(MERGED)
+    assert values(table, "base read") == ["1.19 GB"]
+    assert values(table, "experts read") == ["7.15 GB"]
+    assert values(table, "written") == ["1.19 GB"]
+    assert values(table, "time") == ["8.0 s"]
+    assert values(table, "speed") == ["1.19 GB/s"]
+    assert values(table, "peak memory") == ["700 MB"]
+    assert values(table, "tensors") == ["310 merged, 2 copied, 1 dropped"]
+    assert values(table, "snapshot") == ["ab" * 16]
+    assert values(table, "output") == ["/models/merged"]
+
+
+def test_merge_table__mentions_a_second_read_only_if_there_was_one() -> None:
+    assert values(merge_table(MERGED), "read again") == []
+    assert values(merge_table(replace(MERGED, analysis_bytes=2_500_000)), "read again") == ["2.50 MB"]
+
+
+def test_check_table__accounts_for_models_bytes_and_tensors() -> None:
+    table = check_table(CHECKED, 10**9)
+    assert values(table, "base") == ["base (4 tensors, 4.00 kB)"]
+    assert values(table, "expert") == ["tuned (1 tensor, 2.00 kB)"]
+    assert values(table, "reads") == ["base 4.00 kB, experts 2.00 kB"]
+    assert values(table, "writes") == ["4.00 kB in 1 file"]
+    assert values(table, "disk") == ["5.00 kB needed, 1.00 GB free here"]
+    assert values(table, "tensors") == ["2 merged, 2 copied, 1 dropped"]
+    assert values(table, "copied") == ["integer or boolean buffer: layers.*.steps (2)"]
+    assert values(table, "dropped") == ["tuned, not in the base: extra.weight"]
+
+
+def test_check_table__says_when_the_disk_is_too_small() -> None:
+    assert values(check_table(CHECKED, 4999), "disk") == ["5.00 kB needed, 5.00 kB free here: not enough"]
+
+
+def test_check_table__escapes_what_names_from_files_could_do_to_a_terminal() -> None:
+    hostile = replace(CHECKED, dropped=(DroppedTensor("tuned", "\x1b]0;x\x07\nrow", "not in the base"),))
+    assert "\x1b" not in check_table(hostile, 10**9)
+    assert len(check_table(hostile, 10**9).splitlines()) == len(check_table(CHECKED, 10**9).splitlines())
+
+
+def test_shorten_names__groups_by_layer_and_lists_a_few() -> None:
+    names = [f"model.layers.{i}.self_attn.inv_freq" for i in range(28)] + ["lm_head.weight"]
+    assert shorten_names(names) == "model.layers.*.self_attn.inv_freq (28), lm_head.weight"
+    assert shorten_names([f"tensor_{c}" for c in "abcdefg"]) == "tensor_a, tensor_b, tensor_c, tensor_d, and 3 more"
+    assert shorten_names(["x" * 1000]) == "x" * 57 + "..."
+
+
+def test_merge_json__holds_every_field_and_what_follows_from_them() -> None:
+    content = json.loads(merge_json(MERGED))
+    assert content.keys() == {field.name for field in fields(MergeReport)} | {"read_bytes", "bytes_per_second"}
+    assert content["out"] == "/models/merged"
+    assert content["read_bytes"] == 1_191_000_000 + 7_150_000_000 + 100_000
+    assert content["bytes_per_second"] == round((content["read_bytes"] + 1_191_000_000) / 8)
+
+
+def test_check_json__holds_every_field_and_the_free_bytes() -> None:
+    content = json.loads(check_json(CHECKED, 77))
+    assert content.keys() == {field.name for field in fields(CheckReport)} | {"free_bytes"}
+    assert content["free_bytes"] == 77
+    assert content["copied"][0] == {"tensor": "layers.0.steps", "reason": "integer or boolean buffer"}
+    assert content["dropped"] == [{"model": "tuned", "tensor": "extra.weight", "reason": "not in the base"}]
+    assert content["models"][1] == {"role": "expert", "model": "tuned", "tensors": 1, "bytes": 2000}

@@ -1,0 +1,355 @@
+"""Plans survive a round trip, keep their digest on any machine, and refuse whatever was changed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from importlib.resources import files
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.planning.plan import (
+    PLAN_FORMAT,
+    Access,
+    Fallback,
+    FileBinding,
+    OmissionBound,
+    Plan,
+    PlannedModel,
+    PlannedTensor,
+    Runs,
+    TimePrice,
+    format_runs,
+)
+from mergepipe.planning.plan_json import parse_plan, parse_runs
+from mergepipe.storage.prices import DecodingPrices, Duration, Speeds
+from support.places import DOCS
+
+BLOCK = 100
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.dictionaries(TEXT, FINITE | st.booleans(), max_size=3)
+COUNTS = st.integers(0, 2**62)
+Json = dict[str, Any]
+
+
+def runs_of(numbers: list[int]) -> Runs:
+    """Runs between neighbours in a strictly increasing list."""
+    return tuple(zip(numbers[::2], numbers[1::2], strict=False))
+
+
+RUNS = st.sets(st.integers(0, 40)).map(sorted).map(runs_of)
+
+
+@st.composite
+def accesses(draw: st.DrawFn, n_blocks: int) -> tuple[Access, Access]:
+    """Two experts' accesses; the second is served by the first in places."""
+    edges = sorted(draw(st.sets(st.integers(0, n_blocks), max_size=8)))
+    own: list[tuple[int, int]] = []
+    free: list[tuple[int, int]] = []
+    shared: list[tuple[int, int, int]] = []
+    for start, stop in zip(edges[::3], edges[1::3], strict=False):
+        (own if draw(st.booleans()) else free).append((start, stop))
+    forms = [draw(st.sampled_from(("whole", *range(1, 5)))) for _ in own]
+    first = Access(
+        tuple(own), tuple(free), (), draw(st.none() | st.integers(0, 2**32 - 1)), draw(PRODUCTS),
+        levels=tuple((*run, form) for run, form in zip(own, forms, strict=True) if isinstance(form, int)),
+        energy=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(1, 2))),
+    )  # fmt: skip
+    for start, stop in own:
+        if draw(st.booleans()):
+            shared.append((start, stop, 0))
+    return first, Access((), tuple(free), tuple(shared), draw(st.none() | st.integers(0, 2**32 - 1)))
+
+
+PRODUCTS = st.none() | st.tuples(FINITE, FINITE, FINITE)
+BINDINGS = st.builds(FileBinding, TEXT, COUNTS, TEXT, TEXT)
+FALLBACKS = st.lists(st.builds(Fallback, TEXT, TEXT, TEXT), max_size=2).map(tuple)
+BOUNDS = st.none() | st.builds(OmissionBound, st.floats(0, 1e300), st.none() | st.floats(0, 1e300))
+
+
+def models(role: str) -> st.SearchStrategy[PlannedModel]:
+    bindings = st.lists(BINDINGS, max_size=2).map(tuple)
+    plain = st.builds(PlannedModel, st.just(role), TEXT, TEXT, TEXT, st.none() | TEXT, bindings, COUNTS, COUNTS)
+    return st.builds(
+        lambda model, has_side: replace(model, side_bytes=model.planned_bytes // 2 if has_side else 0),
+        plain,
+        st.booleans(),
+    )
+
+
+SPEEDS = Speeds(2e8, DecodingPrices({"bands": (1.5, 3.0), "raw": (0.0,)}), 2, "measured")
+POSITIVE = st.floats(1e-3, 1e12)
+PRICES = st.none() | st.builds(
+    TimePrice,
+    st.builds(
+        Speeds,
+        POSITIVE,
+        st.dictionaries(TEXT, st.lists(POSITIVE, min_size=1, max_size=5).map(tuple), max_size=2).map(DecodingPrices),
+        st.integers(1, 64),
+        TEXT,
+    ),
+    st.builds(Duration, POSITIVE, POSITIVE),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    parameters = draw(st.lists(st.tuples(SCALARS, SCALARS, st.tuples(SCALARS, SCALARS)), min_size=1, max_size=2))
+    tensors = []
+    for name in draw(st.lists(TEXT, unique=True, max_size=3)):
+        n_elements = draw(st.integers(0, 20 * BLOCK))
+        shared, anchor, experts = draw(st.sampled_from(parameters))
+        access = draw(accesses(-(-n_elements // BLOCK)))
+        tensors.append(PlannedTensor(name, n_elements, shared, anchor, experts, access, tuple(range(len(access)))))
+    planned, spare = draw(COUNTS), draw(COUNTS)
+    return Plan(
+        operator=draw(TEXT),
+        block_elements=BLOCK,
+        seed=draw(st.integers(-(2**62), 2**62)),
+        policy=draw(TEXT),
+        on_omit=draw(TEXT),
+        budget_bytes=planned + spare,
+        planned_bytes=planned,
+        full_cost_bytes=draw(COUNTS),
+        recipe=draw(TEXT),
+        models=(draw(models("base")), draw(models("expert")), draw(models("expert"))),
+        tensors=tuple(tensors),
+        fallbacks=draw(FALLBACKS),
+        adjustments=draw(FALLBACKS),
+        bound=draw(BOUNDS),
+        price=draw(PRICES),
+        error_is_least=draw(st.booleans()),
+    )
+
+
+def example() -> Plan:
+    file = FileBinding("model.safetensors", 10, "20", "ab")
+    model = PlannedModel("base", "./m", "/here/m", "id", None, (file,), 800, 300)
+    experts = tuple(replace(model, role="expert", model=f"./{name}") for name in "ab")
+    access = (
+        Access(((0, 4), (7, 8)), ((5, 6),), (), 7, (1.0, 2.0, 3.0)),
+        Access(((4, 5),), (), ((0, 2, 0), (7, 8, 0))),
+    )
+    tensor = PlannedTensor("w", 8 * BLOCK, {"lambda": 1.0}, {}, ({"weight": 1.0}, {"weight": 0.5}), access, (0, 1))
+    return Plan(
+        "ties", BLOCK, 0, "norm", "keep", 700, 600, 800, "recipe", (model, *experts), (tensor,),
+        (Fallback("x", "y", "z"),), (), OmissionBound(1.0, None),
+    )  # fmt: skip
+
+
+def schema() -> Json:
+    text = files("mergepipe").joinpath("schemas/plan.schema.json").read_text(encoding="utf-8")
+    found: Json = json.loads(text)
+    return found
+
+
+@given(plans())
+def test_plan__survives_a_round_trip(plan: Plan) -> None:
+    assert parse_plan(plan.to_json()) == plan
+    assert parse_plan(plan.to_json()).digest == plan.digest
+    assert parse_plan(plan.to_json()).to_json() == plan.to_json()
+
+
+VALIDATOR = jsonschema.Draft202012Validator(schema())
+
+
+@given(plans())
+def test_plan__is_valid_by_its_schema(plan: Plan) -> None:
+    VALIDATOR.validate(json.loads(plan.to_json()))
+
+
+def test_schema__is_a_schema_and_refuses_unknown_keys_everywhere() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    content = json.loads(example().to_json())
+    for place in (content, content["models"][0], content["models"][0]["files"][0], content["tensors"][0],
+                  content["tensors"][0]["access"][0], content["parameters"][0], content["fallbacks"][0],
+                  content["bound"]):  # fmt: skip
+        place["unknown"] = 1
+        assert not VALIDATOR.is_valid(content)
+        del place["unknown"]
+    assert VALIDATOR.is_valid(content)
+
+
+def test_plan__digest_leaves_out_paths_and_times() -> None:
+    plan = example()
+    files = (replace(plan.models[0].files[0], version="99"),)
+    moved = replace(plan.models[0], path="/there/m", files=files)
+    assert replace(plan, models=(moved, *plan.models[1:])).digest == plan.digest
+
+
+CHANGES: list[Callable[[Plan], Plan]] = [
+    lambda p: replace(p, operator="linear"),
+    lambda p: replace(p, seed=1),
+    lambda p: replace(p, block_elements=BLOCK - 1),
+    lambda p: replace(p, policy="random"),
+    lambda p: replace(p, on_omit="renormalize"),
+    lambda p: replace(p, budget_bytes=701),
+    lambda p: replace(p, planned_bytes=599),
+    lambda p: replace(p, full_cost_bytes=801),
+    lambda p: replace(p, recipe="other"),
+    lambda p: replace(p, fallbacks=()),
+    lambda p: replace(p, adjustments=p.fallbacks),
+    lambda p: replace(p, bound=None),
+    lambda p: replace(p, price=TimePrice(SPEEDS, Duration(1.0, 2.0))),
+    lambda p: replace(p, price=TimePrice(replace(SPEEDS, threads=3), Duration(1.0, 2.0))),
+    lambda p: replace(p, error_is_least=True),
+    lambda p: replace(p, models=(*p.models[:2], replace(p.models[2], side_bytes=300))),
+    lambda p: replace(p, models=(replace(p.models[0], identity="other"), *p.models[1:])),
+    lambda p: replace(p, tensors=(replace(p.tensors[0], n_elements=8 * BLOCK - 1),)),
+    lambda p: replace(p, tensors=(replace(p.tensors[0], globals={"lambda": 2.0}),)),
+    lambda p: replace(p, tensors=(replace(p.tensors[0], access=(p.tensors[0].access[0], Access(()))),)),
+]
+
+
+def test_plan__digest_depends_on_everything_else() -> None:
+    digests = {change(example()).digest for change in CHANGES} | {example().digest}
+    assert len(digests) == len(CHANGES) + 1
+    assert len(CHANGES) >= len(fields(Plan))
+
+
+def test_plan__digest_is_the_same_on_every_machine() -> None:
+    assert example().digest == EXAMPLE_DIGEST
+
+
+EXAMPLE_DIGEST = "2d31a2720a6c0d095373e4af81f6d7a7"
+
+
+def changed(**values: object) -> bytes:
+    return json.dumps({**json.loads(example().to_json()), **values}).encode()
+
+
+def refused(raw: bytes) -> MergePipeError:
+    with pytest.raises(MergePipeError) as caught:
+        parse_plan(raw, "p.json")
+    return caught.value
+
+
+@pytest.mark.parametrize("key", ["budget_bytes", "planned_bytes", "operator", "recipe", "policy", "digest"])
+def test_parse_plan__refuses_a_plan_edited_by_hand(key: str) -> None:
+    value = json.loads(example().to_json())[key]
+    error = refused(changed(**{key: value + ("x" if isinstance(value, str) else 1)}))
+    assert isinstance(error, CorruptError)
+    assert error.code == "plan.digest"
+
+
+def test_parse_plan__refuses_other_versions_and_foreign_formats() -> None:
+    for version, word in ((1, "older"), (3, "newer")):
+        refusal = refused(changed(format=f"mergepipe-plan/{version}"))
+        assert isinstance(refusal, UnsupportedError)
+        assert refusal.code == "plan.version"
+        assert f"'mergepipe-plan/{version}' is {word} than 'mergepipe-plan/2'" in str(refusal)
+    for foreign in ("mergepipe-manifest/1", "mergepipe-plan", "mergepipe-plan/x", "mergepipe-plan/0"):
+        assert refused(changed(format=foreign)).code == "plan.format"
+    assert PLAN_FORMAT == "mergepipe-plan/2"
+
+
+def edited(change: Callable[[Json], None]) -> bytes:
+    content: Json = json.loads(example().to_json())
+    change(content)
+    return json.dumps(content).encode()
+
+
+def access_of(content: Json, expert: int = 0) -> Json:
+    found: Json = content["tensors"][0]["access"][expert]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "raw"),
+    [
+        ("plan.json", b"{"),
+        ("plan.json", b"\xff"),
+        ("plan.json", b"[" * 100_000),
+        ("plan.json", b'{"a": 1, "a": 2}'),
+        ("plan.json", changed(seed=float("nan"))),
+        ("plan.type", b"[]"),
+        ("plan.key", b"{}"),
+        ("plan.key", changed(unknown=1)),
+        ("plan.key", edited(lambda c: c.pop("tensors"))),
+        ("plan.key", edited(lambda c: access_of(c).update(rad="0"))),
+        ("plan.key", edited(lambda c: c["models"][0].update(x=0))),
+        ("plan.type", changed(seed="1")),
+        ("plan.type", changed(seed=True)),
+        ("plan.type", changed(tensors={})),
+        ("plan.type", changed(operator=None)),
+        ("plan.type", changed(bound={"absolute": "1"})),
+        ("plan.value", changed(bound={"absolute": 10**400})),
+        ("plan.value", changed(budget_bytes=-1)),
+        ("plan.value", changed(budget_bytes=599)),
+        ("plan.value", changed(block_elements=0)),
+        ("plan.value", changed(parameters=[])),
+        ("plan.value", edited(lambda c: c["tensors"].append(c["tensors"][0]))),
+        ("plan.value", edited(lambda c: c["tensors"][0]["access"].pop())),
+        ("plan.value", edited(lambda c: access_of(c).update(read="3-1"))),
+        ("plan.value", edited(lambda c: access_of(c).update(read="0-3,3"))),
+        ("plan.value", edited(lambda c: access_of(c).update(read="0-8"))),
+        ("plan.value", edited(lambda c: access_of(c).update(read="-1"))),
+        ("plan.value", edited(lambda c: access_of(c).update(read=""))),
+        ("plan.value", edited(lambda c: access_of(c).update(read="0-99999999999999999999"))),
+        ("plan.value", edited(lambda c: access_of(c).update(free="2"))),
+        ("plan.value", edited(lambda c: access_of(c).update(threshold_bits=2**32))),
+        ("plan.value", edited(lambda c: access_of(c).update(products=[1.0]))),
+        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@1"))),
+        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1@2"))),
+        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="6@0"))),
+        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="0-1"))),
+        ("plan.value", edited(lambda c: access_of(c, 1).update(shared="4@0"))),
+    ],
+)
+def test_parse_plan__refuses_what_is_no_plan(code: str, raw: bytes) -> None:
+    error = refused(raw)
+    assert isinstance(error, CorruptError)
+    assert error.code == code
+    assert "p.json" in str(error)
+
+
+def test_parse_plan__says_where_an_unknown_key_stands() -> None:
+    error = refused(edited(lambda c: access_of(c, 1).update(threshhold_bits=1)))
+    assert "tensors[0].access[1]: unknown key 'threshhold_bits', did you mean 'threshold_bits'?" in str(error)
+
+
+@given(RUNS.filter(bool))
+def test_runs__survive_a_round_trip(runs: Runs) -> None:
+    assert parse_runs(format_runs(runs)) == runs
+
+
+def test_runs__are_written_with_their_last_block() -> None:
+    assert format_runs(((0, 4), (7, 8))) == "0-3,7"
+    content = json.loads(example().to_json())["tensors"][0]["access"]
+    assert content == [
+        {"read": "0-3,7", "free": "5", "threshold_bits": 7, "products": [1.0, 2.0, 3.0]},
+        {"read": "4", "shared": "0-1@0,7@0"},
+    ]
+
+
+@pytest.mark.parametrize("runs", [((1, 1),), ((-1, 2),), ((0, 2), (2, 3)), ((4, 5), (0, 1))])
+def test_access__refuses_what_are_no_runs(runs: Runs) -> None:
+    with pytest.raises(ValueError, match="runs of blocks"):
+        Access(runs)
+    with pytest.raises(ValueError, match="runs of blocks"):
+        Access((), runs)
+
+
+def test_format_doc__names_every_key() -> None:
+    formats = DOCS / "internals" / "formats"
+    text = (formats / "plan.md").read_text(encoding="utf-8")
+    keys = [*schema()["properties"], *schema()["$defs"]["access"]["properties"]]
+    assert [key for key in keys if f"`{key}`" not in text] == []
+    assert PLAN_FORMAT in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"levels": ((4, 6, 1),)}, "are not read"), ({"levels": ((0, 2, 0),)}, "level 0")],
+)
+def test_plan__refuses_levels_of_blocks_that_are_not_read(changed: dict[str, Any], message: str) -> None:
+    first = example().tensors[0].access[0]
+    with pytest.raises(ValueError, match=message):
+        replace(example(), tensors=(replace(example().tensors[0], access=(replace(first, **changed), Access(()))),))

@@ -1,0 +1,381 @@
+"""A plan never costs more than its budget, a larger budget reads the same and more, and nothing else decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
+
+from mergepipe.checkpoints.read_cost import source_cost_bytes
+from mergepipe.core.blocks import BlockGrid
+from mergepipe.engine.access import source_of_blocks
+from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHING_KEPT_BITS
+from mergepipe.errors import RecipeError
+from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
+from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
+from mergepipe.planning.known_statistics import REASON_MISSING, REASON_OTHER_GRID
+from mergepipe.planning.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.planner import plan_merge
+from mergepipe.planning.problem import AdjustPolicy, OnOmit, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.sampling_cost import sample_cost_bytes
+
+OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
+ALL = ShareBudget(Fraction(1))
+Read = set[tuple[int, str, int]]
+
+
+def plan_of(
+    problem: PlanningProblem,
+    request: BudgetRequest = ALL,
+    policy: Policy = Policy.NORM,
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
+) -> Plan:
+    return plan_merge(problem, request, policy, options)
+
+
+def read_blocks(plan: Plan) -> Read:
+    """(expert, tensor, block) of all that is read from an expert's own file."""
+    return {
+        (e, tensor.name, block)
+        for tensor in plan.tensors
+        for e, access in enumerate(tensor.access)
+        for start, stop in access.blocks
+        for block in range(start, stop)
+    }
+
+
+def known_blocks(plan: Plan) -> Read:
+    """(expert, tensor, block) of all deltas that come from a file, be it another expert's."""
+    found: Read = set()
+    for tensor in plan.tensors:
+        sources_EB = source_of_blocks(tensor, BlockGrid(tensor.n_elements, plan.block_elements).n_blocks)
+        found |= {(e, tensor.name, block) for e, block in np.argwhere(sources_EB >= 0).tolist()}
+    return found
+
+
+def cost_of(problem: PlanningProblem, read: Read) -> int:
+    tasks = {task.name: task for task in problem.tasks}
+    return sum(
+        source_cost_bytes(
+            tasks[name].experts[e], BlockGrid(tasks[name].base.n_elements, problem.block_elements).span(block)
+        )
+        for e, name, block in read
+    )
+
+
+def everything(problem: PlanningProblem) -> Read:
+    return {
+        (e, task.name, block)
+        for task in problem.tasks
+        for e in range(len(problem.experts))
+        for block in range(BlockGrid(task.base.n_elements, problem.block_elements).n_blocks)
+    }
+
+
+def made(operator: str, seed: int, missing: tuple[tuple[int, str], ...] = ()) -> Given:
+    n_experts = 1 if operator == "slerp" else 3
+    return make(operator, n_experts, seed).without_statistics([each for each in missing if each[0] < n_experts])
+
+
+MISSING = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(DEFAULT_SIZES))), max_size=6).map(tuple)
+LARGEST = 3 * 2**18
+
+
+@given(
+    operator=st.sampled_from(OPERATORS),
+    policy=st.sampled_from(Policy),
+    seed=st.integers(0, 3),
+    missing=MISSING,
+    budget=st.integers(0, LARGEST),
+)
+def test_plan__costs_what_its_blocks_cost_and_at_most_the_budget(
+    operator: str, policy: Policy, seed: int, missing: tuple[tuple[int, str], ...], budget: int
+) -> None:
+    problem = made(operator, seed, missing).with_content_ids().problem
+    plan = plan_of(problem, ByteBudget(budget), policy)
+    assert plan.planned_bytes == cost_of(problem, read_blocks(plan)) <= budget
+    assert sum(model.planned_bytes for model in plan.models if model.role == "expert") == plan.planned_bytes
+
+
+@given(
+    operator=st.sampled_from(OPERATORS),
+    policy=st.sampled_from(Policy),
+    missing=MISSING,
+    budgets=st.tuples(st.integers(0, LARGEST), st.integers(0, LARGEST)).map(sorted),
+)
+def test_plan__with_a_larger_budget_reads_the_same_blocks_and_more(
+    operator: str, policy: Policy, missing: tuple[tuple[int, str], ...], budgets: list[int]
+) -> None:
+    problem = made(operator, 1, missing).problem
+    less, more = (plan_of(problem, ByteBudget(each), policy) for each in budgets)
+    assert read_blocks(less) <= read_blocks(more)
+    assert less.planned_bytes <= more.planned_bytes
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize(
+    "missing", [(), ((0, "embed.weight"),), tuple((e, n) for e in range(3) for n in DEFAULT_SIZES)]
+)
+def test_plan__with_the_full_cost_reads_everything(
+    operator: str, policy: Policy, missing: tuple[tuple[int, str], ...]
+) -> None:
+    problem = made(operator, 2, missing).problem
+    plan = plan_of(problem, ALL, policy)
+    assert read_blocks(plan) == everything(problem)
+    assert plan.planned_bytes == plan.full_cost_bytes == plan.budget_bytes
+    assert read_blocks(plan_of(problem, ByteBudget(plan.full_cost_bytes), policy)) == everything(problem)
+    assert read_blocks(plan_of(problem, ByteBudget(plan.full_cost_bytes - 1), policy)) < everything(problem)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_plan__of_nothing_reads_nothing_and_has_no_notice(operator: str) -> None:
+    plan = plan_of(made(operator, 0).problem, ByteBudget(0))
+    assert read_blocks(plan) == set()
+    assert plan.fallbacks == ()
+
+
+def test_plan__smaller_than_one_block_is_the_base_with_a_notice() -> None:
+    plan = plan_of(make().problem, ByteBudget(4095))
+    assert read_blocks(plan) == set()
+    assert [(each.where, each.decision) for each in plan.fallbacks] == [
+        ("budget", "no block of any expert is read: the result is the base")
+    ]
+    assert "4095 are left" in plan.fallbacks[0].reason
+
+
+@settings(max_examples=20)
+@given(policy=st.sampled_from(Policy), operator=st.sampled_from(OPERATORS), shuffle=st.randoms(use_true_random=False))
+def test_plan__does_not_depend_on_the_order_of_mappings(policy: Policy, operator: str, shuffle: Random) -> None:
+    problem = made(operator, 3).problem
+    shuffled = []
+    for known in problem.statistics:
+        names = list(known)
+        shuffle.shuffle(names)
+        shuffled.append({name: known[name] for name in names})
+    request = ShareBudget(Fraction(1, 3))
+    one = plan_of(problem, request, policy)
+    other = plan_of(replace(problem, statistics=tuple(shuffled)), request, policy)
+    assert one == other
+    assert one.digest == other.digest
+
+
+def with_shared_blocks() -> Given:
+    """Expert 2's embedding equals expert 0's in its first two blocks; expert 1's second layer is the base's."""
+    base, experts = random_arrays(3, 5, DEFAULT_SIZES)
+    second = dict(experts[1])
+    second["layers.1.attn.weight"] = base["layers.1.attn.weight"].copy()
+    third = dict(experts[2])
+    third["embed.weight"] = experts[2]["embed.weight"].copy()
+    third["embed.weight"][: 2 * BLOCK] = experts[0]["embed.weight"][: 2 * BLOCK]
+    return make(arrays=(base, (experts[0], second, third)))
+
+
+def test_plan__never_reads_blocks_that_equal_the_base() -> None:
+    plan = plan_of(with_shared_blocks().problem)
+    layer = next(tensor for tensor in plan.tensors if tensor.name == "layers.1.attn.weight")
+    assert layer.access[1].blocks == ()
+    assert layer.access[1].free == ((0, 2),)
+    assert plan_of(with_shared_blocks().problem, ByteBudget(0)).tensors[3].access[1].free == ((0, 2),)
+
+
+def test_plan__reads_identical_blocks_of_two_experts_once() -> None:
+    given = with_shared_blocks()
+    plan = plan_of(given.problem)
+    embedding = plan.tensors[0]
+    assert embedding.access[0].blocks == ((0, 4),)
+    assert embedding.access[2].blocks == ((2, 4),)
+    assert embedding.access[2].shared == ((0, 2, 0),)
+    assert plan.full_cost_bytes == cost_of(given.problem, read_blocks(plan)) == plan.planned_bytes
+
+
+@given(budget=st.integers(0, LARGEST), policy=st.sampled_from(Policy))
+def test_plan__serves_shared_blocks_exactly_when_their_source_is_read(budget: int, policy: Policy) -> None:
+    plan = plan_of(with_shared_blocks().problem, ByteBudget(budget), policy)
+    read = read_blocks(plan)
+    served = {block for start, stop, _ in plan.tensors[0].access[2].shared for block in range(start, stop)}
+    assert served == {block for e, name, block in read if e == 0 and name == "embed.weight" and block < 2}
+
+
+def test_plan__scores_a_block_that_serves_two_experts_for_both() -> None:
+    rng = np.random.default_rng(0)
+    base = {"w": np.zeros(2 * BLOCK, np.float32)}
+    delta = rng.standard_normal(2 * BLOCK).astype(np.float32)
+    same = np.concatenate([0.8 * delta[:BLOCK], delta[BLOCK:]]).astype(np.float32)
+    other = np.concatenate([0.8 * delta[:BLOCK], -0.1 * delta[BLOCK:]]).astype(np.float32)
+    problem = make(arrays=(base, ({"w": same}, {"w": other}))).problem
+    plan = plan_of(problem, ByteBudget(5 * 4096))
+    assert read_blocks(plan) == {(0, "w", 0)}
+    assert plan.tensors[0].access[1].shared == ((0, 1, 0),)
+
+
+@pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])
+def test_plan__charges_the_samples_of_content_ids_that_are_not_known(operator: str) -> None:
+    given = make(operator)
+    samples = sum(sample_cost_bytes(model.checkpoint) for model in given.problem.experts)
+    assert samples > 0
+    plan = plan_of(given.problem)
+    known = plan_of(given.with_content_ids().problem)
+    assert plan.planned_bytes == plan.full_cost_bytes == known.planned_bytes + samples
+    assert plan_of(make("ties").problem).planned_bytes == known.planned_bytes
+
+
+@given(budget=st.integers(0, LARGEST), policy=st.sampled_from(Policy))
+def test_plan__charges_samples_with_the_first_block_of_an_expert(budget: int, policy: Policy) -> None:
+    base, experts = random_arrays(2, 5, DEFAULT_SIZES)
+    problem = make("dare_linear", arrays=(base, (*experts, experts[0]))).problem
+    plan = plan_of(problem, ByteBudget(budget), policy)
+    taking_part = {e for e, _, _ in known_blocks(plan)}
+    samples = sum(sample_cost_bytes(problem.experts[e].checkpoint) for e in taking_part)
+    assert plan.planned_bytes == cost_of(problem, read_blocks(plan)) + samples <= budget
+    assert 2 not in {e for e, _, _ in read_blocks(plan)}
+
+
+def test_plan__takes_thresholds_and_products_from_the_statistics() -> None:
+    given = make("ties")
+    for tensor in plan_of(given.problem, ByteBudget(0)).tensors[:2]:
+        for e, access in enumerate(tensor.access):
+            magnitudes = np.sort(np.abs(given.experts[e][tensor.name] - given.base[tensor.name]))[::-1]
+            kept = int(0.2 * tensor.n_elements)
+            assert access.threshold_bits == int(magnitudes[kept - 1 : kept].view(np.uint32)[0])
+    slerp = make("slerp", 1)
+    tensor = plan_of(slerp.problem, ByteBudget(0)).tensors[0]
+    assert tensor.access[0].products == tuple(slerp.problem.statistics[0][tensor.name].products_3.tolist())
+
+
+def test_plan__knows_cuts_that_need_no_statistics() -> None:
+    assert NOTHING_KEPT_BITS == ENGINE_NOTHING_KEPT_BITS
+    given = make("ties", 1, parameters={"weight": 1.0, "density": 0.01}, sizes={"small": 7})
+    assert plan_of(given.problem).tensors[0].access[0].threshold_bits == NOTHING_KEPT_BITS
+    whole = make("ties", 1, parameters={"weight": 1.0, "density": 1.0}).without_statistics([(0, "embed.weight")])
+    assert plan_of(whole.problem).tensors[0].access[0].threshold_bits is None
+
+
+@given(budget=st.integers(0, LARGEST))
+def test_plan__reads_a_tensor_whole_where_its_cut_is_not_known(budget: int) -> None:
+    problem = make("ties", parameters={"weight": 1.0, "density": 0.123}).problem
+    plan = plan_of(problem, ByteBudget(budget))
+    for tensor in plan.tensors:
+        n_blocks = BlockGrid(tensor.n_elements, BLOCK).n_blocks
+        for access in tensor.access:
+            if access.threshold_bits is None:
+                assert access.blocks in ((), ((0, n_blocks),))
+    assert {each.reason for each in plan.fallbacks if each.where.startswith("expert")} == {REASON_NO_CUT}
+
+
+def test_plan__records_missing_statistics_once_per_expert() -> None:
+    given = make().without_statistics([(1, "embed.weight"), (1, "layers.0.attn.weight")])
+    plan = plan_of(given.problem)
+    assert [(each.where, each.decision, each.reason) for each in plan.fallbacks] == [
+        (
+            "expert './expert-1'",
+            "2 of 5 tensors are read whole or not at all, from 'embed.weight' on",
+            REASON_MISSING,
+        )
+    ]
+
+
+def test_plan__does_not_use_statistics_of_another_grid() -> None:
+    problem = replace(make().problem, block_elements=BLOCK // 2)
+    assert {each.reason for each in plan_of(problem).fallbacks} == {REASON_OTHER_GRID}
+
+
+def test_plan__spends_a_budget_even_if_nothing_is_known() -> None:
+    missing = [(e, name) for e in range(3) for name in DEFAULT_SIZES]
+    problem = make().without_statistics(missing).problem
+    plan = plan_of(problem, ShareBudget(Fraction(1, 2)))
+    assert {name for _, name, _ in read_blocks(plan)} >= {"layers.0.norm.weight", "layers.0.attn.weight"}
+    assert plan.planned_bytes > plan.full_cost_bytes // 4
+    assert plan.bound is None
+    assert plan.fallbacks[-1].where == "omission bound"
+
+
+def test_plan__tells_that_a_tensor_which_does_not_fit_ended_it() -> None:
+    problem = make(n_experts=1).without_statistics([(0, "embed.weight")]).problem
+    cost = cost_of(problem, {block for block in everything(problem) if block[1] != "embed.weight"})
+    plan = plan_of(problem, ByteBudget(cost + 4096))
+    notices = [each for each in plan.fallbacks if each.where == "budget"]
+    assert len(notices) == 1
+    assert "tensor 'embed.weight' of expert './expert-0'" in notices[0].reason
+
+
+def test_plan__refuses_to_renormalise_fixed_coefficients() -> None:
+    options = PlanOptions(on_omit=OnOmit.RENORMALIZE)
+    for operator in ("task_arithmetic", "ties"):
+        with pytest.raises(RecipeError) as caught:
+            plan_of(make(operator).problem, options=options)
+        assert caught.value.code == "plan.on-omit"
+    plan = plan_of(make("linear").problem, ShareBudget(Fraction(1, 2)), options=options)
+    assert plan.on_omit == "renormalize"
+
+
+@pytest.mark.parametrize("operator", ["linear", "passthrough"])
+def test_plan__of_no_expert_is_empty(operator: str) -> None:
+    problem = make("linear", 1).problem
+    alone = [
+        replace(task, experts=(), expert_models=(), parameters=replace(task.parameters, experts=()))
+        for task in problem.tasks
+    ]
+    resolution = replace(problem.resolution, tasks=tuple(alone))
+    plan = plan_of(replace(problem, operator=operator, resolution=resolution, statistics=()))
+    assert plan.planned_bytes == plan.full_cost_bytes == 0
+    assert [tensor.access for tensor in plan.tensors] == [()] * 5
+
+
+def test_plan__says_that_there_was_nothing_to_adjust() -> None:
+    options = PlanOptions(adjust=AdjustPolicy(0.1))
+    plan = plan_of(make().problem, ShareBudget(Fraction(1, 4)), options=options)
+    assert [each.decision for each in plan.adjustments] == ["nothing adjusted"]
+
+
+def with_plain_statistics(operator: str) -> PlanningProblem:
+    """A problem whose statistics are small integers and eighths: no sum of theirs depends on the machine."""
+    problem = make(operator, arrays=PLAIN_ARRAYS).problem
+    known = []
+    for e, of_expert in enumerate(problem.statistics):
+        tensors = {}
+        for name, each in of_expert.items():
+            blocks = np.zeros(each.grid.n_blocks, BLOCK_RECORD)
+            i = np.arange(each.grid.n_blocks)
+            blocks["hash"] = (i[:, None] * 7 + e) % 251
+            blocks["norm"] = ((i * 37 + e * 5) % 11 + 1) / 8
+            blocks["largest"] = blocks["norm"] / 4
+            blocks["changed"] = (i + e) % 5
+            blocks["octaves"] = 240 - 4 * np.arange(N_OCTAVES)
+            blocks["sketch"] = (((i[:, None] + e) * np.arange(1, N_SKETCH + 1)) % 7 - 3) / 8
+            cuts = np.full(len(each.densities_D), 0.125, np.float32).view(np.uint32)
+            tensors[name] = replace(each, blocks_B=blocks, threshold_bits_D=cuts, products_3=np.array([4.0, 1.0, 0.5]))
+        known.append(tensors)
+    return replace(problem, statistics=tuple(known))
+
+
+PLAIN_ARRAYS = random_arrays(3, 0, {"h.0.w": 9 * BLOCK, "h.1.w": 4 * BLOCK + 1, "h.1.b": 3})
+
+
+@pytest.mark.parametrize(
+    ("operator", "policy", "digest"),
+    [
+        ("task_arithmetic", Policy.NORM, "f8dcb014a13d34e8830aa0dd10f53865"),
+        ("task_arithmetic", Policy.CONFLICT, "0403a695d9aa3df2a698dc87d95aff0e"),
+        ("linear", Policy.STRATIFIED, "557421df8a6b87ed335293648cd0350b"),
+        ("linear", Policy.RANDOM, "71dd7768628001703ff33c691aba7245"),
+        ("ties", Policy.NORM, "32e9bf1e82e7c3390c4c9726099a7019"),
+        ("ties", Policy.CONFLICT, "7c4ad4b55ccbfc1ba47fe5aabcf68dab"),
+        ("dare_ties", Policy.NORM, "2377f1424b57a7fea8d6052489cb3de5"),
+    ],
+)
+def test_plan__is_the_same_on_every_machine(operator: str, policy: Policy, digest: str) -> None:
+    assert plan_of(with_plain_statistics(operator), ShareBudget(Fraction(2, 5)), policy).digest == digest
+
+
+def test_problem__refuses_statistics_for_other_experts() -> None:
+    problem = make().problem
+    with pytest.raises(ValueError, match="2 experts for 3"):
+        replace(problem, statistics=problem.statistics[:2])

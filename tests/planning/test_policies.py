@@ -1,0 +1,190 @@
+"""Orders in which items are taken: by score against an exact knapsack, evenly over strata, at random, by agreement."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from planning_problems import BLOCK, Arrays, make, random_arrays
+
+from mergepipe.planning.block_columns import lay_out_columns
+from mergepipe.planning.budget import ByteBudget, ShareBudget
+from mergepipe.planning.conflict_policy import tensor_cosines
+from mergepipe.planning.items import Items
+from mergepipe.planning.levels import ALL
+from mergepipe.planning.planner import plan_merge
+from mergepipe.planning.policies import at_random, by_norm, descending, kind_of, layer_of, stratified
+from mergepipe.planning.problem import PlanningProblem, PlanOptions, Policy
+
+SIZES = {f"model.layers.{layer}.{kind}.weight": 2 * BLOCK for layer in range(3) for kind in ("attn", "mlp")}
+
+
+def items_of(costs: list[int], scores: list[int], n_experts: int = 1) -> Items:
+    n_columns = len(costs) // n_experts
+    return Items(
+        flat_I=np.arange(len(costs)),
+        cost_I=np.array(costs, np.int64),
+        rate_I=np.array(scores, np.float64) / np.array(costs),
+        tensor_I=np.arange(len(costs)) % n_columns,
+        level_I=np.full(len(costs), ALL, np.int8),
+        steepness_I=np.ones(len(costs)),
+        n_single=len(costs),
+        n_columns=n_columns,
+    )
+
+
+def prefix_score(costs: list[int], scores: list[int], budget: int) -> int:
+    spent = score = 0
+    for i in by_norm(items_of(costs, scores)).tolist():
+        spent += costs[i]
+        if spent > budget:
+            break
+        score += scores[i]
+    return score
+
+
+def best_score(costs: list[int], scores: list[int], budget: int) -> int:
+    """The exact knapsack, by trying every subset."""
+    return max(
+        sum(scores[i] for i in chosen)
+        for size in range(len(costs) + 1)
+        for chosen in itertools.combinations(range(len(costs)), size)
+        if sum(costs[i] for i in chosen) <= budget
+    )
+
+
+SCORES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
+
+
+@given(scores=SCORES, cost=st.integers(1, 9), budget=st.integers(0, 90))
+def test_by_norm__is_the_exact_knapsack_where_costs_are_equal(scores: list[int], cost: int, budget: int) -> None:
+    costs = [cost] * len(scores)
+    assert prefix_score(costs, scores, budget) == best_score(costs, scores, budget)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 50)), min_size=1, max_size=9), budget=st.integers(0, 60)
+)
+def test_by_norm__misses_the_exact_knapsack_by_less_than_one_item(pairs: list[tuple[int, int]], budget: int) -> None:
+    costs, scores = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    found, best = prefix_score(costs, scores, budget), best_score(costs, scores, budget)
+    assert found <= best <= found + max(scores)
+
+
+@given(hnp.arrays(np.float64, st.integers(0, 60), elements=st.sampled_from([0.0, -1.0, 1.0, 2.5, 1e-300, 1e300])))
+def test_descending__equals_a_stable_sort(rates: NDArray[np.float64]) -> None:
+    assert descending(rates).tolist() == np.argsort(-rates, kind="stable").tolist()
+
+
+def test_at_random__is_a_permutation_that_the_seed_decides() -> None:
+    items = items_of([1] * 1000, [1] * 1000)
+    first, second = at_random(items, 1), at_random(items, 2)
+    assert sorted(first.tolist()) == list(range(1000))
+    assert first.tolist() == at_random(items, 1).tolist()
+    assert first.tolist() != second.tolist()
+    assert first[:6].tolist() == FIRST_DRAWN_WITH_SEED_1
+
+
+FIRST_DRAWN_WITH_SEED_1 = [852, 830, 377, 650, 825, 933]
+
+
+def test_at_random__takes_every_item_equally_often() -> None:
+    items = items_of([1] * 40, [1] * 40)
+    counts = Counter(i for seed in range(2000) for i in at_random(items, seed)[:10].tolist())
+    assert len(counts) == 40
+    assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
+
+
+def test_names__have_a_layer_and_a_kind() -> None:
+    assert layer_of("model.layers.12.self_attn.q_proj.weight") == "12"
+    assert kind_of("model.layers.12.self_attn.q_proj.weight") == "self_attn.q_proj.weight"
+    assert (layer_of("model.embed_tokens.weight"), kind_of("lm_head.weight")) == ("", "lm_head.weight")
+    assert (layer_of("h2o.weight"), layer_of("3.bias")) == ("", "3")
+
+
+@given(share=st.fractions(Fraction(1, 8), 1), seed=st.integers(0, 5))
+def test_stratified__reads_the_same_share_of_every_expert_layer_and_kind(share: Fraction, seed: int) -> None:
+    problem = make("task_arithmetic", 3, seed, sizes=SIZES).problem
+    plan = plan_merge(problem, ShareBudget(share), Policy.STRATIFIED, PlanOptions())
+    experts: Counter[int] = Counter()
+    layers: Counter[tuple[int, str]] = Counter()
+    strata: Counter[tuple[int, str]] = Counter()
+    for tensor in plan.tensors:
+        for e, access in enumerate(tensor.access):
+            experts[e] += access.n_blocks
+            layers[e, layer_of(tensor.name)] += access.n_blocks
+            strata[e, tensor.name] += access.n_blocks
+    assert max(experts.values()) - min(experts.values()) <= 1
+    for e in range(3):
+        of_layers = [n for (expert, _), n in layers.items() if expert == e]
+        of_strata = [n for (expert, _), n in strata.items() if expert == e]
+        assert max(of_layers) - min(of_layers) <= 1
+        assert max(of_strata) - min(of_strata) <= 1
+
+
+def test_stratified__takes_the_highest_scores_of_a_stratum() -> None:
+    items = items_of([1] * 8, [1, 5, 3, 4, 2, 9, 7, 8])
+    names = ["a.0.w"] * 4 + ["a.1.w"] * 4
+    assert set(stratified(items, names)[:4].tolist()) == {1, 3, 5, 7}
+
+
+def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> tuple[Arrays, tuple[Arrays, ...]]:
+    return {"w": base}, tuple({"w": (base + delta).astype(np.float32)} for delta in deltas)
+
+
+def blocks_read(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[set[int]]:
+    """Blocks read of each expert under a budget of `n_blocks` blocks: four pages each, and one more as they lie."""
+    plan = plan_merge(problem, ByteBudget(n_blocks * 5 * 4096), policy, PlanOptions())
+    return [{b for start, stop in access.blocks for b in range(start, stop)} for access in plan.tensors[0].access]
+
+
+def read_of(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[int]:
+    return [len(blocks) for blocks in blocks_read(problem, n_blocks, policy)]
+
+
+def test_conflict__reads_what_two_experts_say_once_and_for_both() -> None:
+    rng = np.random.default_rng(1)
+    common, own = rng.standard_normal((2, 20 * BLOCK))
+    noise = 1e-3 * rng.standard_normal(20 * BLOCK)
+    arrays = one_tensor(np.zeros(20 * BLOCK, np.float32), [0.8 * common, 0.8 * common + noise, own])
+    problem = make(arrays=arrays).problem
+    assert read_of(problem, 20, Policy.NORM) == [0, 0, 20]
+    first, second, third = blocks_read(problem, 20, Policy.CONFLICT)
+    assert (first | second, first & second, third) == (set(range(20)), set(), set())
+    first, second, third = blocks_read(problem, 40, Policy.CONFLICT)
+    assert (first | second, first & second, third) == (set(range(20)), set(), set(range(20)))
+
+
+def test_conflict__leaves_out_two_experts_that_cancel() -> None:
+    rng = np.random.default_rng(1)
+    common, own = rng.standard_normal((2, 20 * BLOCK))
+    noise = 1e-3 * rng.standard_normal(20 * BLOCK)
+    arrays = one_tensor(np.zeros(20 * BLOCK, np.float32), [common, noise - common, 0.5 * own])
+    problem = make(arrays=arrays).problem
+    assert read_of(problem, 20, Policy.NORM)[2] == 0
+    assert read_of(problem, 20, Policy.CONFLICT) == [0, 0, 20]
+
+
+def test_conflict__is_norm_where_experts_say_unrelated_things() -> None:
+    problem = make(arrays=random_arrays(3, 1, {"w": 20 * BLOCK})).problem
+    assert read_of(problem, 25, Policy.CONFLICT) == pytest.approx(read_of(problem, 25, Policy.NORM), abs=2)
+
+
+def test_tensor_cosines__estimate_the_angles_between_deltas() -> None:
+    rng = np.random.default_rng(1)
+    common, own = rng.standard_normal((2, 64 * BLOCK))
+    arrays = one_tensor(np.zeros(64 * BLOCK, np.float32), [common, 0.6 * common + 0.8 * own, -common])
+    problem = make(arrays=arrays).problem
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
+    cosine_EE = tensor_cosines(problem, columns, np.ones((3, 1), np.bool_))[0]
+    assert cosine_EE[0].tolist() == pytest.approx([1.0, 0.6, -1.0], abs=0.1)
+    unknown_EE = tensor_cosines(problem, columns, np.array([[True], [False], [True]]))[0]
+    assert unknown_EE[1].tolist() == [0.0, 0.0, 0.0]
+    assert unknown_EE[0, 2] == cosine_EE[0, 2]

@@ -1,0 +1,101 @@
+"""Scores say how much of a block's delta survives the operator's own treatment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from planning_problems import BLOCK, Given, make
+
+from mergepipe.operators.statistics import N_OCTAVES
+from mergepipe.planning.block_columns import lay_out_columns
+from mergepipe.planning.known_statistics import find_usable, gather_knowledge
+from mergepipe.planning.operator_rules import work_out_rules
+from mergepipe.planning.scores import OCTAVE_SHARES, octave_position, score_blocks
+from mergepipe.recipes.parse.recipe import Scalar
+from support.octaves import decode_octaves
+
+
+def scores_of(given: Given) -> NDArray[np.float64]:
+    problem = given.problem
+    columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
+    known_ET, _ = find_usable(given.problem, columns)
+    rules = work_out_rules(given.problem, columns, known_ET)
+    knowledge = gather_knowledge(given.problem, columns, known_ET, with_octaves=rules.trims)
+    return score_blocks(columns, knowledge, rules)
+
+
+SIZES = {"w": 6 * BLOCK}
+
+
+def energies(given: Given, keep_above: float = 0.0) -> NDArray[np.float64]:
+    delta_EN = np.stack([each["w"] for each in given.experts]).astype(np.float64) - given.base["w"]
+    kept_EN = np.where(np.abs(delta_EN) >= keep_above, delta_EN, 0.0)
+    return np.asarray(np.square(kept_EN).reshape(len(delta_EN), -1, BLOCK).sum(axis=2), np.float64)
+
+
+def test_scores__of_fixed_coefficients_are_squared_coefficients_times_energy() -> None:
+    given = make("task_arithmetic", 2, sizes=SIZES, weights=(0.5, -2.0), parameters={"lambda": 3.0})
+    expected_EB = np.array([[1.5], [-6.0]]) ** 2 * energies(given)
+    np.testing.assert_allclose(scores_of(given), expected_EB, rtol=1e-5)
+
+
+@pytest.mark.parametrize("density", [0.02, 0.2, 0.5])
+def test_scores__of_ties_are_the_energy_above_the_tensors_cut(density: float) -> None:
+    given = make("ties", 1, sizes=SIZES, parameters={"weight": 1.0, "density": density, "normalize": False})
+    statistics = given.problem.statistics[0]["w"]
+    bits = statistics.threshold_bits(density)
+    assert bits is not None
+    cut = float(np.array([bits], np.uint32).view(np.float32)[0])
+    true_B, found_B = energies(given, cut)[0], scores_of(given)[0]
+    assert found_B.sum() == pytest.approx(true_B.sum(), rel=0.2)
+    assert np.argsort(found_B)[-3:].tolist() == np.argsort(true_B)[-3:].tolist()
+    assert (found_B[true_B == 0] < 0.05 * energies(given)[0][true_B == 0]).all()
+
+
+@pytest.mark.parametrize(("rescale", "factor"), [(True, 4.0), (False, 0.25)])
+def test_scores__of_dare_are_the_expected_energy_of_what_is_kept(rescale: bool, factor: float) -> None:
+    parameters: Mapping[str, Scalar] = {"weight": 0.5, "density": 0.25, "rescale": rescale}
+    given = make("dare_linear", 2, sizes=SIZES, parameters=parameters)
+    np.testing.assert_allclose(scores_of(given), 0.25 * factor * energies(given), rtol=1e-5)
+
+
+def test_scores__of_slerp_are_squared_shares_of_the_other_model() -> None:
+    given = make("slerp", 1, sizes=SIZES)
+    np.testing.assert_allclose(scores_of(given), 0.3**2 * energies(given), rtol=0.01)
+
+
+def test_scores__of_what_is_not_known_take_the_typical_energy_of_an_element() -> None:
+    given = make("task_arithmetic", 2, sizes=SIZES, parameters={"weight": 0.5}).without_statistics([(1, "w")])
+    typical = np.median(energies(given)[0] / BLOCK)
+    np.testing.assert_allclose(scores_of(given)[1], 0.25 * BLOCK * typical, rtol=1e-5)
+    nothing = given.without_statistics([(0, "w"), (1, "w")])
+    np.testing.assert_allclose(scores_of(nothing), 0.25 * BLOCK)
+
+
+def test_octave_shares__agree_with_the_statistics() -> None:
+    octaves_BO = np.random.default_rng(0).integers(0, 241, (50, N_OCTAVES)).astype(np.uint8)
+    shares_BO = OCTAVE_SHARES[octaves_BO].astype(np.float64)
+    total_B1 = shares_BO.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares_BO / total_B1, decode_octaves(octaves_BO), rtol=1e-5)
+
+
+@given(largest=st.floats(1e-6, 1e6), octaves=st.integers(0, N_OCTAVES - 1), inside=st.floats(0.51, 0.99))
+def test_octave_position__counts_whole_octaves_and_a_share_of_the_last(
+    largest: float, octaves: int, inside: float
+) -> None:
+    cut = largest * inside / 2.0**octaves
+    found = float(octave_position(np.array([largest], np.float32), np.array([cut], np.float32))[0])
+    share = 1 - inside if octaves == N_OCTAVES - 1 else -math.log2(inside)
+    assert found == pytest.approx(octaves + share, abs=0.011)
+
+
+def test_octave_position__keeps_all_or_nothing_at_the_ends() -> None:
+    largest = np.array([1.0, 1.0, 1.0, np.inf, 0.0], np.float32)
+    cut = np.array([0.0, 1.5, np.inf, 1.0, 0.0], np.float32)
+    assert octave_position(largest, cut).tolist() == [16.0, 0.0, 0.0, 16.0, 16.0]

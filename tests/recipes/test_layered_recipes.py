@@ -1,0 +1,452 @@
+"""Slices, modules, filters, gradients, tokenizers and documents: what is read, what is refused, word for word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
+from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting, value_at
+from mergepipe.recipes.parse.recipe import EmbeddingSource, Recipe, TokenizerSource, located
+from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe, reload_recipes
+from mergepipe.recipes.parse.references import reference_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in ("base", "a", "b", "c", "lora"):
+        (folder / name).mkdir()
+    return folder
+
+
+def load_all(folder: Path, text: str) -> tuple[Recipe, ...]:
+    path = folder / "recipe.yml"
+    path.write_text(text, encoding="utf-8")
+    return load_recipes(path)
+
+
+def load(folder: Path, text: str) -> Recipe:
+    (recipe,) = load_all(folder, text)
+    return recipe
+
+
+def lines(folder: Path, text: str) -> list[str]:
+    with pytest.raises(MergePipeError) as caught:
+        load_all(folder, text)
+    return [f"{p.code} | {p}" for p in caught.value.problems]
+
+
+SLERP = """\
+slices:
+  - sources:
+      - model: base
+        layer_range: [0, 32]
+      - model: a
+        layer_range: [0, 32]
+merge_method: slerp
+base_model: base
+parameters:
+  t:
+    - filter: self_attn
+      value: [0, 0.5, 0.3, 0.7, 1]
+    - filter: mlp
+      value: [1, 0.5, 0.7, 0.3, 0]
+    - value: 0.5
+dtype: bfloat16
+"""
+
+STACK = """\
+slices:
+  - sources: [{model: a, layer_range: [0, 24]}]
+  - sources: [{model: b, layer_range: [8, 32], parameters: {scale: 0.5}}]
+merge_method: passthrough
+dtype: auto
+"""
+
+
+def setting(recipe: Recipe, name: str) -> Setting:
+    return recipe.parameters[name]
+
+
+def test_load_recipe__reads_slices_with_filters_and_gradients(folder: Path) -> None:
+    recipe = load(folder, SLERP)
+    assert [(s.model.text, s.start, s.stop) for s in recipe.slices[0].sources] == [("base", 0, 32), ("a", 0, 32)]
+    assert [model.text for model in recipe.inputs()] == ["base", "a"]
+    t = setting(recipe, "t")
+    assert t == Cases(
+        (
+            Case("self_attn", (0.0, 0.5, 0.3, 0.7, 1.0)),
+            Case("mlp", (1.0, 0.5, 0.7, 0.3, 0.0)),
+            Case("", (0.5,)),
+        ),
+        "recipe.yml:10 parameters.t",
+    )
+    assert value_at(t, "model.layers.3.mlp.up_proj.weight", 1.0) == 0.0
+    assert value_at(t, "model.layers.3.self_attn.q_proj.weight", 0.125) == 0.25
+    assert value_at(t, "model.norm.weight", 0.7) == 0.5
+
+
+def test_load_recipe__reads_a_stack_of_slices(folder: Path) -> None:
+    recipe = load(folder, STACK)
+    assert [piece.n_layers for piece in recipe.slices] == [24, 24]
+    assert [model.text for model in recipe.inputs()] == ["a", "b"]
+    assert (recipe.dtype, recipe.models) == (None, ())
+
+
+def test_load_recipe__lets_passthrough_slices_have_a_base_that_lends_the_rest(folder: Path) -> None:
+    recipe = load(folder, STACK + "base_model: base\n")
+    assert [model.text for model in recipe.inputs()] == ["base", "a", "b"]
+
+
+def test_load_recipe__reads_modules(folder: Path) -> None:
+    text = """\
+modules:
+  text_decoder:
+    slices:
+      - sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 2]}]
+        parameters: {weight: 0.5}
+  vision_tower:
+    models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 0}}]
+    parameters: {normalize: false}
+merge_method: linear
+"""
+    recipe = load(folder, text)
+    assert [(m.name, len(m.slices), len(m.models)) for m in recipe.modules] == [
+        ("text_decoder", 1, 0),
+        ("vision_tower", 0, 2),
+    ]
+    assert [model.text for model in recipe.inputs()] == ["a", "b"]
+
+
+def test_load_recipe__reads_merge_keys_and_anchors(folder: Path) -> None:
+    text = """\
+models:
+  - model: a
+    parameters: &usual {weight: 0.5, density: 0.3}
+  - model: b
+    parameters:
+      <<: *usual
+      density: 0.7
+merge_method: ties
+base_model: base
+"""
+    assert dict(load(folder, text).models[1].parameters) == {"weight": 0.5, "density": 0.7}
+
+
+def test_load_recipe__reads_numbers_as_flags_as_mergekits_examples_have_them(folder: Path) -> None:
+    text = "models: [{model: a, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: base\n"
+    recipe = load(folder, text + "parameters: {normalize: 1.0, int8_mask: 0}\n")
+    assert dict(recipe.parameters) == {"normalize": True, "int8_mask": False}
+
+
+@pytest.mark.parametrize("written", ["a+lora", "{model: {path: a}, lora: {path: lora}}", "{path: a, lora: lora}"])
+def test_load_recipe__reads_adapters(folder: Path, written: str) -> None:
+    text = f"models: [{{model: {written}, parameters: {{weight: 1}}}}]\nmerge_method: ties\nbase_model: a\n"
+    recipe = load(folder, text)
+    expert = recipe.inputs()[1]
+    assert (expert.text, expert.path, expert.adapter) == ("a+lora", folder / "a", folder / "lora")
+    assert len(recipe.inputs()) == 2
+
+
+def test_reload_recipe__finds_adapters_where_they_are_said_to_be(folder: Path) -> None:
+    text = "models: [{model: a+lora, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: a\n"
+    recipe = load(folder, text)
+    places = {model.text: Path(reference_text(model)) for model in recipe.inputs()}
+    again = reload_recipe(recipe.source_text, places)
+    assert [model.key for model in again.inputs()] == [model.key for model in recipe.inputs()]
+
+
+def test_reload_recipe__does_not_forget_an_adapter(folder: Path) -> None:
+    text = "models: [{model: a+lora, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: b\n"
+    with pytest.raises(NotFoundError) as caught:
+        reload_recipe(text, {"b": folder / "b", "a+lora": folder / "a"})
+    assert str(caught.value.problems[0]) == (
+        "recipe:1 models[0].model: where the adapter of 'a+lora' lies is not known; merge again by the recipe"
+    )
+
+
+TOKENS = """\
+models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]
+merge_method: linear
+base_model: base
+tokenizer:
+  source: b
+  pad_to_multiple_of: 64
+  tokens:
+    <|im_start|>: {source: {kind: model_token, model: a, token: <s>}, force: true}
+    <|im_end|>: {source: b}
+    <pad>: {source: {kind: zero}}
+    x:
+chat_template: chatml
+"""
+
+
+def test_load_recipe__reads_the_tokenizer_that_is_wanted(folder: Path) -> None:
+    recipe = load(folder, TOKENS)
+    wanted = recipe.tokenizer
+    assert wanted is not None
+    assert (wanted.source, wanted.model, wanted.pad_to_multiple_of) == (TokenizerSource.MODEL, 2, 64)
+    assert {token: (e.source, e.model, e.token, e.force) for token, e in wanted.tokens.items()} == {
+        "<|im_start|>": (EmbeddingSource.MODEL_TOKEN, 1, "<s>", True),
+        "<|im_end|>": (EmbeddingSource.MODEL, 2, None, False),
+        "<pad>": (EmbeddingSource.ZERO, None, None, False),
+        "x": (EmbeddingSource.USUAL, None, None, False),
+    }
+    assert recipe.chat_template == "chatml"
+
+
+@pytest.mark.parametrize(
+    ("written", "source", "model"),
+    [("union", TokenizerSource.UNION, None), ("base", TokenizerSource.BASE, None), ("./a", TokenizerSource.MODEL, 1)],
+)
+def test_load_recipe__reads_a_tokenizer_source(
+    folder: Path, written: str, source: TokenizerSource, model: int | None
+) -> None:
+    text = TOKENS.split("tokenizer:")[0] + f"tokenizer_source: {written}\n"
+    wanted = load(folder, text).tokenizer
+    assert wanted is not None
+    assert (wanted.source, wanted.model) == (source, model)
+
+
+CHAIN = """\
+# two experts into one
+name: first
+models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]
+merge_method: linear
+---
+models: [{model: first+lora, parameters: {weight: 1}}, {model: first, parameters: {weight: 1}}]
+merge_method: task_arithmetic
+base_model: second
+---
+name: second
+models: [{model: first, parameters: {scale: 2}}]
+merge_method: passthrough
+"""
+
+
+def test_load_recipes__puts_documents_in_the_order_of_their_needs(folder: Path) -> None:
+    recipes = load_all(folder, CHAIN)
+    assert [recipe.name for recipe in recipes] == ["first", "second", None]
+    last = recipes[-1]
+    assert [(m.text, m.intermediate, m.adapter) for m in last.inputs()] == [
+        ("second", "second", None),
+        ("first+lora", "first", folder / "lora"),
+        ("first", "first", None),
+    ]
+    assert last.intermediates() == ("second", "first")
+
+
+def test_located__says_where_intermediate_models_lie(folder: Path) -> None:
+    last = located(load_all(folder, CHAIN)[-1], {"first": folder / "a", "second": folder / "b"})
+    assert [model.key for model in last.inputs()] == [
+        (folder / "b", None),
+        (folder / "a", folder / "lora"),
+        (folder / "a", None),
+    ]
+
+
+def test_recipe__text_of_a_document_reloads_to_it(folder: Path) -> None:
+    recipes = load_all(folder, CHAIN)
+    assert recipes[0].source_text.startswith("# two experts into one\nname: first\n")
+    places = {"second": folder / "b", "first": folder / "a", "first+lora": Path(f"{folder / 'a'}+{folder / 'lora'}")}
+    again = reload_recipe(recipes[-1].source_text, places)
+    assert [model.key for model in again.inputs()] == [model.key for model in located(recipes[-1], places).inputs()]
+    joined = "---\n".join(recipe.source_text for recipe in recipes)
+    everywhere = {name: folder / name for name in ("a", "b", "lora")}
+    assert [recipe.name for recipe in reload_recipes(joined, everywhere)] == ["first", "second", None]
+
+
+def test_reload_recipe__wants_a_single_document(folder: Path) -> None:
+    places = {name: folder / name for name in ("a", "b", "lora")}
+    with pytest.raises(RecipeError, match=r"one recipe is expected here, found 3 documents") as caught:
+        reload_recipe(CHAIN, places)
+    assert caught.value.code == "recipe.yaml.documents"
+
+
+AT_SOURCE = "recipe.yml:2 slices[0].sources"
+BAD: list[tuple[str, list[str]]] = [
+    (
+        STACK + "models: [{model: a}]\n",
+        [
+            "recipe.content | recipe.yml:1 slices: stands beside 'models'; "
+            "a recipe has one of models, slices and modules",
+        ],
+    ),
+    (
+        "slices: []\nmerge_method: passthrough\n",
+        [
+            "recipe.wrong-kind | recipe.yml:1 slices: needs a list of slices, found an empty list; "
+            "write '- sources: [...]'"
+        ],
+    ),
+    (
+        STACK.replace("[0, 24]", "[24, 0]"),
+        [
+            f"recipe.slice.range | {AT_SOURCE}[0].layer_range: [24, 0] holds no layer; "
+            "write 'layer_range: [FIRST, END]', END is not included"
+        ],
+    ),
+    (
+        STACK.replace("[0, 24]", "0-24"),
+        [
+            f"recipe.slice.range | {AT_SOURCE}[0].layer_range: needs two whole numbers; "
+            "write 'layer_range: [FIRST, END]', END is not included"
+        ],
+    ),
+    (
+        STACK.replace(", layer_range: [0, 24]", ""),
+        [
+            f"recipe.missing-key | {AT_SOURCE}[0].layer_range: the source has no layer_range; "
+            "write 'layer_range: [FIRST, END]', END is not included"
+        ],
+    ),
+    (
+        STACK.replace("layer_range: [0, 24]", "layer_rnage: [0, 24], layer_range: [0, 24]"),
+        [f"recipe.unknown-key | {AT_SOURCE}[0].layer_rnage: unknown key 'layer_rnage'; did you mean 'layer_range'?"],
+    ),
+    (
+        SLERP.replace("layer_range: [0, 32]\nmerge", "layer_range: [0, 24]\nmerge"),
+        [
+            "recipe.slice.lengths | recipe.yml:6 slices[0].sources[1].layer_range: 24 layers of 'a' cannot be merged "
+            "with 32 of 'base'; give all sources of a slice equally many layers"
+        ],
+    ),
+    (
+        SLERP.replace("- model: base\n", "- model: b\n"),
+        [
+            f"recipe.slice.base | {AT_SOURCE}: base_model 'base' is not among the sources of this slice; "
+            "list it with the layer_range that the others are compared with"
+        ],
+    ),
+    (
+        SLERP.replace("model: a\n", "model: ./base\n"),
+        [
+            "recipe.duplicate-model | recipe.yml:5 slices[0].sources[1].model: './base' is listed already, "
+            "as sources[0]; list every model once",
+            f"recipe.models.count | {AT_SOURCE}: slerp takes exactly 1 model besides base_model, found 0",
+        ],
+    ),
+    (
+        SLERP.replace("base_model: base", "residual: 1"),
+        [
+            "recipe.unknown-key | recipe.yml:8 residual: unknown key 'residual'; "
+            "known: base_model, chat_template, dtype, merge_method, models, modules, name, out_dtype, parameters, "
+            "slices, tokenizer, tokenizer_source",
+            "recipe.base.missing | recipe.yml:1 base_model: slerp needs base_model; "
+            "name the model the others were fine-tuned from",
+        ],
+    ),
+    (
+        SLERP.replace("    layer_range: [0, 32]\nmerge", "    layer_range: [0, 32]\n        parameters: {t: 1}\nmerge"),
+        [
+            "recipe.parameter.scope | recipe.yml:7 slices[0].sources[1].parameters.t: t holds for the whole merge; "
+            "move it to the parameters at the top level or of the slice"
+        ],
+    ),
+    (
+        STACK.replace("parameters: {scale: 0.5}", "scale: 0.5"),
+        [
+            "recipe.unknown-key | recipe.yml:3 slices[1].sources[0].scale: scale is a parameter; "
+            "write it under 'parameters:' of this model"
+        ],
+    ),
+    (
+        STACK.replace("  - sources: [{model: a", "  - residual_weight: 1\n    sources: [{model: a"),
+        [
+            "recipe.unknown-key | recipe.yml:2 slices[0].residual_weight: residual_weight has no effect, "
+            "in mergekit neither; remove it"
+        ],
+    ),
+    (
+        "modules: {text: {}}\nmerge_method: linear\n",
+        [
+            "recipe.content | recipe.yml:1 modules.text: a module needs either 'models' or 'slices', found neither",
+        ],
+    ),
+    (
+        TOKENS + "tokenizer_source: union\n",
+        [
+            "recipe.tokenizer.both | recipe.yml:13 tokenizer_source: stands beside 'tokenizer'; "
+            "write it as 'source:' under 'tokenizer:'"
+        ],
+    ),
+    (
+        TOKENS.replace("source: b\n", "source: c\n"),
+        [
+            "recipe.tokenizer.model | recipe.yml:5 tokenizer.source: 'c' is not one of the models that are merged; "
+            "name one of: base, a, b; or write union or base"
+        ],
+    ),
+    (
+        TOKENS.replace("base_model: base", "").replace("source: b\n", "source: base\n"),
+        [
+            "recipe.tokenizer.base | recipe.yml:5 tokenizer.source: there is no base_model; "
+            "name base_model, or give the model's path here"
+        ],
+    ),
+    (
+        TOKENS.replace("pad_to_multiple_of: 64", "pad_to_multiple: 64"),
+        [
+            "recipe.unknown-key | recipe.yml:6 tokenizer.pad_to_multiple: unknown key 'pad_to_multiple'; "
+            "did you mean 'pad_to_multiple_of'?"
+        ],
+    ),
+    (
+        TOKENS.replace("token: <s>", "token: <s>, token_id: 3"),
+        [
+            "recipe.tokenizer.token | recipe.yml:8 tokenizer.tokens.'<|im_start|>'.source: needs either 'token' or "
+            "'token_id', found both"
+        ],
+    ),
+    (
+        CHAIN.replace("name: second", "name: first"),
+        [
+            "recipe.documents.name | recipe.yml:10 name: the name 'first' is taken, by recipe.yml:2; "
+            "choose another name",
+            "recipe.model.not-found | recipe.yml:8 base_model: there is no 'second'; looked for {folder}/second",
+        ],
+    ),
+    (
+        CHAIN.replace("models: [{model: a,", "models: [{model: second,"),
+        [
+            "recipe.documents.cycle | recipe.yml:2 name: documents wait for each other: "
+            "'first' -> 'second' -> 'first'; a document merges models made before it"
+        ],
+    ),
+    (
+        CHAIN.replace("base_model: second", "base_model: base"),
+        [
+            "recipe.documents.unused | recipe.yml:10 name: nothing merges the result of this document; "
+            "name it as a model of the output, or keep it in a file of its own"
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD, ids=[f"{i}-{bad[1][0].split()[0]}" for i, bad in enumerate(BAD)])
+def test_load_recipes__tells_exactly_what_is_wrong(folder: Path, text: str, expected: list[str]) -> None:
+    assert lines(folder, text) == [line.replace("{folder}", str(folder)) for line in expected]
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(NUMBERS, min_size=2, max_size=6), st.floats(0, 1))
+def test_case__stays_between_the_values_around_it(values: list[float], depth: float) -> None:
+    found = Case("", tuple(values)).at(depth)
+    assert min(values) - 1e-6 <= found <= max(values) + 1e-6
+
+
+@given(st.lists(NUMBERS, min_size=2, max_size=6))
+def test_case__begins_with_the_first_value_and_ends_with_the_last(values: list[float]) -> None:
+    case = Case("", tuple(values))
+    assert (case.at(0.0), case.at(1.0)) == (values[0], values[-1])
+
+
+def test_case__switches_flags() -> None:
+    case = Case("", (True, False, True))
+    assert [case.at(depth) for depth in (0.0, 0.49, 0.5, 0.99, 1.0)] == [True, True, False, False, True]

@@ -1,0 +1,676 @@
+"""Recipes as mergekit's users write them, and every way one can be wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe.core.blocks import BF16, F16, F32
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.recipes.parse.recipe import Recipe
+from mergepipe.recipes.parse.recipe_files import load_recipes
+
+METHODS = did_you_mean("", list(OPERATORS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in ("base", "a", "b", "c", "org/with+plus", "2024"):
+        (folder / name).mkdir(parents=True)
+    (folder / "link").symlink_to("a")
+    (folder / "one.safetensors").touch()
+    return folder
+
+
+def load(folder: Path, text: str) -> Recipe:
+    path = folder / "recipe.yml"
+    path.write_text(text, encoding="utf-8")
+    (recipe,) = load_recipes(path)
+    return recipe
+
+
+def refusal(folder: Path, text: str) -> MergePipeError:
+    with pytest.raises(MergePipeError) as caught:
+        load(folder, text)
+    return caught.value
+
+
+def lines(error: MergePipeError) -> list[str]:
+    return [f"{p.code} | {p}" for p in error.problems]
+
+
+LINEAR = """\
+models:
+  - model: a
+    parameters:
+      weight: 1.0
+  - model: ./b
+    parameters:
+      weight: 0.3
+merge_method: linear
+dtype: float16
+"""
+
+TIES = """\
+models:
+  - model: base
+    # no parameters necessary for base model
+  - model: a
+    parameters:
+      density: 0.5
+      weight: 0.5
+  - model: b
+    parameters:
+      density: 0.5
+      weight: 3e-1
+merge_method: ties
+base_model: base
+parameters:
+  normalize: false
+  int8_mask: true
+dtype: bfloat16
+out_dtype: float32
+"""
+
+DARE = """\
+models:
+  - model: a
+    parameters: {weight: 0.4, density: 0.53}
+  - model: b
+  - model: c
+    parameters:
+merge_method: dare_ties
+base_model: base
+parameters: {weight: 0.25, lambda: 1, rescale: false}
+"""
+
+SLERP = """\
+models:
+  - model: base
+  - model: a
+merge_method: slerp
+base_model: base
+parameters:
+  t: 0.5
+dtype: bfloat16
+"""
+
+
+def test_load_recipe__reads_linear(folder: Path) -> None:
+    recipe = load(folder, LINEAR)
+    assert recipe.operator is OPERATORS["linear"]
+    assert [(m.text, m.path, dict(m.parameters), m.where) for m in recipe.models] == [
+        ("a", folder / "a", {"weight": 1.0}, "recipe.yml:2 models[0]"),
+        ("./b", folder / "b", {"weight": 0.3}, "recipe.yml:5 models[1]"),
+    ]
+    assert (recipe.base, recipe.dtype, recipe.out_dtype, dict(recipe.parameters)) == (None, F16, None, {})
+    assert recipe.anchor() is recipe.models[0]
+    assert recipe.experts() == recipe.models[1:]
+    assert recipe.inputs() == recipe.models
+    assert recipe.path == folder / "recipe.yml"
+    assert recipe.source_text == LINEAR
+
+
+def test_load_recipe__reads_ties_with_the_base_listed(folder: Path) -> None:
+    recipe = load(folder, TIES)
+    assert recipe.operator.name == "ties"
+    assert recipe.base is not None
+    assert (recipe.base.text, recipe.base.path, recipe.base.where) == (
+        "base",
+        folder / "base",
+        "recipe.yml:13 base_model",
+    )
+    assert [m.text for m in recipe.experts()] == ["a", "b"]
+    assert dict(recipe.experts()[1].parameters) == {"density": 0.5, "weight": 0.3}
+    assert dict(recipe.parameters) == {"normalize": False, "int8_mask": True}
+    assert (recipe.dtype, recipe.out_dtype) == (BF16, F32)
+
+
+def test_load_recipe__reads_dare_with_global_defaults(folder: Path) -> None:
+    recipe = load(folder, DARE)
+    assert [m.text for m in recipe.experts()] == ["a", "b", "c"]
+    assert dict(recipe.parameters) == {"weight": 0.25, "lambda": 1.0, "rescale": False}
+    assert [m.text for m in recipe.inputs()] == ["base", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "dare_linear"])
+def test_load_recipe__reads_other_delta_methods(folder: Path, method: str) -> None:
+    text = f"models: [{{model: a, parameters: {{weight: -1}}}}]\nbase_model: base\nmerge_method: {method}\n"
+    assert dict(load(folder, text).experts()[0].parameters) == {"weight": -1.0}
+
+
+def test_load_recipe__reads_slerp_and_passthrough(folder: Path) -> None:
+    recipe = load(folder, SLERP)
+    assert [m.text for m in recipe.experts()] == ["a"]
+    assert dict(recipe.parameters) == {"t": 0.5}
+    alone = load(folder, "models: [{model: a, parameters: {scale: 2}}]\nmerge_method: passthrough\n")
+    assert (alone.anchor().text, alone.experts()) == ("a", ())
+
+
+def test_load_recipes__takes_the_default_of_a_parameter_that_has_only_one_value(folder: Path) -> None:
+    assert dict(load(folder, TIES.replace("int8_mask: true", "rescale: false")).parameters)["rescale"] is False
+
+
+@pytest.mark.parametrize("form", ["{path: a}", "{model: {path: a, revision: null}, lora: null}", "one.safetensors"])
+def test_load_recipe__reads_long_references_and_files(folder: Path, form: str) -> None:
+    recipe = load(folder, f"models: [{{model: {form}, parameters: {{weight: 1}}}}]\nmerge_method: linear\n")
+    assert recipe.models[0].path == folder / recipe.models[0].text
+
+
+def test_load_recipe__expands_home_and_keeps_absolute_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    recipe = load(folder, LINEAR.replace("model: a", "model: ~/a").replace("./b", str(folder / "b")))
+    assert [m.path for m in recipe.models] == [folder / "a", folder / "b"]
+    assert recipe.models[0].text == "~/a"
+
+
+def test_load_recipes__takes_paths_from_the_recipes_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "recipe.yml").write_text(LINEAR, encoding="utf-8")
+    monkeypatch.chdir(folder.parent)
+    (recipe,) = load_recipes(Path(folder.name) / "recipe.yml")
+    assert [m.path for m in recipe.models] == [folder / "a", folder / "b"]
+
+
+def test_load_recipe__accepts_a_plus_in_a_path_that_exists(folder: Path) -> None:
+    assert load(folder, LINEAR.replace("model: a", "model: org/with+plus")).models[0].path == folder / "org/with+plus"
+
+
+def test_load_recipe__knows_the_base_by_another_name(folder: Path) -> None:
+    text = LINEAR.replace("model: a", "model: link") + "base_model: a\n"
+    recipe = load(folder, text)
+    assert [m.text for m in recipe.experts()] == ["./b"]
+    listed = recipe.models[0]
+    assert listed.key == recipe.anchor().key
+    assert (listed.text, listed.path, dict(listed.parameters)) == ("link", folder / "a", {"weight": 1.0})
+
+
+def test_load_recipe__lets_linear_anchor_outside_its_models(folder: Path) -> None:
+    recipe = load(folder, LINEAR + "base_model: base\n")
+    assert (recipe.anchor().text, len(recipe.experts()), len(recipe.models)) == ("base", 2, 2)
+
+
+def with_weight(value: str) -> str:
+    return LINEAR.replace("weight: 0.3", f"weight: {value}")
+
+
+AT_WEIGHT = "recipe.yml:7 models[1].parameters.weight"
+AT_NORMALIZE = "recipe.yml:15 parameters.normalize"
+HUB_HINT = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
+REFERENCE_HINT = "give the folder of the model as it is to be merged"
+
+BAD: list[tuple[str, list[str]]] = [
+    # the whole
+    ("5\n", ["recipe.wrong-kind | recipe.yml:1: a recipe is a mapping of names to values, found the number 5"]),
+    ("- a\n", ["recipe.wrong-kind | recipe.yml:1: a recipe is a mapping of names to values, found a list"]),
+    (
+        "dtype: float32\n",
+        [
+            f"recipe.missing-key | recipe.yml:1 merge_method: the recipe has no merge_method; {METHODS}",
+            "recipe.missing-key | recipe.yml:1 models: the recipe has no models",
+        ],
+    ),
+    (
+        "base_model: base\ngate_mode: hidden\nexperts: [{source_model: a}]\n",
+        [
+            "recipe.unsupported | recipe.yml:1: a recipe that builds a mixture of experts (gate_mode, experts) is not "
+            "supported yet; mergekit-moe makes it, and MergePipe merges what comes out"
+        ],
+    ),
+    # keys
+    (
+        LINEAR + "dytpe: float32\n",
+        ["recipe.unknown-key | recipe.yml:10 dytpe: unknown key 'dytpe'; did you mean 'dtype'?"],
+    ),
+    (
+        LINEAR.replace("    parameters:\n      weight: 0.3", "    weight: 0.3"),
+        [
+            "recipe.unknown-key | recipe.yml:6 models[1].weight: weight is a parameter; "
+            "write it under 'parameters:' of this model",
+            "recipe.parameter.missing | recipe.yml:5 models[1].parameters.weight: linear needs the parameter weight; "
+            "write 'weight: ...' under its parameters, or under the top-level ones for all models",
+        ],
+    ),
+    (
+        LINEAR.replace("  - model: ./b\n    parameters:", "  - model: ./b\n    paramters: {}\n    parameters:"),
+        ["recipe.unknown-key | recipe.yml:6 models[1].paramters: unknown key 'paramters'; did you mean 'parameters'?"],
+    ),
+    # operator
+    (
+        LINEAR.replace("linear", "dare-ties"),
+        [
+            "recipe.unknown-operator | recipe.yml:8 merge_method: unknown merge method 'dare-ties'; "
+            "did you mean 'dare_ties'?"
+        ],
+    ),
+    (
+        LINEAR.replace("linear", "liner"),
+        ["recipe.unknown-operator | recipe.yml:8 merge_method: unknown merge method 'liner'; did you mean 'linear'?"],
+    ),
+    (
+        LINEAR.replace("linear", "[linear]"),
+        ["recipe.wrong-kind | recipe.yml:8 merge_method: needs text, found a list"],
+    ),
+    # dtypes
+    (
+        LINEAR.replace("dtype: float16", "out_dtype: flaot16"),
+        ["recipe.unknown-dtype | recipe.yml:9 out_dtype: unknown dtype 'flaot16'; did you mean 'float16'?"],
+    ),
+    (
+        LINEAR.replace("dtype: float16", "dtype: 16"),
+        [
+            "recipe.wrong-kind | recipe.yml:9 dtype: needs text, found the number 16; "
+            "put it in quotes if it is meant as text"
+        ],
+    ),
+    # models
+    (
+        "models: []\nmerge_method: linear\n",
+        ["recipe.wrong-kind | recipe.yml:1 models: needs a list of models, found an empty list; write '- model: PATH'"],
+    ),
+    (
+        "models: {model: a}\nmerge_method: linear\n",
+        ["recipe.wrong-kind | recipe.yml:1 models: needs a list of models, found a mapping; write '- model: PATH'"],
+    ),
+    (
+        "models: [a]\nmerge_method: linear\n",
+        [
+            "recipe.wrong-kind | recipe.yml:1 models[0]: needs a mapping with the key 'model', found the text 'a'; "
+            "write '- model: PATH'"
+        ],
+    ),
+    (
+        "models: [{parameters: {weight: 1}}]\nmerge_method: linear\n",
+        ["recipe.missing-key | recipe.yml:1 models[0].model: the entry names no model; write '- model: PATH'"],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: 2024"),
+        [
+            "recipe.wrong-kind | recipe.yml:5 models[1].model: needs text, found the number 2024; "
+            "put it in quotes if it is meant as text"
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: ' '"),
+        ["recipe.wrong-kind | recipe.yml:5 models[1].model: needs text, found empty text"],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {path: b, revision: main, lora: {path: c}}"),
+        [
+            "recipe.unsupported | recipe.yml:5 models[1].model.revision: 'revision' in a model reference is "
+            f"not supported yet; {REFERENCE_HINT}",
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {path: b+c, lora: a}"),
+        [
+            "recipe.reference.adapters | recipe.yml:5 models[1].model.lora: needs one adapter at most, "
+            "found 'b+c' and 'a'"
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {model: {path: b}, override_architecture: X}"),
+        [
+            "recipe.unsupported | recipe.yml:5 models[1].model.override_architecture: 'override_architecture' in "
+            f"a model reference is not supported yet; {REFERENCE_HINT}"
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {paht: b}"),
+        [
+            "recipe.unknown-key | recipe.yml:5 models[1].model.paht: unknown key 'paht'; did you mean 'path'?",
+            "recipe.missing-key | recipe.yml:5 models[1].model: the model reference has no path",
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {path: b, model: b}"),
+        ["recipe.wrong-kind | recipe.yml:5 models[1].model: needs either 'path' or 'model', found both"],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: {path: {path: b}}"),
+        ["recipe.wrong-kind | recipe.yml:5 models[1].model.path: needs text, found a mapping"],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: ./a"),
+        [
+            "recipe.duplicate-model | recipe.yml:5 models[1].model: './a' is listed already, as models[0]; "
+            "list every model once"
+        ],
+    ),
+    (
+        LINEAR.replace("model: ./b", "model: link"),
+        [
+            "recipe.duplicate-model | recipe.yml:5 models[1].model: 'link' is listed already, as models[0]; "
+            "list every model once"
+        ],
+    ),
+    # parameters
+    (
+        LINEAR.replace("weight: 0.3", "weihgt: 0.3"),
+        [
+            "recipe.unknown-parameter | recipe.yml:7 models[1].parameters.weihgt: linear has no parameter 'weihgt'; "
+            "did you mean 'weight'?",
+            "recipe.parameter.missing | recipe.yml:6 models[1].parameters.weight: linear needs the parameter weight; "
+            "write 'weight: ...' under its parameters, or under the top-level ones for all models",
+        ],
+    ),
+    (
+        LINEAR.replace("weight: 0.3", "weight: 0.3\n      normalize: true"),
+        [
+            "recipe.parameter.scope | recipe.yml:8 models[1].parameters.normalize: normalize holds for the whole "
+            "merge; move it to the parameters at the top level"
+        ],
+    ),
+    (
+        LINEAR.replace("    parameters:\n      weight: 0.3", "    parameters: [1]"),
+        [
+            "recipe.wrong-kind | recipe.yml:6 models[1].parameters: needs names with values, found a list",
+            "recipe.parameter.missing | recipe.yml:6 models[1].parameters.weight: linear needs the parameter weight; "
+            "write 'weight: ...' under its parameters, or under the top-level ones for all models",
+        ],
+    ),
+    (
+        with_weight("[0.5]"),
+        [
+            f"recipe.gradient.length | {AT_WEIGHT}: a list of values over the layers needs at least 2, found 1; "
+            "write the number itself"
+        ],
+    ),
+    (
+        with_weight("[]"),
+        [
+            f"recipe.gradient.length | {AT_WEIGHT}: a list of values over the layers needs at least 2, found 0; "
+            "give values, or one number"
+        ],
+    ),
+    (
+        with_weight("[0.5, x]"),
+        [f"recipe.parameter.type | {AT_WEIGHT}[1]: needs a number, found the text 'x'"],
+    ),
+    (
+        with_weight("[{value: 1, filter: mlp}, 2]"),
+        [
+            f"recipe.parameter.mixed | {AT_WEIGHT}: needs either values or entries with 'filter' and 'value', "
+            "found both; write '- value: ...' for every entry"
+        ],
+    ),
+    (
+        with_weight("[{value: 1}, {filter: mlp, value: 2}]"),
+        [
+            f"recipe.filter.unreachable | {AT_WEIGHT}[1]: is never reached: entry [0] before it holds for every "
+            "tensor; put the entry without filter last"
+        ],
+    ),
+    (
+        with_weight("[{fitler: mlp, value: 2}, {value: 1}]"),
+        [f"recipe.unknown-key | {AT_WEIGHT}[0].fitler: unknown key 'fitler'; did you mean 'filter'?"],
+    ),
+    (
+        with_weight("{filter: mlp}"),
+        [f"recipe.missing-key | {AT_WEIGHT}.value: the entry has no value; write 'value: ...'"],
+    ),
+    (
+        with_weight("[{filter: 1, value: 2}, {value: 1}]"),
+        [
+            f"recipe.wrong-kind | {AT_WEIGHT}[0].filter: needs text, found the number 1; "
+            "put it in quotes if it is meant as text"
+        ],
+    ),
+    (with_weight("true"), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found true"]),
+    (with_weight(""), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found nothing"]),
+    (with_weight("much"), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found the text 'much'"]),
+    (
+        with_weight("'0.5'"),
+        [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found the text '0.5'; drop the quotes"],
+    ),
+    (
+        with_weight("'1e-3'"),
+        [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found the text '1e-3'; drop the quotes"],
+    ),
+    (with_weight(".nan"), [f"recipe.parameter.not-finite | {AT_WEIGHT}: needs a finite number, found nan"]),
+    (with_weight("-.inf"), [f"recipe.parameter.not-finite | {AT_WEIGHT}: needs a finite number, found -inf"]),
+    (with_weight("1e999"), [f"recipe.parameter.not-finite | {AT_WEIGHT}: needs a finite number, found inf"]),
+    (with_weight("1e39"), [f"recipe.parameter.range | {AT_WEIGHT}: weight is the number 1e+39, beyond float32"]),
+    (
+        with_weight("9" * 64),
+        [f"recipe.parameter.range | {AT_WEIGHT}: weight is the number 1e+64, beyond float32"],
+    ),
+    *(
+        (
+            TIES.replace("density: 0.5\n      weight: 3e-1", f"density: {density}\n      weight: 3e-1"),
+            [
+                f"recipe.parameter.range | recipe.yml:10 models[2].parameters.density: density is {float(density):g}, "
+                "must be in (0, 1]"
+            ],
+        )
+        for density in ("0", "1.5", "-0.1")
+    ),
+    (
+        SLERP.replace("t: 0.5", "t: 1.01"),
+        ["recipe.parameter.range | recipe.yml:7 parameters.t: t is 1.01, must be in [0, 1]"],
+    ),
+    (
+        SLERP.replace("  t: 0.5", "  {}"),
+        [
+            "recipe.parameter.missing | recipe.yml:6 parameters.t: slerp needs the parameter t; "
+            "write 't: ...' under the top-level parameters"
+        ],
+    ),
+    (
+        TIES.replace("normalize: false", "normalize: 2"),
+        ["recipe.parameter.type | recipe.yml:15 parameters.normalize: needs true or false, found the number 2"],
+    ),
+    (
+        TIES.replace("normalize: false", "normalize: 'True'"),
+        [f"recipe.parameter.type | {AT_NORMALIZE}: needs true or false, found the text 'True'; drop the quotes"],
+    ),
+    (
+        TIES.replace("normalize: false", "normalize: [true]"),
+        [
+            f"recipe.gradient.length | {AT_NORMALIZE}: a list of values over the layers needs at least 2, found 1; "
+            "write the flag itself"
+        ],
+    ),
+    (
+        with_weight("-1.0"),
+        [
+            "recipe.weights.sum | recipe.yml:1 models: the weights sum to 0 and cannot be normalized; "
+            "change a weight, or set normalize: false"
+        ],
+    ),
+    # base and number of models
+    (
+        SLERP.replace("base_model: base\n", ""),
+        [
+            "recipe.base.missing | recipe.yml:1 base_model: slerp needs base_model; "
+            "name the model the others were fine-tuned from"
+        ],
+    ),
+    (
+        "models: [{model: a}]\nmerge_method: passthrough\nbase_model: base\n",
+        ["recipe.base.refused | recipe.yml:3 base_model: passthrough has no base model; remove base_model"],
+    ),
+    (
+        "models: [{model: a}, {model: b}]\nmerge_method: model_stock\nbase_model: base\n"
+        "parameters: {int8_mask: true, filter_wse: true}\n",
+        [
+            "recipe.unknown-parameter | recipe.yml:4 parameters.int8_mask: model_stock has no parameter 'int8_mask'; "
+            "mergekit ignores it here: remove it",
+            "recipe.unknown-parameter | recipe.yml:4 parameters.filter_wse: model_stock has no parameter 'filter_wse'; "
+            "did you mean 'filter_wise'?",
+        ],
+    ),
+    (
+        "models: [{model: a}, {model: b}]\nmerge_method: karcher\nparameters: {max_iter: 2.5}\n",
+        ["recipe.parameter.type | recipe.yml:3 parameters.max_iter: needs a whole number, found the number 2.5"],
+    ),
+    (
+        TIES.replace("ties", "della").replace("density: 0.5", "density: 0.1", 1),
+        [
+            "recipe.parameter.conflict | recipe.yml:5 models[1].parameters: density 0.1 with epsilon 0.15 gives "
+            "probabilities from -0.05 to 0.25, outside (0, 1); change one of the two"
+        ],
+    ),
+    (
+        "models: [{model: a}, {model: b}]\nmerge_method: passthrough\n",
+        ["recipe.models.count | recipe.yml:1 models: passthrough takes exactly 1 model, found 2"],
+    ),
+    (
+        SLERP.replace("  - model: a\n", "  - model: a\n  - model: b\n"),
+        ["recipe.models.count | recipe.yml:1 models: slerp takes exactly 1 model besides base_model, found 2"],
+    ),
+    (
+        SLERP.replace("  - model: a\n", ""),
+        ["recipe.models.count | recipe.yml:1 models: slerp takes exactly 1 model besides base_model, found 0"],
+    ),
+    (
+        "models: [{model: base}]\nmerge_method: ties\nbase_model: base\n",
+        ["recipe.models.count | recipe.yml:1 models: ties takes at least 1 model besides base_model, found 0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD, ids=[f"{i}-{bad[1][0].split()[0]}" for i, bad in enumerate(BAD)])
+def test_load_recipe__tells_exactly_what_is_wrong(folder: Path, text: str, expected: list[str]) -> None:
+    error = refusal(folder, text)
+    assert lines(error) == expected
+    only_unsupported = all(line.startswith("recipe.unsupported") for line in expected)
+    assert type(error) is (UnsupportedError if only_unsupported else RecipeError)
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/name@main", "TheOrg/Some-Model_7B.v2"])
+def test_load_recipe__asks_to_download_what_looks_like_a_hub_id(folder: Path, name: str) -> None:
+    error = refusal(folder, LINEAR.replace("./b", name))
+    assert type(error) is NotFoundError
+    assert lines(error) == [
+        f"recipe.model.not-found | recipe.yml:5 models[1].model: there is no '{name}' in the recipe's folder, "
+        f"and models must be local; {HUB_HINT}"
+    ]
+
+
+def test_load_recipe__says_where_it_looked(folder: Path) -> None:
+    error = refusal(folder, LINEAR.replace("./b", "./none") + "base_model: one.safetensors/x\n")
+    assert type(error) is NotFoundError
+    assert [p.code for p in error.problems] == ["recipe.model.not-found"] * 2
+    assert error.problems[1].message == "there is no './none'"
+    assert error.problems[1].hint.startswith("looked for ")
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/model", "x" * 5000, "loop"])
+def test_load_recipe__treats_odd_paths_as_missing(folder: Path, name: str) -> None:
+    loop = folder / "loop"
+    if not loop.is_symlink():
+        loop.symlink_to("loop")
+    assert refusal(folder, LINEAR.replace("./b", name)).code == "recipe.model.not-found"
+
+
+def test_load_recipe__tells_all_problems_at_once_missing_models_last(folder: Path) -> None:
+    text = (
+        TIES.replace("model: b\n", "model: org/none\n")
+        .replace("density: 0.5", "density: 5")
+        .replace("dtype", "dtpye", 1)
+    )
+    error = refusal(folder, text + "slices: 1\n")
+    assert type(error) is RecipeError
+    assert [p.code for p in error.problems] == [
+        "recipe.unknown-key",
+        "recipe.content",
+        "recipe.parameter.range",
+        "recipe.parameter.range",
+        "recipe.model.not-found",
+    ]
+
+
+def test_load_recipe__still_checks_the_rest_of_a_recipe_without_operator(folder: Path) -> None:
+    text = LINEAR.replace("linear", "x").replace("float16", "x").replace("./b", "none").replace("model: a", "mode: a")
+    codes = [p.code for p in refusal(folder, text + "parameters: 1\n").problems]
+    assert codes == [
+        "recipe.unknown-operator",
+        "recipe.unknown-dtype",
+        "recipe.wrong-kind",
+        "recipe.unknown-key",
+        "recipe.missing-key",
+        "recipe.model.not-found",
+    ]
+
+
+def test_load_recipe__lists_at_most_fifty_problems(folder: Path) -> None:
+    error = refusal(folder, LINEAR + "".join(f"key{i}: 1\n" for i in range(60)))
+    assert len(error.problems) == 51
+    assert str(error.problems[-1]) == "and 10 more"
+
+
+def test_load_recipe__allows_cancelling_weights_that_are_not_normalized(folder: Path) -> None:
+    recipe = load(folder, with_weight("-1.0") + "parameters: {normalize: false}\n")
+    assert dict(recipe.parameters) == {"normalize": False}
+
+
+def test_load_recipe__allows_a_negative_sum_of_weights(folder: Path) -> None:
+    assert dict(load(folder, with_weight("-3.0")).models[1].parameters) == {"weight": -3.0}
+
+
+def test_load_recipe__checks_the_sum_with_global_weights(folder: Path) -> None:
+    text = "models: [{model: a}, {model: b, parameters: {weight: -2}}]\nmerge_method: linear\nparameters: {weight: 2}\n"
+    assert refusal(folder, text).code == "recipe.weights.sum"
+
+
+KEYS = st.sampled_from(
+    [
+        *("models", "model", "path", "lora", "parameters", "merge_method", "base_model", "dtype", "out_dtype"),
+        *("slices", "weight", "density", "t", "normalize", "x"),
+    ]
+)
+LEAVES = (
+    st.sampled_from([*OPERATORS, "a", "b", "base", "org/name", "a+b", "float16", "auto", "", "\n", "~", "1e-3"])
+    | st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.text(max_size=5)
+)
+ANYTHING = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=15
+)
+RECIPE_LIKE = st.fixed_dictionaries(
+    {
+        "merge_method": st.sampled_from([*OPERATORS, "della"]) | ANYTHING,
+        "models": st.lists(
+            st.fixed_dictionaries(
+                {"model": st.sampled_from(["a", "b", "base", "link"]) | ANYTHING},
+                optional={"parameters": st.dictionaries(KEYS, LEAVES, max_size=3) | ANYTHING},
+            ),
+            max_size=3,
+        )
+        | ANYTHING,
+    },
+    optional={
+        "base_model": st.just("base") | ANYTHING,
+        "parameters": st.dictionaries(KEYS, LEAVES, max_size=3) | ANYTHING,
+        "dtype": ANYTHING,
+    },
+)
+
+
+def outcome(folder: Path, text: str) -> Recipe | MergePipeError:
+    try:
+        return load(folder, text)
+    except MergePipeError as error:
+        return error
+
+
+@settings(deadline=None)
+@given(ANYTHING | RECIPE_LIKE)
+def test_load_recipe__gives_a_sound_recipe_or_its_own_error(folder: Path, value: object) -> None:
+    found = outcome(folder, yaml.safe_dump(value, allow_unicode=True))
+    if isinstance(found, MergePipeError):
+        assert all(problem.code.startswith(("recipe.", "listing.")) for problem in found.problems)
+    else:
+        paths = [os.path.realpath(model.path) for model in (found.anchor(), *found.experts())]
+        assert len(set(paths)) == len(paths)
+        assert all(value == value for model in found.models for value in model.parameters.values())

@@ -1,0 +1,343 @@
+"""Every tensor of every input is used, copied or listed as dropped; what does not fit is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, DTypeKind, element_count
+from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
+from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting
+from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
+from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+
+I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E8M0"]
+Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
+
+
+def model(name: str, **parameters: Setting) -> ModelInput:
+    return ModelInput(f"./{name}", Path("/models") / name, parameters, "")
+
+
+def recipe(
+    operator: str,
+    models: tuple[ModelInput, ...],
+    base: ModelInput | None = None,
+    parameters: Mapping[str, Scalar] | None = None,
+    dtype: DType | None = None,
+    out_dtype: DType | None = None,
+) -> Recipe:
+    return Recipe(Path("/recipe.yml"), "", OPERATORS[operator], base, models, parameters or {}, dtype, out_dtype)
+
+
+def checkpoint(tensors: Tensors) -> Checkpoint:
+    entries, offset = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = element_count(shape) * dtype.itemsize
+        entries[name] = TensorEntry(name, dtype, shape, Path("/f"), offset, nbytes)
+        offset += nbytes
+    return Checkpoint(Path("/m"), Path("/m"), entries, (), ())
+
+
+BASE = model("base")
+TWO_EXPERTS = recipe("ties", (model("a", weight=0.5), model("b", weight=1.0, density=0.2)), BASE)
+W: Tensors = {"w": (BF16, (2, 3))}
+
+
+def resolved(recipe: Recipe, base: Tensors, *experts: Tensors, allow: tuple[str, ...] = ()) -> Resolution:
+    return resolve(recipe, [checkpoint(base), *(checkpoint(expert) for expert in experts)], allow)
+
+
+def refusal(recipe: Recipe, base: Tensors, *experts: Tensors) -> MergePipeError:
+    with pytest.raises(MergePipeError) as caught:
+        resolved(recipe, base, *experts)
+    return caught.value
+
+
+def test_resolve__merges_floats_in_the_bases_storage_order() -> None:
+    base: Tensors = {"z": (BF16, (2,)), "a": (F32, (2, 2)), "m": (F16, ())}
+    expert: Tensors = {"m": (F32, ()), "a": (F32, (2, 2)), "z": (F16, (2,))}
+    result = resolved(TWO_EXPERTS, base, expert, expert)
+    assert [(t.name, t.action, t.shape, t.dtype, t.reason) for t in result.tasks] == [
+        ("z", Action.MERGE, (2,), BF16, ""),
+        ("a", Action.MERGE, (2, 2), F32, ""),
+        ("m", Action.MERGE, (), F16, ""),
+    ]
+    assert [[e.dtype for e in t.experts] for t in result.tasks] == [[F16, F16], [F32, F32], [F32, F32]]
+    assert result.dropped == ()
+
+
+def test_resolution__counts_bytes_and_tensors() -> None:
+    base: Tensors = {"w": (BF16, (2, 3)), "ids": (I64, (4,))}
+    expert: Tensors = {"w": (F32, (2, 3)), "ids": (I64, (4,)), "x": (F32, (9,))}
+    wide = recipe("ties", TWO_EXPERTS.models, BASE, out_dtype=F32)
+    result = resolved(wide, base, expert, W, allow=("x",))
+    assert result.base_bytes == 12 + 32
+    assert result.expert_bytes == 24 + 12
+    assert result.output_bytes == 24 + 32
+    assert (result.n_merged, result.n_copied, result.n_dropped) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "expected"), [(None, None, BF16), (F16, None, F16), (F16, F32, F32), (None, F32, F32)]
+)
+def test_resolve__takes_out_dtype_else_dtype_else_the_bases(
+    dtype: DType | None, out_dtype: DType | None, expected: DType
+) -> None:
+    asked = recipe("passthrough", (model("a"),), dtype=dtype, out_dtype=out_dtype)
+    result = resolved(asked, {**W, "ids": (I64, (1,))})
+    assert [task.dtype for task in result.tasks] == [expected, I64]
+
+
+def test_resolve__copies_exact_tensors_and_drops_the_experts_own() -> None:
+    base: Tensors = {**W, "ids": (I64, (4,))}
+    result = resolved(TWO_EXPERTS, base, {**W, "ids": (F32, (2,))}, W)
+    copy = result.tasks[1]
+    assert (copy.action, copy.dtype, copy.experts, copy.reason) == (Action.COPY, I64, (), "integer or boolean buffer")
+    assert result.dropped == (DroppedTensor("./a", "ids", "copied from the base"),)
+
+
+def test_resolve__refuses_what_the_base_does_not_have() -> None:
+    error = refusal(TWO_EXPERTS, W, {"extra": (F8, (1,)), **W}, {**W, "more": (I64, (1,))})
+    assert type(error) is MismatchError
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        "merge.tensor.unexpected | extra: './a' has this tensor, the base './base' has not; "
+        "to leave it out: --allow-dropped 'extra'"
+    ]
+
+
+def test_resolve__drops_what_it_is_allowed_to_and_buffers() -> None:
+    experts: tuple[Tensors, ...] = (
+        {"extra.1": (F8, (1,)), **W},
+        {
+            **W,
+            "more": (I64, (1,)),
+            "layers.0.rotary_emb.inv_freq": (F32, (8,)),
+            "h.0.attn.bias": (F32, (1, 1, 4, 4)),
+            "h.0.attn.masked_bias": (F32, ()),
+        },
+    )
+    result = resolved(TWO_EXPERTS, W, *experts, allow=("extra.*",))
+    assert result.dropped == (
+        DroppedTensor("./a", "extra.1", "not in the base, allowed to be dropped"),
+        DroppedTensor("./b", "more", "integer or boolean buffer"),
+        DroppedTensor("./b", "layers.0.rotary_emb.inv_freq", "buffer that a model computes itself"),
+        DroppedTensor("./b", "h.0.attn.bias", "buffer that a model computes itself"),
+        DroppedTensor("./b", "h.0.attn.masked_bias", "buffer that a model computes itself"),
+    )
+
+
+def test_resolve__does_not_take_a_learned_bias_for_a_buffer() -> None:
+    assert refusal(TWO_EXPERTS, W, {**W, "h.0.attn.bias": (F32, (4,))}, W).code == "merge.tensor.unexpected"
+
+
+def test_resolve__copies_computed_buffers_that_experts_need_not_have() -> None:
+    base: Tensors = {**W, "rotary_emb.inv_freq": (F32, (8,))}
+    result = resolved(TWO_EXPERTS, base, W, base)
+    copy = result.tasks[1]
+    assert (copy.action, copy.reason) == (Action.COPY, "buffer that a model computes itself")
+    assert result.dropped == (DroppedTensor("./b", "rotary_emb.inv_freq", "copied from the base"),)
+
+
+def test_resolve__fills_in_parameters() -> None:
+    asked = recipe("dare_ties", (model("base"), model("a"), model("b", weight=2.0, density=0.1)), BASE, {"weight": 0.5})
+    assert resolved(asked, W, W, W).tasks[0].parameters == TensorParameters(
+        {"normalize": False, "rescale": True, "lambda": 1.0},
+        {},
+        ({"weight": 0.5, "density": 1.0}, {"weight": 2.0, "density": 0.1}),
+    )
+
+
+def test_resolve__prefers_the_recipes_globals_to_defaults() -> None:
+    asked = recipe(
+        "task_arithmetic", (model("a", weight=1.0),), BASE, {"lambda": 0.3, "normalize": True, "int8_mask": True}
+    )
+    assert resolved(asked, W, W).tasks[0].parameters.globals == {"normalize": True, "lambda": 0.3}
+
+
+def test_resolve__gives_slerp_its_t() -> None:
+    asked = recipe("slerp", (BASE, model("a")), BASE, {"t": 0.25})
+    assert resolved(asked, W, W).tasks[0].parameters == TensorParameters({"t": 0.25}, {}, ({},))
+
+
+def test_resolve__weighs_a_linear_anchor_by_its_entry() -> None:
+    models = (model("a", weight=0.7), model("b", weight=0.3))
+    first = resolved(recipe("linear", models), W, W).tasks[0].parameters
+    assert first == TensorParameters({"normalize": True}, {"weight": 0.7}, ({"weight": 0.3},))
+    listed = resolved(recipe("linear", models, model("b")), W, W).tasks[0].parameters
+    assert listed == TensorParameters({"normalize": True}, {"weight": 0.3}, ({"weight": 0.7},))
+
+
+def test_resolve__gives_an_unlisted_linear_anchor_no_weight_not_even_the_global_one() -> None:
+    asked = recipe("linear", (model("a"), model("b", weight=0.3)), BASE, {"weight": 0.9})
+    parameters = resolved(asked, W, W, W).tasks[0].parameters
+    assert parameters == TensorParameters({"normalize": True}, {"weight": 0.0}, ({"weight": 0.9}, {"weight": 0.3}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "anchor"),
+    [
+        (recipe("passthrough", (model("a", scale=2.0),)), {"scale": 2.0}),
+        (recipe("passthrough", (model("a"),)), {"scale": 1.0}),
+        (recipe("linear", (model("a", weight=3.0),)), {"weight": 3.0}),
+    ],
+)
+def test_resolve__merges_without_experts(asked: Recipe, anchor: Mapping[str, Scalar]) -> None:
+    task = resolved(asked, W).tasks[0]
+    assert (task.action, task.experts, task.parameters.anchor) == (Action.MERGE, (), anchor)
+
+
+def test_resolve__refuses_parameters_that_contradict_each_other_in_some_layer() -> None:
+    density = Cases((Case("", (0.9, 0.1)),), "recipe.yml:5")
+    asked = recipe("della", (model("a", weight=1.0, density=density),), BASE)
+    layers: Tensors = {f"layers.{i}.w": (BF16, (2, 2)) for i in range(3)}
+    error = refusal(asked, layers, layers)
+    assert [f"{p.code} | {p.message}" for p in error.problems] == [
+        "recipe.parameter.conflict | './a': for 'layers.0.w' density 0.9 with epsilon 0.15 gives probabilities from "
+        "0.75 to 1.05, outside (0, 1)"
+    ]
+
+
+def test_resolve__tells_what_an_expert_lacks() -> None:
+    base: Tensors = {"layers.10.mlp.weight": (BF16, (2,)), **W, "v": (BF16, (1,))}
+    expert: Tensors = {"layers.10.mpl.weight": (BF16, (2,)), "layers.1.mlp.weight": (BF16, (2,)), "v": (BF16, (1,))}
+    error = refusal(TWO_EXPERTS, base, {**W, "v": (BF16, (1,))}, expert)
+    assert type(error) is MismatchError
+    assert [f"{p.code} | {p}" for p in error.problems][:3] == [
+        "merge.tensor.missing | layers.10.mlp.weight: './a' lacks this tensor of the base './base'",
+        "merge.tensor.missing | layers.10.mlp.weight: './b' lacks this tensor of the base './base'; "
+        "did you mean 'layers.10.mpl.weight'?",
+        "merge.tensor.missing | w: './b' lacks this tensor of the base './base'",
+    ]
+
+
+def test_resolve__tells_in_one_line_what_all_layers_lack_or_have_alone() -> None:
+    base: Tensors = {f"layers.{i}.mlp.experts.{j}.w1": (BF16, (2,)) for i in range(3) for j in range(2)}
+    expert: Tensors = {f"layers.{i}.bias": (BF16, (2,)) for i in range(3)}
+    error = refusal(TWO_EXPERTS, {**base, **W}, {**base, **W}, {**expert, **W})
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        "merge.tensor.missing | layers.*.mlp.experts.*.w1: './b' lacks these 6 tensors of the base './base'",
+        "merge.tensor.unexpected | layers.*.bias: './b' has these 3 tensors, the base './base' has not; "
+        "to leave them out: --allow-dropped 'layers.*.bias'",
+    ]
+
+
+def test_resolve__tells_in_one_line_that_a_model_is_another_architecture() -> None:
+    expert: Tensors = {"transformer.h.0.ln.weight": (BF16, (2,)), "transformer.wte.weight": (BF16, (2, 2))}
+    base: Tensors = {**W, "layers.0.mlp.weight": (BF16, (2,))}
+    error = refusal(TWO_EXPERTS, base, base, expert)
+    assert [f"{p.code} | {p.message}; {p.hint}" for p in error.problems] == [
+        "merge.model.unrelated | './b' has no tensor of the base './base', e.g. not 'w'; "
+        "it has 'transformer.h.0.ln.weight', 'transformer.wte.weight': is it another architecture?"
+    ]
+
+
+def test_resolve__names_both_shapes_and_both_models() -> None:
+    error = refusal(TWO_EXPERTS, W, W, {"w": (BF16, (3, 2))})
+    assert type(error) is MismatchError
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        "merge.tensor.shape | w: shape [3, 2] in './b', [2, 3] in the base './base'"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.kind is not DTypeKind.FLOAT], ids=lambda d: d.name)
+def test_resolve__refuses_expert_dtypes_it_cannot_merge(dtype: DType) -> None:
+    error = refusal(TWO_EXPERTS, W, {"w": (dtype, (2, 3))}, W)
+    assert type(error) is UnsupportedError
+    assert [f"{p.code} | {p}" for p in error.problems] == [
+        f"merge.tensor.dtype | w: {dtype.name} in './a' cannot be merged, it is BF16 in the base './base'; "
+        "convert the model first"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d.kind is DTypeKind.OPAQUE], ids=lambda d: d.name)
+def test_resolve__refuses_opaque_base_tensors(dtype: DType) -> None:
+    error = refusal(recipe("passthrough", (model("a"),)), {"w": (dtype, (2,))})
+    assert type(error) is UnsupportedError
+    assert str(error) == f"w: {dtype.name} in './a' cannot be merged; convert the model first"
+
+
+def test_resolve__raises_the_mismatch_first_and_tells_all() -> None:
+    base: Tensors = {"q": (F8, (1,)), "w": (BF16, (2,)), "x": (BF16, (2,))}
+    error = refusal(TWO_EXPERTS, base, {"w": (U8, (3,))}, base)
+    assert type(error) is MismatchError
+    assert [(p.code, p.where) for p in error.problems] == [
+        ("merge.tensor.shape", "w"),
+        ("merge.tensor.missing", "x"),
+        ("merge.tensor.dtype", "q"),
+        ("merge.tensor.dtype", "w"),
+    ]
+
+
+def test_resolve__lists_at_most_fifty_problems_of_a_large_model() -> None:
+    base: Tensors = {**W, **{f"model.layer{i}.mlp.weight": (BF16, (1,)) for i in range(20_000)}}
+    expert: Tensors = {**W, **{f"layer{i}.mpl.weight": (BF16, (1,)) for i in range(20_000)}}
+    error = refusal(recipe("ties", (model("a", weight=1.0),), BASE), base, expert)
+    assert len(error.problems) == 51
+    assert error.problems[49].hint == "did you mean 'layer49.mpl.weight'?"
+    assert str(error.problems[50]) == "and 39950 more"
+
+
+def test_resolve__refuses_a_wrong_number_of_checkpoints() -> None:
+    with pytest.raises(ValueError, match="3 models, 2 were opened"):
+        resolved(TWO_EXPERTS, W, W)
+
+
+def test_merge_task__refuses_what_contradicts_itself() -> None:
+    entry = checkpoint(W).tensors["w"]
+    none = TensorParameters({}, {}, ())
+    with pytest.raises(ValueError, match="shapes differ"):
+        MergeTask("w", Action.MERGE, (2,), BF16, entry, (), none)
+    with pytest.raises(ValueError, match="keeps its dtype"):
+        MergeTask("w", Action.COPY, (2, 3), F32, entry, (), none)
+    with pytest.raises(ValueError, match="1 experts, 0 parameter sets"):
+        MergeTask("w", Action.MERGE, (2, 3), BF16, entry, (entry,), none, expert_models=(1,))
+
+
+SPECS = st.tuples(st.sampled_from([BF16, F32, I64, F8]), st.sampled_from([(2,), (1, 2), (0,), ()]))
+NAMES = st.sampled_from(["a", "b", "c", "layers.0.w", "layers.1.w", "ids"])
+# Experts mostly follow the base, so that many draws fit together.
+FAMILIES = st.dictionaries(NAMES, st.tuples(st.sampled_from([BF16, F32, I64]), st.just((2,)))).flatmap(
+    lambda base: st.tuples(
+        st.just(base),
+        st.lists(st.dictionaries(NAMES, SPECS).map(lambda extra: {**extra, **base}), min_size=2, max_size=2),
+    )
+)
+WILD = st.tuples(st.dictionaries(NAMES, SPECS), st.lists(st.dictionaries(NAMES, SPECS), min_size=2, max_size=2))
+
+
+@settings(deadline=None)
+@given(FAMILIES)
+def test_resolve__covers_the_base_and_uses_or_drops_every_expert_tensor(
+    family: tuple[Tensors, list[Tensors]],
+) -> None:
+    base, experts = family
+    result = resolved(TWO_EXPERTS, base, *experts, allow=("*",))
+    assert [task.name for task in result.tasks] == list(base)
+    for index, (expert, text) in enumerate(zip(experts, ("./a", "./b"), strict=True)):
+        used = [task.experts[index].name for task in result.tasks if task.experts]
+        dropped = [drop.tensor for drop in result.dropped if drop.model == text]
+        assert sorted(used + dropped) == sorted(expert)
+
+
+@settings(deadline=None)
+@given(WILD)
+def test_resolve__succeeds_exactly_when_every_float_of_the_base_fits(wild: tuple[Tensors, list[Tensors]]) -> None:
+    base, experts = wild
+    floats = {name: shape for name, (dtype, shape) in base.items() if dtype.kind is DTypeKind.FLOAT}
+    fits = all(dtype.kind is not DTypeKind.OPAQUE for dtype, _ in base.values()) and all(
+        name in expert and expert[name][0].kind is DTypeKind.FLOAT and expert[name][1] == shape
+        for expert in experts
+        for name, shape in floats.items()
+    )
+    if fits:
+        assert len(resolved(TWO_EXPERTS, base, *experts, allow=("*",)).tasks) == len(base)
+    else:
+        assert refusal(TWO_EXPERTS, base, *experts).code.startswith(("merge.tensor.", "merge.layers.", "merge.model."))

@@ -1,0 +1,381 @@
+"""Layers, names and rows: which tensors make up the output, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.checkpoints.computed.gathered_rows import GatheredRows
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
+from mergepipe.core.blocks import BF16, F32, DType, element_count
+from mergepipe.errors import MergePipeError, MismatchError, RecipeError
+from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.recipes.parse.parameter_values import Case, Cases
+from mergepipe.recipes.parse.recipe import LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
+from mergepipe.recipes.resolve.layers import LayerList, is_before_layers, layer_lists
+from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, Resolution
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def model(name: str, **parameters: Setting) -> ModelInput:
+    return ModelInput(f"./{name}", Path("/models") / name, parameters, f"recipe.yml:1 {name}")
+
+
+def checkpoint(shapes: Shapes, kind: CheckpointKind = CheckpointKind.FULL, dtype: DType = BF16) -> Checkpoint:
+    entries, offset = {}, 0
+    for name, shape in shapes.items():
+        nbytes = element_count(shape) * dtype.itemsize
+        entries[name] = TensorEntry(name, dtype, shape, Path("/f"), offset, nbytes, kind is CheckpointKind.DELTA)
+        offset += nbytes
+    return Checkpoint(Path("/m"), Path("/m"), entries, (), (), kind)
+
+
+def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: int = 8) -> dict[str, tuple[int, ...]]:
+    layers = {
+        f"{prefix}layers.{i}.{rest}": (4,) for i in range(n_layers) for rest in ("mlp.up.weight", "self_attn.q.weight")
+    }
+    around: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (vocab, 4)}
+    last: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (4,)}
+    return {**around, **layers, **last, **({"lm_head.weight": (vocab, 4)} if head else {})}
+
+
+def merging(
+    operator: str, *models: ModelInput, base: ModelInput | None = None, parameters: Mapping[str, Setting] | None = None
+) -> Recipe:
+    return Recipe(Path("/recipe.yml"), "", OPERATORS[operator], base, models, parameters or {}, None, None)
+
+
+def slicing(
+    operator: str, *slices: OutputSlice, base: ModelInput | None = None, parameters: Mapping[str, Setting] | None = None
+) -> Recipe:
+    recipe = merging(operator, model("x"), base=base, parameters=parameters)
+    return replace(recipe, models=(), slices=slices)
+
+
+def piece(*sources: tuple[ModelInput, int, int], **parameters: Setting) -> OutputSlice:
+    read = tuple(LayerSource(m, start, stop, f"recipe.yml:2 {m.text}.layer_range") for m, start, stop in sources)
+    return OutputSlice(read, None, parameters, "recipe.yml:2 slices[0]")
+
+
+A, B, BASE = model("a"), model("b"), model("base")
+TIES = merging("ties", model("a", weight=1.0), base=BASE)
+
+
+def problems(recipe: Recipe, *checkpoints: Checkpoint, allow: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(MergePipeError) as caught:
+        resolve(recipe, checkpoints, allow)
+    return [f"{type(caught.value).__name__} {p.code} | {p}" for p in caught.value.problems]
+
+
+def origins(resolution: Resolution) -> dict[str, tuple[str, ...]]:
+    """Each output tensor with the tensors it is made of, `model:name`."""
+    texts = [given.text.removeprefix("./") for given in resolution.models]
+    return {
+        task.name: tuple(
+            f"{texts[index]}:{source.name}"
+            for index, source in zip((task.base_model, *task.expert_models), (task.base, *task.experts), strict=True)
+        )
+        for task in resolution.tasks
+    }
+
+
+def test_resolve__numbers_the_layers_of_slices_anew() -> None:
+    recipe = slicing("passthrough", piece((A, 0, 2)), piece((B, 1, 3)))
+    result = resolve(recipe, [checkpoint(llama(2)), checkpoint(llama(3))])
+    found = origins(result)
+    assert list(found)[:2] == ["model.embed_tokens.weight", "model.layers.0.mlp.up.weight"]
+    assert list(found)[-2:] == ["model.norm.weight", "lm_head.weight"]
+    assert found["model.embed_tokens.weight"] == ("a:model.embed_tokens.weight",)
+    assert found["model.layers.1.mlp.up.weight"] == ("a:model.layers.1.mlp.up.weight",)
+    assert found["model.layers.2.mlp.up.weight"] == ("b:model.layers.1.mlp.up.weight",)
+    assert found["model.layers.3.self_attn.q.weight"] == ("b:model.layers.2.self_attn.q.weight",)
+    assert found["lm_head.weight"] == ("b:lm_head.weight",)
+    assert (result.n_layers, result.layer_counts[0].origins) == (4, (0, 1, 1, 2))
+
+
+def test_resolve__says_why_slices_leave_tensors_out() -> None:
+    recipe = slicing("passthrough", piece((A, 0, 2)), piece((B, 1, 3)))
+    result = resolve(recipe, [checkpoint(llama(2)), checkpoint(llama(3))])
+    assert result.dropped == (
+        DroppedTensor("./a", "model.norm.weight", "outside the layers, taken from another slice"),
+        DroppedTensor("./a", "lm_head.weight", "outside the layers, taken from another slice"),
+        DroppedTensor("./b", "model.embed_tokens.weight", "outside the layers, taken from another slice"),
+        DroppedTensor("./b", "model.layers.0.mlp.up.weight", "in a layer that no slice takes"),
+        DroppedTensor("./b", "model.layers.0.self_attn.q.weight", "in a layer that no slice takes"),
+    )
+
+
+def test_resolve__merges_layers_of_different_depths() -> None:
+    sources = ((BASE, 0, 2), (model("a", weight=1.0), 2, 4))
+    result = resolve(slicing("ties", piece(*sources), base=BASE), [checkpoint(llama(2)), checkpoint(llama(4))])
+    assert origins(result)["model.layers.1.mlp.up.weight"] == (
+        "base:model.layers.1.mlp.up.weight",
+        "a:model.layers.3.mlp.up.weight",
+    )
+
+
+def test_resolve__evaluates_gradients_over_the_layers_of_a_slice() -> None:
+    ramp = Cases((Case("self_attn", (9.0,)), Case("", (0.0, 1.0))), "recipe.yml:3")
+    whole = resolve(slicing("passthrough", piece((model("a", scale=ramp), 0, 3))), [checkpoint(llama(3))])
+    scales = {task.name: task.parameters.anchor["scale"] for task in whole.tasks}
+    assert [scales[f"model.layers.{i}.mlp.up.weight"] for i in range(3)] == [0.0, 0.5, 1.0]
+    assert scales["model.layers.1.self_attn.q.weight"] == 9.0
+    assert (scales["model.embed_tokens.weight"], scales["lm_head.weight"]) == (0.0, 0.0)
+    single = resolve(slicing("passthrough", piece((model("a", scale=ramp), 1, 2))), [checkpoint(llama(3))])
+    assert single.tasks[1].parameters.anchor["scale"] == 1.0
+
+
+def test_resolve__prefers_the_parameters_nearest_to_a_source() -> None:
+    by_name = Cases((Case("mlp", (0.25,)),), "recipe.yml:3")
+    sources = ((BASE, 0, 1), (model("a", weight=by_name), 0, 1))
+    recipe = slicing("ties", piece(*sources, weight=0.5), base=BASE, parameters={"weight": 2.0, "density": 0.5})
+    result = resolve(recipe, [checkpoint(llama(1)), checkpoint(llama(1))])
+    found = {task.name: task.parameters.experts[0] for task in result.tasks}
+    assert found["model.layers.0.mlp.up.weight"] == {"weight": 0.25, "density": 0.5}
+    assert found["model.norm.weight"] == {"weight": 0.5, "density": 0.5}
+
+
+def test_resolve__says_that_layers_are_not_there() -> None:
+    assert problems(slicing("passthrough", piece((A, 0, 5))), checkpoint(llama(3))) == [
+        "RecipeError recipe.slice.range | recipe.yml:2 ./a.layer_range: [0, 5] goes beyond the 3 layers of './a'; "
+        "counted as 'model.layers.0.' to 'model.layers.2.'"
+    ]
+
+
+def test_resolve__says_that_there_are_no_layers_or_too_many_kinds() -> None:
+    recipe = slicing("passthrough", piece((A, 0, 1)))
+    assert problems(recipe, checkpoint({"w": (2,)})) == [
+        "RecipeError recipe.slice.layers | recipe.yml:2 slices[0]: './a' has no numbered layers to take slices of; "
+        "use 'models:' instead"
+    ]
+    both = {f"{part}.block.{i}.w": (2,) for part in ("encoder", "decoder") for i in range(2)}
+    assert problems(recipe, checkpoint(both)) == [
+        "RecipeError recipe.slice.layers | recipe.yml:2 slices[0]: './a' has several lists of layers equally long: "
+        "'encoder.block.0.' to 'encoder.block.1.' and 'decoder.block.0.' to 'decoder.block.1.'; "
+        "name the one that is meant with 'modules:'"
+    ]
+
+
+def test_resolve__says_that_models_have_different_numbers_of_layers() -> None:
+    assert problems(TIES, checkpoint(llama(2)), checkpoint(llama(3))) == [
+        "MismatchError merge.layers.count | recipe.yml:1 a: './a' has 3 layers, 2 has './base' "
+        "('model.layers.0.' to 'model.layers.1.'); merge equally many of each with slices"
+    ]
+
+
+def test_resolve__lets_more_layers_be_dropped() -> None:
+    result = resolve(TIES, [checkpoint(llama(2)), checkpoint(llama(3))], ("model.layers.2.*",))
+    assert [drop.tensor for drop in result.dropped] == [
+        "model.layers.2.mlp.up.weight",
+        "model.layers.2.self_attn.q.weight",
+    ]
+
+
+def test_resolve__refuses_filters_that_match_nothing() -> None:
+    weight = Cases((Case("mpl", (0.5,)), Case("", (1.0,))), "recipe.yml:7 models[0].parameters.weight")
+    recipe = merging("ties", model("a", weight=weight), base=BASE)
+    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+        "RecipeError recipe.filter.matches-nothing | recipe.yml:7 models[0].parameters.weight: "
+        "the filter 'mpl' is in no tensor's name; did you mean 'mlp'?"
+    ]
+
+
+def test_resolve__takes_a_filter_for_the_head_of_a_model_with_tied_weights() -> None:
+    weight = Cases((Case("lm_head", (0.5,)), Case("", (1.0,))), "recipe.yml:7")
+    recipe = merging("ties", model("a", weight=weight), base=BASE)
+    tied = checkpoint(llama(1, head=False))
+    assert resolve(recipe, [tied, tied]).n_merged == 4
+
+
+def test_resolve__says_which_tensor_a_parameter_has_no_value_for() -> None:
+    t = Cases((Case("mlp", (0.5,)), Case("self_attn", (0.5,))), "recipe.yml:7 parameters.t")
+    recipe = merging("slerp", A, base=BASE, parameters={"t": t})
+    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+        "RecipeError recipe.parameter.missing | recipe.yml:7 parameters.t: "
+        "t has no value for 'model.embed_tokens.weight'; end the list with '- value: ...'"
+    ]
+
+
+def test_resolve__checks_the_sum_of_weights_that_depend_on_the_tensor() -> None:
+    weight = Cases((Case("mlp", (-1.0,)), Case("", (1.0,))), "recipe.yml:7")
+    recipe = merging("linear", model("a", weight=1.0), model("b", weight=weight))
+    assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
+        "RecipeError recipe.weights.sum | model.layers.0.mlp.up.weight: the weights sum to 0 and cannot be "
+        "normalized; change a weight, or set normalize: false"
+    ]
+
+
+@pytest.mark.parametrize(("reference", "other"), [("model.", ""), ("", "model."), ("model.language_model.", "model.")])
+def test_resolve__pairs_names_that_differ_by_a_prefix(reference: str, other: str) -> None:
+    result = resolve(TIES, [checkpoint(llama(12, prefix=reference)), checkpoint(llama(12, prefix=other))])
+    assert result.dropped == ()
+    assert origins(result)[f"{reference}layers.11.mlp.up.weight"][1] == f"a:{other}layers.11.mlp.up.weight"
+    assert origins(result)["lm_head.weight"][1] == "a:lm_head.weight"
+
+
+def test_resolve__pairs_names_of_two_prefixes_at_once() -> None:
+    base = {**llama(2), **{f"visual.blocks.{i}.w": (3,) for i in range(3)}}
+    expert = {**llama(2, prefix="model.language_model."), **{f"model.visual.blocks.{i}.w": (3,) for i in range(3)}}
+    result = resolve(TIES, [checkpoint(base), checkpoint(expert)])
+    assert origins(result)["visual.blocks.2.w"][1] == "a:model.visual.blocks.2.w"
+
+
+def test_resolve__pairs_a_text_model_with_the_text_part_of_a_model_that_sees() -> None:
+    layers = {name.removeprefix("model."): shape for name, shape in llama(2).items() if ".layers." in name}
+    vision = {f"vision_tower.encoder.{name}": shape for name, shape in layers.items()}
+    base = {**{f"language_model.{name}": shape for name, shape in llama(2).items()}, **vision}
+    module = OutputModule("text_decoder", (BASE, A), (), {"weight": 1.0}, "recipe.yml:2")
+    recipe = replace(merging("task_arithmetic", A, base=BASE), models=(), modules=(module,))
+    found = origins(resolve(recipe, [checkpoint(base), checkpoint(llama(2))]))
+    for name in llama(2):
+        assert found[f"language_model.{name}"][1] == f"a:{name}"
+    assert all(len(found[name]) == 1 for name in vision)
+
+
+def test_resolve__does_not_pair_names_by_guessing() -> None:
+    base = {"left.w": (2,), "right.w": (2,), "x": (1,)}
+    expert = {"one.w": (2,), "two.w": (2,), "x": (1,)}
+    found = problems(TIES, checkpoint(base), checkpoint(expert))
+    assert [line.split(" | ")[0] for line in found] == [
+        *["MismatchError merge.tensor.missing"] * 2,
+        *["MismatchError merge.tensor.unexpected"] * 2,
+    ]
+
+
+def test_resolve__takes_the_embedding_for_the_head_that_tied_weights_leave_out() -> None:
+    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(llama(1, head=False))])
+    assert origins(result)["lm_head.weight"] == ("base:lm_head.weight", "a:model.embed_tokens.weight")
+
+
+def test_resolve__refuses_a_head_that_a_tied_base_has_no_place_for() -> None:
+    assert problems(TIES, checkpoint(llama(1, head=False)), checkpoint(llama(1))) == [
+        "MismatchError merge.tensor.unexpected | lm_head.weight: './a' has this tensor, the base './base' has not; "
+        "to leave it out: --allow-dropped 'lm_head.weight'"
+    ]
+
+
+@pytest.mark.parametrize("vocab", [6, 11])
+def test_resolve__merges_the_rows_that_vocabularies_share(vocab: int) -> None:
+    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(llama(1, vocab=vocab))])
+    rows = {task.name: task.experts[0] for task in result.tasks if isinstance(task.experts[0], GatheredRows)}
+    assert {name: source.shape for name, source in rows.items()} == {
+        "model.embed_tokens.weight": (8, 4),
+        "lm_head.weight": (8, 4),
+    }
+
+
+def test_resolve__does_not_cut_rows_of_other_tensors() -> None:
+    wide = {**llama(1), "model.layers.0.mlp.up.weight": (5,)}
+    assert [line.split(" | ")[0] for line in problems(TIES, checkpoint(llama(1)), checkpoint(wide))] == [
+        "MismatchError merge.tensor.shape"
+    ]
+
+
+@pytest.mark.parametrize("kind", [CheckpointKind.ADAPTER, CheckpointKind.DELTA])
+def test_resolve__takes_what_a_difference_does_not_touch_for_unchanged(kind: CheckpointKind) -> None:
+    touched = {"model.layers.0.mlp.up.weight": (4,)}
+    result = resolve(TIES, [checkpoint(llama(1)), checkpoint(touched, kind, F32)])
+    unchanged = {task.name for task in result.tasks if isinstance(task.experts[0], Unchanged)}
+    assert unchanged == set(llama(1)) - set(touched)
+    assert result.expert_bytes == 16
+
+
+def test_resolve__refuses_differences_in_place_of_weights() -> None:
+    recipe = slicing("passthrough", piece((A, 0, 1)), piece((B, 0, 1)))
+    found = problems(recipe, checkpoint(llama(1)), checkpoint(llama(1), CheckpointKind.DELTA))
+    assert found == [
+        "UnsupportedError merge.base.delta | recipe.yml:1 b: './b' holds differences from a base and stands where "
+        "weights are needed; name it beside its base_model, with a method that has one"
+    ]
+
+
+def test_resolve__counts_a_model_that_lends_its_configuration_only() -> None:
+    result = resolve(slicing("passthrough", piece((A, 0, 1)), base=BASE), [checkpoint(llama(1)), checkpoint(llama(1))])
+    assert {drop.reason for drop in result.dropped} == {"lends its configuration only"}
+    assert {task.base_model for task in result.tasks} == {1}
+
+
+def modular(*modules: OutputModule) -> Recipe:
+    return replace(merging("linear", A, parameters={"weight": 1.0}), models=(), modules=modules)
+
+
+def test_resolve__merges_modules_and_copies_the_rest() -> None:
+    shapes = {**llama(2), "visual.blocks.0.w": (3,), "visual.blocks.1.w": (3,), "visual.merger.mlp.0.w": (2,)}
+    text = OutputModule("text_decoder", (), (piece((A, 0, 1), (B, 1, 2)),), {}, "recipe.yml:2 modules.text_decoder")
+    vision = OutputModule("vision_tower", (A, B), (), {}, "recipe.yml:5 modules.vision_tower")
+    result = resolve(modular(text, vision), [checkpoint(shapes), checkpoint(shapes)])
+    found = origins(result)
+    assert found["model.layers.0.mlp.up.weight"] == ("a:model.layers.0.mlp.up.weight", "b:model.layers.1.mlp.up.weight")
+    assert found["visual.blocks.1.w"] == ("a:visual.blocks.1.w", "b:visual.blocks.1.w")
+    assert [(task.name, task.reason) for task in result.tasks if task.action is Action.COPY] == [
+        ("visual.merger.mlp.0.w", "in no module of the recipe")
+    ]
+    assert result.n_layers == 1
+
+
+def test_resolve__names_the_modules_there_are() -> None:
+    unknown = OutputModule("text_decoderr", (A,), (), {}, "recipe.yml:2 modules.text_decoderr")
+    assert problems(modular(unknown), checkpoint(llama(1))) == [
+        "RecipeError recipe.module.unknown | recipe.yml:2 modules.text_decoderr: './a' has no module 'text_decoderr'; "
+        "did you mean 'text_decoder'?"
+    ]
+    twice = OutputModule("model", (A,), (), {}, "recipe.yml:3 modules.model")
+    text = OutputModule("text_decoder", (A,), (), {}, "recipe.yml:2 modules.text_decoder")
+    assert problems(modular(text, twice), checkpoint(llama(1))) == [
+        "RecipeError recipe.module.overlap | recipe.yml:3 modules.model: 'model.embed_tokens.weight' belongs to this "
+        "module and to 'text_decoder'; keep one of the two"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.layers.0.a", "model.layers.1.a", "model.norm"], {"model.layers.": 2}),
+        (["h.0.attn.w", "h.1.attn.w"], {"h.": 2}),
+        (["0.w", "1.w"], {"": 2}),
+        (["model.layers.0.experts.7.w", "model.layers.1.experts.0.w"], {"model.layers.": 2}),
+        (["visual.merger.mlp.0.w", "visual.merger.mlp.2.w"], {}),
+        (["layers.1.w"], {}),
+        (["block1.w", "w.1"], {}),
+    ],
+)
+def test_layer_lists__are_numbered_without_a_gap(names: list[str], expected: dict[str, int]) -> None:
+    assert {prefix: found.n_layers for prefix, found in layer_lists(names).items()} == expected
+
+
+@given(st.integers(0, 99), st.sampled_from(["mlp.w", "experts.3.w", "x"]), st.sampled_from(["", "model.layers."]))
+def test_layer_list__splits_what_it_names(index: int, rest: str, prefix: str) -> None:
+    layers = LayerList(prefix, 100)
+    assert layers.split(layers.name(index, rest)) == (index, rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.embed_tokens.weight", True),
+        ("transformer.wpe.weight", True),
+        ("bert.embeddings.LayerNorm.weight", True),
+        ("gpt_neox.embed_in.weight", True),
+        ("embed_out.weight", False),
+        ("model.norm.weight", False),
+        ("transformer.ln_f.bias", False),
+        ("lm_head.weight", False),
+        ("bert.pooler.dense.weight", False),
+    ],
+)
+def test_is_before_layers__tells_embeddings_from_heads(name: str, expected: bool) -> None:
+    assert is_before_layers(name) is expected
+
+
+def test_resolve__raises_recipe_errors_of_its_own_class() -> None:
+    with pytest.raises(RecipeError):
+        resolve(slicing("passthrough", piece((A, 2, 3))), [checkpoint(llama(2))])
+    with pytest.raises(MismatchError):
+        resolve(TIES, [checkpoint(llama(2)), checkpoint({"w": (1,)})])

@@ -1,0 +1,231 @@
+"""What the YAML layer accepts, refuses and remembers."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, StorageError
+from mergepipe.recipes.parse.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
+from mergepipe.storage.limits import RECIPE_BYTES
+
+EXPONENT = re.compile(r"[0-9][.]?[eE][-+]?[0-9]")  # a dump leaves these texts bare, and bare they mean numbers here
+PLAIN_TEXT = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_categories=("Cc", "Cs")), max_size=8
+).filter(lambda text: EXPONENT.search(text) is None)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | PLAIN_TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(PLAIN_TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def read(folder: Path, text: str | bytes) -> YamlSource:
+    path = folder / "recipe.yml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_yaml(path)
+
+
+def refusal(folder: Path, text: str | bytes) -> tuple[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        read(folder, text)
+    assert len(caught.value.problems) == 1
+    return caught.value.code, str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("yaml")
+
+
+@settings(deadline=None)
+@given(VALUES.filter(lambda value: value is not None))
+def test_read_yaml__inverts_a_dump(folder: Path, value: Value) -> None:
+    assert read(folder, yaml.safe_dump(value, allow_unicode=True)).root == value
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1", 1),
+        ("0.5", 0.5),
+        ("1e-3", 1e-3),
+        ("1.5E3", 1.5e3),
+        ("-.5e+2", -50.0),
+        ("'1e-3'", "1e-3"),
+        ("'0.5'", "0.5"),
+        (".inf", math.inf),
+        ("true", True),
+        ("no", False),
+        ("2020-01-01", "2020-01-01"),
+        ("1e-3x", "1e-3x"),
+        ("~", None),
+        ("é", "é"),
+    ],
+)
+def test_read_yaml__reads_scalars_as_meant(folder: Path, written: str, value: Value) -> None:
+    found = read(folder, f"a: {written}\n").root
+    assert found == {"a": value}
+    assert isinstance(found, dict)
+    assert type(found["a"]) is type(value)
+
+
+def test_read_yaml__accepts_a_byte_order_mark_and_aliases(folder: Path) -> None:
+    assert read(folder, b"\xef\xbb\xbfa: &x [1, 2]\nb: *x\n").root == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_where__names_line_and_path(folder: Path) -> None:
+    text = "# comment\nmodels:\n  - model: a\n  - model: b\n    parameters:\n\n      density: 2\n      'x y': 1\n"
+    source = read(folder, text)
+    assert source.where("models", 1, "parameters", "density") == "recipe.yml:7 models[1].parameters.density"
+    assert source.where("models", 1, "parameters", "x y") == "recipe.yml:8 models[1].parameters.'x y'"
+    assert source.where("models", 0) == "recipe.yml:3 models[0]"
+    assert source.where() == "recipe.yml:2"
+
+
+def test_where__gives_what_is_missing_the_line_around_it(folder: Path) -> None:
+    source = read(folder, "\nmodels:\n  - model: a\n")
+    assert source.where("models", 0, "parameters", "weight") == "recipe.yml:3 models[0].parameters.weight"
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("", "recipe.yaml.empty", "recipe.yml: the recipe is empty; it needs at least merge_method and models"),
+        ("# only\n", "recipe.yaml.empty", None),
+        ("---\n", "recipe.yaml.empty", None),
+        ("a: 1\nb: 2\na: 3\n", "recipe.yaml.duplicate-key", "recipe.yml:3 a: the key stands twice, first in line 1"),
+        (
+            "m:\n- x: 1\n  x: 2\n",
+            "recipe.yaml.duplicate-key",
+            "recipe.yml:3 m[0].x: the key stands twice, first in line 2",
+        ),
+        (
+            "a: 1\n---\nb: 1\n",
+            "recipe.yaml.documents",
+            "recipe.yml:3: several YAML documents where one is expected; keep one recipe a file",
+        ),
+        ("a:\n\tb: 1\n", "recipe.yaml.tab", "recipe.yml:2: a tab in the indentation; YAML indents with spaces"),
+        ("a: [1\n", "recipe.yaml.syntax", None),
+        ("a: b: c\n", "recipe.yaml.syntax", "recipe.yml:1: not YAML: mapping values are not allowed here (column 5)"),
+        ("a: *b\n", "recipe.yaml.syntax", "recipe.yml:1: not YAML: found undefined alias 'b' (column 4)"),
+        (b"a: \xff\n", "recipe.file.encoding", None),
+        (
+            b"a: 1\nb: \xe9\n",
+            "recipe.file.encoding",
+            "recipe.yml:2: not UTF-8: byte 0xe9 at offset 8; save the file as UTF-8",
+        ),
+        ("a: 1".encode("utf-16"), "recipe.file.encoding", None),
+        ("a: 1\nb: \x07\n", "recipe.yaml.character", "recipe.yml:2: the character #x0007 is not allowed"),
+        ('a: "\\0"\n', "recipe.yaml.character", "recipe.yml:1: the character #x0000 is not allowed"),
+        ('a: "\\ud800"\n', "recipe.yaml.character", "recipe.yml:1: the character #xd800 is not allowed"),
+        ('a: "\\UFFFFFFFF"\n', "recipe.yaml.syntax", None),
+        ("a: !!python/object/apply:os.system [ls]\n", "recipe.yaml.tag", None),
+        ("a: !x 1\n", "recipe.yaml.tag", "recipe.yml:1: the YAML tag '!x' is refused; write plain values"),
+        ("a: !!set {x}\n", "recipe.yaml.tag", None),
+        ("a: !!binary aGk=\n", "recipe.yaml.tag", None),
+        ("a: =\n", "recipe.yaml.tag", None),
+        ("a: !!int x\n", "recipe.yaml.value", "recipe.yml:1: 'x' is not a valid int"),
+        ("a: !!int ''\n", "recipe.yaml.value", None),
+        ("a: !!bool x\n", "recipe.yaml.value", None),
+        ("a: " + "1" * 65 + "\n", "recipe.yaml.value", None),
+        ("a: 1" + ":1" * 200_000 + "\n", "recipe.yaml.value", None),
+        ("? [a]\n: 1\n", "recipe.yaml.key", "recipe.yml:1: a key must be a name, not a list or a mapping"),
+        (
+            "y:\n  <<: 1\n",
+            "recipe.yaml.merge",
+            "recipe.yml:2: a merge key (<<) needs a mapping, or a list of mappings",
+        ),
+        ("a: &a {<<: *a}\n", "recipe.yaml.too-deep", None),
+        ("a: &a {<<: [*a, *a, *a]}\n", "recipe.yaml.too-deep", None),
+        ("---\na: 1\n" * 101, "recipe.yaml.too-many", "recipe.yml:202: more than 100 documents"),
+        ("%YAML 3.0\n---\na: 1\n", "recipe.yaml.syntax", None),
+        (BOMB, "recipe.yaml.too-many", None),
+        ("[" + "1," * MAX_NODES + "]", "recipe.yaml.too-many", None),
+        ("[" * 500_000, "recipe.yaml.too-deep", "recipe.yml:1: nested deeper than 64 levels"),
+        ("a: &a [*a]\n", "recipe.yaml.too-deep", None),
+        ("a: &a [*a, *a, *a]\n", "recipe.yaml.too-deep", None),
+    ],
+    ids=lambda value: shortened(value if isinstance(value, str) else repr(value), 24),
+)
+def test_read_yaml__refuses(folder: Path, text: str | bytes, code: str, message: str | None) -> None:
+    found_code, found_message = refusal(folder, text)
+    assert found_code == code
+    assert found_message.startswith("recipe.yml")
+    assert "\n" not in found_message
+    assert message is None or found_message == message
+
+
+def test_read_yaml__accepts_the_deepest_that_is_allowed(folder: Path) -> None:
+    levels = MAX_DEPTH - 1
+    value: Value = read(folder, "[" * levels + "1" + "]" * levels).root
+    for _ in range(levels):
+        assert isinstance(value, list)
+        value = value[0]
+    assert value == 1
+
+
+def test_read_yaml__tells_missing_files_from_unreadable_ones(folder: Path) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        read_yaml(folder / "none.yml")
+    assert missing.value.code == "recipe.file.not-found"
+    with pytest.raises(RecipeError) as directory:
+        read_yaml(folder)
+    assert directory.value.code == "recipe.file.not-a-file"
+    with pytest.raises(StorageError) as unreadable:
+        read_yaml(folder / ("x" * 5000))
+    assert unreadable.value.code == "storage.io"
+    with pytest.raises(CorruptError) as large:
+        refusal(folder, "a: " + "x" * RECIPE_BYTES)
+    assert large.value.code == "storage.too-large"
+    assert "recipe.yml: has 1048579 bytes, at most 1048576 " in str(large.value)
+
+
+FRAGMENTS = (
+    *(*"[]{},|>'\"#%!~=@`\t\n\r", "a", ": ", "- ", "  ", "? ", "&x ", "*x", "<<", "!!int ", "!!map "),
+    *("---\n", "...\n", "\\u", "\\xff", "1e5", "0b", "1:2"),
+)
+YAML_LIKE = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
+
+
+def outcome(folder: Path, text: str | bytes) -> str:
+    """The code of the refusal, or 'read'."""
+    try:
+        read(folder, text)
+    except MergePipeError as error:
+        return error.code
+    return "read"
+
+
+@settings(deadline=None)
+@given(YAML_LIKE | st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: raw.decode("latin-1")))
+def test_read_yaml__raises_nothing_but_its_own_errors(folder: Path, text: str) -> None:
+    raw = text.encode("utf-8", "surrogatepass")
+    code = outcome(folder, raw)
+    assert code == "read" or code.startswith("recipe.")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60))
+def test_read_yaml__survives_any_bytes(folder: Path, raw: bytes) -> None:
+    code = outcome(folder, raw)
+    assert code == "read" or code.startswith("recipe.")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=100), st.integers(4, 60))
+def test_shortened__is_one_printable_line(text: str, limit: int) -> None:
+    found = shortened(text, limit)
+    assert found.isprintable()
+    assert found == text or len(text) > limit or not text.isprintable()

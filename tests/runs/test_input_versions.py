@@ -1,0 +1,216 @@
+"""Another version of an input with equal size, header and time never passes for the one that was read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reuse_cases import RECIPES, Bench, Recipe, make_bench
+from safetensors.numpy import load_file
+
+import mergepipe
+from mergepipe import api as keeping
+from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.runs import resume as resuming
+from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.storage.file_version import version_of
+from mergepipe.storage.local import LocalFile, LocalStore
+from support.faults import replaced
+
+SUM = RECIPES["task_arithmetic"]
+EPOCH = 0
+Change = Callable[[Path], None]
+
+
+def other_content(path: Path) -> bytes:
+    """A new version of a model: as long, with the same header."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = np.roll(np.frombuffer(content[start:], np.uint8), 2).tobytes()
+    return bytes(content)
+
+
+def overwrite(path: Path) -> None:
+    content = other_content(path)
+    with path.open("r+b") as stream:  # never shorter in between: a reader would see that
+        stream.write(content)
+    os.utime(path, ns=(EPOCH, EPOCH))
+
+
+def exchange(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(other_content(path))
+    os.utime(other, ns=(EPOCH, EPOCH))
+    other.rename(path)
+
+
+CHANGES: dict[str, Change] = {"overwritten": overwrite, "exchanged": exchange}
+
+
+@pytest.fixture(name="made", scope="module")
+def make_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose times are all the same."""
+    folder = tmp_path_factory.mktemp("versions")
+    make_bench(folder)
+    return folder
+
+
+@pytest.fixture(name="bench")
+def make(made: Path, tmp_path: Path) -> Bench:
+    folder = Path(shutil.copytree(made, tmp_path / "bench"))
+    for path in folder.glob("*/*"):
+        os.utime(path, ns=(EPOCH, EPOCH))
+    return Bench(folder)
+
+
+def expect_of_scratch(bench: Bench, recipe: Recipe, name: str) -> None:
+    bench.scratch(recipe, "from-scratch", catalog=False)
+    assert bench.digest(name) == bench.digest("from-scratch")
+
+
+@pytest.mark.parametrize("model", ["base", "expert1"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_merge__reuses_nothing_of_another_version(bench: Bench, change: str, model: str) -> None:
+    bench.merge(SUM, "first", keep_accumulators=True)
+    old = bench.digest("first")
+    CHANGES[change](bench.only_file(model))
+    assert bench.merge(SUM, "second").reused_bytes == 0
+    assert bench.digest("second") != old
+    expect_of_scratch(bench, SUM, "second")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_merge__continues_no_sum_of_another_version(bench: Bench, change: str) -> None:
+    two = Recipe("task_arithmetic", {"normalize": False})
+    three = Recipe("task_arithmetic", {"normalize": False}, experts=(1, 2, 3))
+    bench.merge(two, "two", keep_accumulators=True)
+    CHANGES[change](bench.only_file("expert1"))
+    bench.merge(three, "three")
+    expect_of_scratch(bench, three, "three")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_merge__uses_no_statistics_of_another_version(bench: Bench, change: str) -> None:
+    ties = RECIPES["ties"]
+    bench.merge(ties, "first", reuse=False)  # leaves cuts in the catalog
+    CHANGES[change](bench.only_file("expert1"))
+    bench.merge(ties, "second", reuse=False)
+    expect_of_scratch(bench, ties, "second")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_run__refuses_a_plan_of_another_version(bench: Bench, change: str) -> None:
+    plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
+    CHANGES[change](bench.only_file("expert1"))
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.run(plan, bench.folder / "out", home=bench.home)
+    assert caught.value.code == "plan.input-changed"
+    assert "expert1" in str(caught.value)
+    assert not (bench.folder / "out").exists()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_merge__resumes_no_run_of_another_version(bench: Bench, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "INTERVAL_BYTES", 1)
+    note = resuming.MergeProgress.note
+
+    def stopped(progress: resuming.MergeProgress, *rest: object) -> None:
+        note(progress, *rest)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resuming.MergeProgress, "note", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            bench.scratch(SUM, "out")
+    CHANGES[change](bench.only_file("expert1"))
+    with pytest.raises(MergePipeError) as caught:
+        bench.scratch(SUM, "out", resume=True)
+    assert caught.value.code == "resume.nothing"
+    bench.scratch(SUM, "out")
+    expect_of_scratch(bench, SUM, "out")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("model", ["base", "expert1"])
+def test_merge__refuses_an_edit_while_it_reads(bench: Bench, change: str, model: str) -> None:
+    def edited(read_into: Callable[..., int]) -> Callable[..., int]:
+        left = [lambda: CHANGES[change](bench.only_file(model))]
+
+        def read(*arguments: object) -> int:
+            done = read_into(*arguments)
+            while left:
+                left.pop()()
+            return done
+
+        return read
+
+    with replaced(LocalFile, "read_into", edited), pytest.raises(ConflictError) as caught:
+        bench.scratch(SUM, "out")
+    assert caught.value.code == "input.changed"
+    assert model in str(caught.value)
+    assert not (bench.folder / "out").exists()
+
+
+def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(bench: Bench) -> None:
+    own, other, aside = (bench.folder / name for name in ("expert1", "other", "aside"))
+    shutil.copytree(own, other)
+    overwrite(bench.only_file("other"))
+
+    def swapped(open_file: Callable[..., LocalFile]) -> Callable[..., LocalFile]:
+        def opened(store: LocalStore, path: Path, **options: bool) -> LocalFile:
+            if path.parent != own:
+                return open_file(store, path, **options)
+            own.rename(aside)
+            other.rename(own)
+            try:
+                return open_file(store, path, **options)
+            finally:
+                own.rename(other)
+                aside.rename(own)
+
+        return opened
+
+    with replaced(LocalStore, "open", swapped), pytest.raises(ConflictError) as caught:
+        bench.scratch(SUM, "out")
+    assert caught.value.code == "input.changed"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_keeping__commands_name_the_input_of_another_version(bench: Bench, change: str) -> None:
+    bench.scratch(SUM, "first", catalog=False)
+    snapshot = bench.folder / "first"
+    before = bench.digest("first")
+    CHANGES[change](bench.only_file("expert1"))
+    with pytest.raises(ConflictError) as caught:
+        keeping.replay(snapshot, bench.folder / "again")
+    assert "expert1/model.safetensors" in str(caught.value)
+    assert not (bench.folder / "again").exists()
+    assert not keeping.verify(snapshot, deep_fraction=1.0).is_sound
+    (weights,) = snapshot.glob("*.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(MergePipeError):
+        keeping.repair(snapshot)
+    weights.write_bytes(content)
+    assert bench.digest("first") == before
+
+
+@pytest.mark.parametrize("time", [-(10**18) - 1, -1, 10**19 + 1])
+def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
+    for model in ("base", "expert1", "expert2"):
+        os.utime(bench.only_file(model), ns=(time, time))
+    bench.merge(SUM, "out", keep_accumulators=True)
+    manifest = read_manifest_value(bench.folder / "out")
+    path = bench.only_file("expert1")
+    assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
+    assert bench.merge(SUM, "again").expert_bytes == 0
+    assert "version" in str(read_manifest_value(bench.folder / "again").run["reused_by"])
+    plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home, reuse=False)
+    mergepipe.run(plan, bench.folder / "planned", home=bench.home)
+    assert keeping.verify(bench.folder / "planned").is_sound
+    keeping.replay(bench.folder / "planned", bench.folder / "replayed")
+    load_file(bench.only_file("replayed"))

@@ -1,0 +1,1 @@
+"""Test machinery: oracles, families of models, stores, faults, crashes, power loss, fuzzers."""

@@ -1,0 +1,88 @@
+"""Training engines made of known arrays, and ranks made of threads: partial saving without a framework."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import DTYPES, Span
+from mergepipe.tailor.checkpoint import Format, Framework
+from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
+from support.training_trees import KnownStates
+
+_Value = TypeVar("_Value")
+_Result = TypeVar("_Result")
+
+
+def known_view(known: KnownStates, rank: int = 0, world_size: int = 1) -> EngineView:
+    """An engine as ZeRO-3 cuts it: each state of each parameter in equal parts, one a rank, the last one shorter."""
+    shards = []
+    for (name, kind), array in known.arrays.items():
+        share = -(-array.size // world_size)
+        span = Span(min(rank * share, array.size), min((rank + 1) * share, array.size))
+        if span.n_elements:
+            shards.append(_shard(name, kind, span, array.reshape(-1)[span.start : span.stop]))
+    return EngineView(
+        origin=Format.ZERO,
+        framework=Framework.DEEPSPEED,
+        stage=3,
+        world_size=world_size,
+        parameters=dict(known.shapes),
+        tied={},
+        flat_groups=(tuple(known.shapes),),
+        options=({"lr": 0.1},),
+        counters=(LocalCounter(tuple(known.shapes), lambda: float(known.step)),),
+        shards=tuple(shards),
+        writes_counters=True,
+    )
+
+
+def _shard(name: str, kind: str, span: Span, part: NDArray[np.float32]) -> LocalShard:
+    def sample(n_elements: int) -> NDArray[np.float32]:
+        return part[:: max(1, -(-part.size // n_elements))].copy()
+
+    return LocalShard(name, kind, DTYPES["F32"], span, lambda: part.copy().view(np.uint8), sample)
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Where the threads of one group exchange values."""
+
+    barrier: threading.Barrier
+    values: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadRank:
+    """One thread of a group, as a rank."""
+
+    rank: int
+    world_size: int
+    meeting: _Meeting
+
+    def gather(self, value: _Value) -> list[_Value]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        found: list[_Value] = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return found
+
+
+def on_ranks(world_size: int, act: Callable[[Ranks], _Result]) -> list[_Result | Exception]:
+    """Let every rank `act` in a thread of its own; return what each returned or raised."""
+    meeting = _Meeting(threading.Barrier(world_size, timeout=30), [None] * world_size)
+
+    def one(rank: int) -> _Result | Exception:
+        try:
+            return act(ThreadRank(rank, world_size, meeting))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, range(world_size)))

@@ -1,0 +1,314 @@
+"""Synthetic checkpoint families: a base and experts fine-tuned from it, written by streaming."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import BF16, F16, F32, F64, DType
+from mergepipe.errors import OutputError, StorageError
+from support.family_files import write_sidecars
+from support.family_shapes import (
+    DEMO,
+    QWEN3_0_6B,
+    TINY,
+    TINY_LLAMA,
+    Architecture,
+    FamilyShape,
+    FamilyTensor,
+)
+
+__all__ = [
+    "DEMO",
+    "QWEN3_0_6B",
+    "TINY",
+    "TINY_LLAMA",
+    "Architecture",
+    "FamilyPaths",
+    "FamilyShape",
+    "FamilyTensor",
+    "delta_std",
+    "family_bytes",
+    "family_paths",
+    "write_family",
+]
+
+MIN_DELTA_STD = 3e-5
+MAX_DELTA_STD = 1e-3
+_WEIGHT_STD = np.float32(0.02)
+_TILE_ELEMENTS = 64 * 1024
+_SIDECAR_BYTES = 64 * 1024  # generous room for config and tokenizer
+_STORED: dict[DType, np.dtype[np.generic]] = {
+    BF16: np.dtype("<u2"),
+    F16: np.dtype("<f2"),
+    F32: np.dtype("<f4"),
+    F64: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPaths:
+    """Where the models of a family are: directories as `transformers` reads them."""
+
+    base: Path
+    experts: tuple[Path, ...]
+
+    @property
+    def models(self) -> tuple[Path, ...]:
+        """The base, then the experts."""
+        return (self.base, *self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One weight file: its header and its tensors in the order they are stored, without gaps."""
+
+    name: str
+    tensors: tuple[FamilyTensor, ...]
+    header: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The files every model of one family has."""
+
+    shape: FamilyShape
+    dtype: DType
+    shards: tuple[_Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards) + _SIDECAR_BYTES
+
+
+def family_paths(root: Path, experts: int) -> FamilyPaths:
+    """Say where `write_family` puts the models."""
+    return FamilyPaths(root / "base", tuple(root / f"expert-{i}" for i in range(1, experts + 1)))
+
+
+def family_bytes(shape: FamilyShape, experts: int, dtype: DType = BF16) -> int:
+    """Disk a family needs, rounded up by some KB a model."""
+    return (1 + experts) * _layout(shape, dtype, None).nbytes
+
+
+def delta_std(seed: int, expert: int, tensor: str) -> float:
+    """Standard deviation of the delta of `tensor` in expert number `expert` (from 1), before rounding."""
+    low, high = math.log(MIN_DELTA_STD), math.log(MAX_DELTA_STD)
+    return math.exp(_generator(seed, expert, f"size of {tensor}").uniform(low, high))
+
+
+def write_family(
+    root: Path,
+    shape: FamilyShape,
+    experts: int,
+    seed: int = 0,
+    dtype: DType = BF16,
+    shard_bytes: int | None = None,
+    *,
+    threads: int = 2,
+) -> FamilyPaths:
+    """Write a base and `experts` models fine-tuned from it under `root`; same arguments, same bytes.
+
+    Weights are N(0, 0.02²), norms around 1. An expert is the base plus a normal delta whose size is drawn per expert
+    and tensor (`delta_std`), rounded to `dtype`; experts 2, 4, ... have the base's embeddings, bit for bit.
+    `shard_bytes` caps the tensor bytes of a file (a larger tensor has its own); None writes one file a model.
+    Memory: about 2 MB a thread, whatever the shape.
+
+    Raises:
+        StorageError: the disk has not the room.
+        OutputError: one of the model directories exists.
+    """
+    if experts < 0:
+        raise ValueError(f"experts: {experts} is negative")
+    layout = _layout(shape, dtype, shard_bytes)
+    paths = family_paths(root, experts)
+    _refuse_existing(paths)
+    _refuse_full_disk(root, (1 + experts) * layout.nbytes)
+    _write_model(_Model(layout, paths, 0, seed))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_write_model, [_Model(layout, paths, i, seed) for i in range(1, experts + 1)]))
+    return paths
+
+
+def _refuse_existing(paths: FamilyPaths) -> None:
+    for directory in paths.models:
+        if directory.exists():
+            raise OutputError.of("family.exists", directory, "exists already", "remove it or choose another root")
+
+
+def _refuse_full_disk(root: Path, needed_bytes: int) -> None:
+    existing = next(p for p in (root, *root.absolute().parents) if p.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if needed_bytes > free_bytes:
+        raise StorageError.of(
+            "family.no_space", root, f"the family needs {needed_bytes} bytes, {free_bytes} bytes are free"
+        )
+
+
+def _layout(shape: FamilyShape, dtype: DType, shard_bytes: int | None) -> _Layout:
+    if dtype not in _STORED:
+        raise ValueError(f"families cannot be written as {dtype.name}")
+    groups = list(_cut(shape.tensors(), dtype.itemsize, shard_bytes))
+    names = (
+        ["model.safetensors"]
+        if shard_bytes is None
+        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    )
+    return _Layout(shape, dtype, tuple(_shard(n, g, dtype) for n, g in zip(names, groups, strict=True)))
+
+
+def _cut(
+    tensors: tuple[FamilyTensor, ...], itemsize: int, shard_bytes: int | None
+) -> Iterator[tuple[FamilyTensor, ...]]:
+    group: list[FamilyTensor] = []
+    group_bytes = 0
+    for tensor in tensors:
+        nbytes = tensor.n_elements * itemsize
+        if group and shard_bytes is not None and group_bytes + nbytes > shard_bytes:
+            yield tuple(group)
+            group, group_bytes = [], 0
+        group.append(tensor)
+        group_bytes += nbytes
+    yield tuple(group)
+
+
+def _shard(name: str, tensors: tuple[FamilyTensor, ...], dtype: DType) -> _Shard:
+    """Lay tensors out by name, which is what the safetensors library does within one dtype."""
+    ordered = tuple(sorted(tensors, key=lambda t: t.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.n_elements * dtype.itemsize
+        entries[tensor.name] = {"dtype": dtype.name, "shape": tensor.shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return _Shard(name, ordered, header, len(header) + end)
+
+
+def _index(layout: _Layout) -> str:
+    tensor_bytes = sum(shard.nbytes - len(shard.header) for shard in layout.shards)
+    weight_map = {tensor.name: shard.name for shard in layout.shards for tensor in shard.tensors}
+    content = {"metadata": {"total_size": tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """One model to write: number 0 is the base, which is written before any expert."""
+
+    layout: _Layout
+    paths: FamilyPaths
+    number: int
+    seed: int
+
+    def is_frozen(self, tensor: FamilyTensor) -> bool:
+        return self.number > 0 and self.number % 2 == 0 and tensor.is_embedding
+
+
+def _write_model(model: _Model) -> None:
+    directory = model.paths.models[model.number]
+    directory.mkdir(parents=True)
+    for shard in model.layout.shards:
+        with (directory / shard.name).open("xb") as file:
+            file.write(shard.header)
+            if model.number == 0:
+                _write_base(file, shard, model)
+            else:
+                with (model.paths.base / shard.name).open("rb") as base:
+                    base.seek(len(shard.header))
+                    _write_expert(file, base, shard, model)
+    if model.layout.shards[0].name != "model.safetensors":
+        (directory / "model.safetensors.index.json").write_text(_index(model.layout), encoding="utf-8")
+    write_sidecars(directory, model.layout.shape, model.layout.dtype)
+
+
+def _write_base(file: BinaryIO, shard: _Shard, model: _Model) -> None:
+    codec = _Codec(model.layout.dtype)
+    for tensor in shard.tensors:
+        random = _generator(model.seed, 0, tensor.name)
+        for n_elements in _tiles(tensor.n_elements):
+            values_N = codec.values[:n_elements]
+            random.standard_normal(out=values_N, dtype=np.float32)
+            values_N *= _WEIGHT_STD
+            if tensor.is_norm:
+                values_N += np.float32(1)
+            file.write(codec.encode(n_elements))
+
+
+def _write_expert(file: BinaryIO, base: BinaryIO, shard: _Shard, model: _Model) -> None:
+    codec = _Codec(model.layout.dtype)
+    delta = np.empty(_TILE_ELEMENTS, np.float32)
+    for tensor in shard.tensors:
+        random = _generator(model.seed, model.number, tensor.name)
+        std = np.float32(delta_std(model.seed, model.number, tensor.name))
+        for n_elements in _tiles(tensor.n_elements):
+            stored = base.read(n_elements * model.layout.dtype.itemsize)
+            if model.is_frozen(tensor):
+                file.write(stored)
+                continue
+            codec.decode(stored)
+            delta_N = delta[:n_elements]
+            random.standard_normal(out=delta_N, dtype=np.float32)
+            delta_N *= std
+            codec.values[:n_elements] += delta_N
+            file.write(codec.encode(n_elements))
+
+
+def _tiles(n_elements: int) -> Iterator[int]:
+    for start in range(0, n_elements, _TILE_ELEMENTS):
+        yield min(_TILE_ELEMENTS, n_elements - start)
+
+
+def _generator(seed: int, number: int, purpose: str) -> np.random.Generator:
+    key = int.from_bytes(sha256(purpose.encode()).digest()[:8], "little")
+    return np.random.Generator(np.random.SFC64([seed, number, key]))
+
+
+class _Codec:
+    """Converts one tile of finite values between float32 and the stored dtype.
+
+    bf16 is done on integers because the casts of ml_dtypes hold the interpreter lock, and two threads write.
+    """
+
+    def __init__(self, dtype: DType) -> None:
+        self.values: NDArray[np.float32] = np.empty(_TILE_ELEMENTS, np.float32)
+        self._stored = np.empty(_TILE_ELEMENTS, _STORED[dtype])
+        self._bits: NDArray[np.uint32] = np.empty(_TILE_ELEMENTS, np.uint32)
+        self._is_bf16 = dtype == BF16
+
+    def encode(self, n_elements: int) -> memoryview:
+        """Round `values[:n_elements]` to nearest even; the view is valid until the next call."""
+        values_N, stored_N, bits_N = self.values[:n_elements], self._stored[:n_elements], self._bits[:n_elements]
+        if self._is_bf16:
+            float_bits_N = values_N.view(np.uint32)
+            np.right_shift(float_bits_N, 16, out=bits_N)
+            bits_N &= np.uint32(1)
+            bits_N += np.uint32(0x7FFF)
+            bits_N += float_bits_N
+            bits_N >>= np.uint32(16)
+            np.copyto(stored_N, bits_N, casting="same_kind")
+        else:
+            np.copyto(stored_N, values_N, casting="same_kind")
+        return stored_N.data.cast("B")
+
+    def decode(self, stored: bytes) -> None:
+        """Set `values` to the elements of `stored`."""
+        stored_N = np.frombuffer(stored, self._stored.dtype)
+        values_N = self.values[: stored_N.size]
+        if self._is_bf16:
+            np.copyto(values_N.view(np.uint32), stored_N, casting="same_kind")
+            values_N.view(np.uint32)[...] <<= np.uint32(16)
+        else:
+            np.copyto(values_N, stored_N, casting="same_kind")

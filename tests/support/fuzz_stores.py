@@ -1,0 +1,166 @@
+"""Delta stores that are fuzzed: header, index, and the pieces of single blocks behind all checksums."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.core.blocks import BF16, F32, DType, Span
+from mergepipe.deltastore.band_sample import choose_bands
+from mergepipe.deltastore.checkpoint import open_store
+from mergepipe.deltastore.codec.block import BlockContext, RawBytes, decode_block, decode_deltas, encode_block
+from mergepipe.deltastore.codec.levels import Codec, Level, Piece
+from mergepipe.deltastore.header import HEADER_NAME, INDEX_NAME, PIECE_NAMES
+from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
+from mergepipe.deltastore.tensor import PackedTensor
+from mergepipe.deltastore.writer import index_digest
+from mergepipe.errors import MergePipeError
+from mergepipe.jobs.pack import pack
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.testing.rounding import decode, encode
+from support import fuzz_seals as seals
+from support.fuzzing import Target
+from support.mutations import Shape
+
+_LENGTHS = struct.Struct(f"<BB{len(Piece)}I")  # number of the block, level, length of each piece
+_MOST_FILE_BYTES = 1 << 24
+
+
+def store_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
+    """Targets over stores of the golden expert, packed anew, and over blocks in memory."""
+    base = open_checkpoint(LocalStore(), golden / "base.safetensors")
+    pack(golden / "base.safetensors", [golden / "expert.safetensors"], folder / "stores", threads=1)
+    place = folder / "stores" / "expert"
+    indexed = shutil.copytree(place, folder / "indexed")
+    header, index = place / HEADER_NAME, place / INDEX_NAME
+
+    def read_header(raw: bytes) -> object:
+        header.write_bytes(raw)
+        return _fetch_all(place, base)
+
+    sound_header = header.read_bytes()
+    return (
+        Target("store-header", read_header, Shape((sound_header,), seals.seal_store_header, is_json=True)),
+        Target("store-index", _index_reader(indexed, base),
+               Shape((index.read_bytes(),), split=seals.fixed(ROW_BYTES))),
+        _block_target(),
+    )  # fmt: skip
+
+
+def _index_reader(place: Path, base: Checkpoint) -> Callable[[bytes], object]:
+    """Put an index in a store whose header knows its digest, and whose files have the sizes that it says."""
+    document = json.loads((place / HEADER_NAME).read_bytes())
+
+    def read(raw: bytes) -> object:
+        (place / INDEX_NAME).write_bytes(raw)
+        sealed = seals.seal_store_header(json.dumps({**document, "index_blake3": index_digest(raw)}).encode())
+        (place / HEADER_NAME).write_bytes(sealed)
+        try:
+            index = StoreIndex.parse(raw, "fuzzed")
+        except MergePipeError:
+            return open_store(LocalStore(), place, base)
+        for piece in Piece:
+            os.truncate(place / PIECE_NAMES[piece], min(index.file_bytes(piece), _MOST_FILE_BYTES))
+        return _fetch_all(place, base)
+
+    return read
+
+
+def _fetch_all(place: Path, base: Checkpoint) -> int:
+    """Open a store and fetch every tensor at every level; the number of bytes."""
+    store, fetched = LocalStore(), 0
+    for tensor in open_store(store, place, base).tensors.values():
+        if not isinstance(tensor, PackedTensor):
+            continue
+        for level in (Level.HEAD, Level.LOSSLESS):
+            leveled = tensor.at_level(level)
+            out = np.zeros(leveled.n_elements * leveled.dtype.itemsize, np.uint8)
+            with open_files(store, {*(entry.file for entry in leveled.stored), leveled.base.file}) as files:
+                leveled.opened(files)(Span(0, leveled.n_elements), out, Purpose.EXPERT)
+            fetched += len(out)
+    return fetched
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A block as it was encoded, and what it is decoded beside."""
+
+    codec: Codec
+    context: BlockContext
+    pieces: dict[Piece, RawBytes]
+
+    def content(self, number: int, level: Level) -> bytes:
+        stored = [self.pieces.get(piece, np.empty(0, np.uint8)).tobytes() for piece in Piece]
+        return _LENGTHS.pack(number, level, *map(len, stored)) + b"".join(stored)
+
+
+def _cases() -> list[_Case]:
+    rng = np.random.default_rng(0)
+    found = []
+    for n, dtype, step in ((5000, BF16, 1e-4), (4096, BF16, 1e-2), (700, BF16, 1e-4), (900, F32, 1e-5)):
+        base_N = (rng.standard_normal(n) * 0.02).astype(np.float32)
+        base, expert = (
+            _stored(base_N, dtype),
+            _stored(base_N + (rng.standard_normal(n) * step).astype(np.float32), dtype),
+        )
+        bands = choose_bands(np.asarray(_values(expert, dtype) - _values(base, dtype)), is_sample=False)
+        block = encode_block(base, expert, dtype, bands)
+        found.append(_Case(block.codec, BlockContext(base, dtype, bands, "fuzzed"), dict(block.pieces)))
+    return found
+
+
+def _stored(values_N: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: DType) -> RawBytes:
+    return np.frombuffer(encode(values_N, dtype).tobytes(), np.uint8)
+
+
+def _values(stored: RawBytes, dtype: DType) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return decode(stored.tobytes(), dtype)
+
+
+def _block_target() -> Target:
+    cases = _cases()
+    levels = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS)
+
+    def read(raw: bytes) -> object:
+        if len(raw) < _LENGTHS.size:
+            return None
+        number, level, *lengths = _LENGTHS.unpack_from(raw)
+        case, at, pieces = cases[number % len(cases)], _LENGTHS.size, dict[Piece, RawBytes]()
+        for piece, length in zip(Piece, lengths, strict=True):
+            pieces[piece] = np.frombuffer(raw[at : at + length], np.uint8)
+            at += min(length, len(raw))
+        return _decode(case, levels[level % len(levels)], pieces)
+
+    seeds = tuple(case.content(n, level) for n, case in enumerate(cases) for level in (Level.HEAD, Level.LOSSLESS))
+    return Target("store-block", read, Shape(seeds, split=_parts_of))
+
+
+def _decode(case: _Case, level: Level, pieces: dict[Piece, RawBytes]) -> int:
+    out = np.zeros(len(case.context.base), np.uint8)
+    if level is Level.LOSSLESS:
+        decode_block(case.codec, pieces, case.context, out)
+    deltas_N = np.zeros(len(case.context.base) // case.context.dtype.itemsize, np.float32)
+    decode_deltas(case.codec, level, pieces, case.context, deltas_N)
+    return len(out)
+
+
+def _parts_of(content: bytes) -> Sequence[bytes]:
+    head = content[: _LENGTHS.size]
+    if len(head) < _LENGTHS.size:
+        return [content]
+    parts, at = [head], _LENGTHS.size
+    for length in _LENGTHS.unpack(head)[2:]:
+        parts.append(content[at : at + length])
+        at += min(length, len(content))
+    return [*parts, content[at:]]

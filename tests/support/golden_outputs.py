@@ -1,0 +1,206 @@
+"""Digests of twenty merges, of plans, packed experts and composites, which a change of structure must not change.
+
+`PYTHONPATH=tests python -m support.golden_outputs` writes the recorded digests anew: do that only for a change of
+results that is meant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import mergepipe
+from support.disk_families import make_models
+from support.disk_families import write_family as write_odd_family
+from support.families import FamilyShape, write_family
+from support.places import GOLDEN
+from support.training_trees import (
+    decay_groups,
+    decoder_shapes,
+    known_states,
+    write_dcp,
+    write_hf,
+    write_zero3,
+    write_zero12,
+)
+
+RECORD = GOLDEN / "outputs.json"
+SHAPE = FamilyShape(hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=2048, tied=True)
+N_EXPERTS = 3
+BLOCK_ELEMENTS = 1 << 14
+NOT_COMPARED = (
+    "mergepipe.json", "mergepipe.keys", "mergepipe.overlay-table", "mergepipe.accumulators.json",
+    "mergepipe-store.json", "README.md",
+)  # fmt: skip
+"""Files that tell of places, times and versions; what they say of results stands in other files as well."""
+IDENTIFYING = {"digest", "files", "path", "identity", "recipe", "mtime_ns", "reuse", "format", "content_id"}
+"""Fields of a plan that say which inputs are meant: these may change their form."""
+
+DENSITIES = "{weight: 0.6, density: 0.2}", "{weight: 0.4, density: 0.35}", "{weight: -0.3, density: 0.5}"
+WEIGHTS = "{weight: 0.6}", "{weight: 0.4}", "{weight: -0.3}"
+NOTHING = "{}", "{}", "{}"
+DELLA = tuple(text.replace("}", ", epsilon: 0.1}") for text in DENSITIES)
+BREADCRUMBS = tuple(text.replace("}", ", gamma: 0.05}") for text in DENSITIES)
+METHODS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "linear": (WEIGHTS, "{normalize: true}"),
+    "task_arithmetic": (WEIGHTS, "{lambda: 0.9}"),
+    "ties": (DENSITIES, "{normalize: true}"),
+    "dare_linear": (DENSITIES, "{rescale: true}"),
+    "dare_ties": (DENSITIES, "{normalize: false}"),
+    "breadcrumbs": (BREADCRUMBS, "{}"),
+    "breadcrumbs_ties": (BREADCRUMBS, "{}"),
+    "della": (DELLA, "{lambda: 0.8}"),
+    "della_linear": (DELLA, "{}"),
+    "sce": (NOTHING, "{select_topk: 0.4}"),
+    "model_stock": (NOTHING, "{}"),
+    "karcher": (NOTHING, "{}"),
+    "multislerp": (("{weight: 0.6}", "{weight: 0.4}", "{weight: 0.3}"), "{}"),
+    "slerp": (("{}",), "{t: 0.35}"),
+    "nuslerp": (("{weight: 0.6}", "{weight: 0.4}"), "{}"),
+    "nearswap": (("{}",), "{t: 0.001}"),
+    "arcee_fusion": (("{}",), "{}"),
+}
+BUDGETED = ("linear", "ties", "dare_ties")
+ODD_RECIPE = """merge_method: ties
+base_model: odd/base
+models:
+  - {model: odd/expert1, parameters: {weight: 0.7, density: 0.4}}
+  - {model: odd/expert2-bare.safetensors, parameters: {weight: 0.5, density: 0.8}}
+"""
+SLICES_RECIPE = """merge_method: passthrough
+dtype: bfloat16
+slices:
+  - sources: [{model: family/expert-1, layer_range: [0, 2]}]
+  - sources: [{model: family/expert-2, layer_range: [1, 3]}]
+"""
+TIES_RECIPE = "ties.yml"
+
+
+def recipe_text(method: str, dtype: str = "bfloat16") -> str:
+    """The recipe of one method over the family."""
+    models, shared = METHODS[method]
+    lines = [f"  - {{model: family/expert-{i}, parameters: {text}}}" for i, text in enumerate(models, 1)]
+    return "\n".join([
+        f"merge_method: {method}", "base_model: family/base", "models:", *lines, f"parameters: {shared}",
+        f"dtype: {dtype}", "",
+    ])  # fmt: skip
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """A digest of every file of a folder whose content follows from the job alone."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in NOT_COMPARED
+    }
+
+
+def without_identities(value: object) -> object:
+    """A JSON tree without the fields that identify inputs."""
+    if isinstance(value, dict):
+        return {key: without_identities(each) for key, each in value.items() if key not in IDENTIFYING}
+    if isinstance(value, list):
+        return [without_identities(each) for each in value]
+    return value
+
+
+def all_digests(root: Path) -> dict[str, dict[str, str]]:
+    """Run every job below an empty folder; what each gives, by job and file."""
+    write_family(root / "family", SHAPE, N_EXPERTS)
+    write_odd_family(root / "odd", make_models(2))
+    for method in METHODS:
+        (root / f"{method}.yml").write_text(recipe_text(method))
+    return {**merges(root), **plans(root), **packs(root), **composites(root / "training")}
+
+
+def merges(root: Path) -> dict[str, dict[str, str]]:
+    """Merges in full of every method, of odd dtypes and of slices; an overlay; kept sums."""
+    (root / "odd.yml").write_text(ODD_RECIPE)
+    (root / "slices.yml").write_text(SLICES_RECIPE)
+    (root / "float32.yml").write_text(recipe_text("ties", "float32"))
+    results: dict[str, dict[str, str]] = {}
+
+    def add(name: str, recipe: str, **options: object) -> None:
+        out = root / "out" / name.replace(" ", "-")
+        call: Callable[..., object] = mergepipe.merge
+        call(root / recipe, out, catalog=False, threads=2, reuse=False, **options)
+        results[name] = tree(out)
+
+    for method in METHODS:
+        add(f"merge {method}", f"{method}.yml")
+    for name in ("odd", "slices", "float32"):
+        add(f"merge {name}", f"{name}.yml")
+    add("merge in shards", "linear.yml", shard_bytes=200_000)
+    add("merge overlay", TIES_RECIPE, overlay=True)
+    add("merge keeping sums", "linear.yml", keep_accumulators=True)
+    return results
+
+
+def plans(root: Path) -> dict[str, dict[str, str]]:
+    """Plans of three methods under two budgets, with statistics, and the merges that they lead to."""
+    home = root / "home"
+    mergepipe.analyze(root / "family/base", [root / f"family/expert-{i}" for i in (1, 2, 3)], home=home)
+    results = {}
+    for method in BUDGETED:
+        for budget in ("20%", "55%"):
+            plan = mergepipe.plan(root / f"{method}.yml", budget=budget, block_elements=BLOCK_ELEMENTS, home=home)
+            text = json.dumps(without_identities(json.loads(plan.to_json())), sort_keys=True)
+            out = root / "out" / f"{method}-{budget}"
+            mergepipe.run(plan, out, catalog=False)
+            digest = hashlib.sha256(text.replace(str(root), "").encode()).hexdigest()[:32]
+            results[f"plan {method} {budget}"] = {"plan": digest, **tree(out)}
+    return results
+
+
+def packs(root: Path) -> dict[str, dict[str, str]]:
+    """Packed experts, what is unpacked of one, and a merge that reads them."""
+    experts = [root / f"family/expert-{i}" for i in (1, 2)]
+    mergepipe.pack(root / "family/base", experts, root / "packed")
+    mergepipe.unpack(root / "packed/expert-1", root / "unpacked")
+    text = recipe_text("ties").replace("family/expert-1", "packed/expert-1")
+    (root / "packed.yml").write_text(text.replace("family/expert-2", "packed/expert-2"))
+    out = root / "out" / "packed"
+    mergepipe.merge(root / "packed.yml", out, catalog=False, reuse=False)
+    found = {"pack": tree(root / "packed"), "unpack": tree(root / "unpacked"), "merge packed": tree(out)}
+    if found["merge packed"] != tree(root / "out" / "merge-ties"):
+        raise AssertionError("packed experts are merged to other bytes than the originals")
+    return found
+
+
+def composites(root: Path) -> dict[str, dict[str, str]]:
+    """One composite of each training format, from two checkpoints."""
+    shapes = decoder_shapes()
+    results = {}
+    for kind in ("hf", "zero2", "zero3", "dcp"):
+        for number, step in enumerate((3, 7)):
+            known = known_states(shapes, seed=number, step=step)
+            folder = root / kind / f"checkpoint-{step}"
+            match kind:
+                case "hf":
+                    write_hf(folder, known)
+                case "zero2":
+                    write_zero12(folder, known, decay_groups(shapes), 2)
+                case "zero3":
+                    write_zero3(folder, known, decay_groups(shapes), 2)
+                case _:
+                    write_dcp(folder, known, 2)
+        recipe = root / f"{kind}.yml"
+        units = f"{{from: {kind}/checkpoint-3, units: ['layers 0-1', embed]}}"
+        recipe.write_text(f"default: {kind}/checkpoint-7\ntake:\n  - {units}\n")
+        out = root / "out" / kind
+        mergepipe.tailor.compose(recipe, out)
+        results[f"composite {kind}"] = tree(out)
+    return results
+
+
+def main() -> None:
+    """Write the record anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        RECORD.write_text(json.dumps(all_digests(Path(folder)), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

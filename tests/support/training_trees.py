@@ -1,0 +1,264 @@
+"""Small training checkpoints in every format, written from known arrays without the frameworks.
+
+Layouts are made the frameworks' way round (concatenate, pad, split), not the reader's (intersect ranges).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from support.safetensors_bytes import file_bytes, record
+from support.torch_bytes import Array, Call, Named, PickleWriter, View, torch_bytes
+
+STATES = ("exp_avg", "exp_avg_sq")
+RATE = 0.1
+SAMPLES_A_STEP = 8
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStates:
+    """What a written checkpoint holds: `arrays` by (parameter, kind); kinds are fp32, exp_avg, exp_avg_sq."""
+
+    shapes: Shapes
+    arrays: Mapping[tuple[str, str], Array]
+    step: int
+
+
+def known_states(shapes: Shapes, *, seed: int = 0, step: int = 7) -> KnownStates:
+    """Random values, all different."""
+    generator = np.random.default_rng(seed)
+    kinds = ("fp32", *STATES)
+    arrays = {(n, k): generator.standard_normal(s).astype(np.float32) for n, s in shapes.items() for k in kinds}
+    return KnownStates(shapes, arrays, step)
+
+
+def decoder_shapes(
+    n_layers: int = 3, width: int = 5, vocabulary: int = 11, *, tied: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """A Llama's parameters with odd sizes, in the order the model defines them."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    for index in range(n_layers):
+        prefix = f"model.layers.{index}"
+        for module, shape in (
+            ("self_attn.q_proj", (width + 1, width)), ("self_attn.k_proj", (3, width)),
+            ("self_attn.v_proj", (3, width)), ("self_attn.o_proj", (width, width + 1)),
+            ("mlp.gate_proj", (7, width)), ("mlp.up_proj", (7, width)), ("mlp.down_proj", (width, 7)),
+            ("input_layernorm", (width,)), ("post_attention_layernorm", (width,)),
+        ):  # fmt: skip
+            shapes[f"{prefix}.{module}.weight"] = shape
+    shapes["model.norm.weight"] = (width,)
+    return shapes if tied else shapes | {"lm_head.weight": (vocabulary, width)}
+
+
+def decay_groups(shapes: Shapes) -> list[list[str]]:
+    """The two usual groups: weights with decay, norms without."""
+    return [[n for n in shapes if "norm" not in n], [n for n in shapes if "norm" in n]]
+
+
+def _step(value: int) -> Array:
+    return np.array(value, dtype=np.float32)
+
+
+def _adam(step: int, average: Array, square: Array) -> dict[str, object]:
+    return {"step": _step(step), "exp_avg": average, "exp_avg_sq": square}
+
+
+def _options(members: Sequence[Sequence[int]]) -> list[dict[str, object]]:
+    return [{"lr": RATE, "betas": (0.9, 0.999), "params": list(numbers)} for numbers in members]
+
+
+def _stage(number: int) -> Call:
+    return Call(Named("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))
+
+
+def _size(shape: tuple[int, ...]) -> Call:
+    return Call(Named("torch", "Size"), (shape,))
+
+
+def _model_file(known: KnownStates, groups: Sequence[Sequence[str]], world_size: int, module: object) -> bytes:
+    return torch_bytes({
+        "module": module,
+        "param_shapes": [{n: _size(known.shapes[n]) for n in group} for group in groups],
+        "shared_params": {},
+        "lr_scheduler": None,
+        "global_steps": known.step,
+        "global_samples": known.step * SAMPLES_A_STEP,
+        "dp_world_size": world_size,
+    })  # fmt: skip
+
+
+def write_zero12(
+    folder: Path, known: KnownStates, groups: Sequence[Sequence[str]], world_size: int, *, stage: int = 2
+) -> None:
+    """A DeepSpeed tag directory of stage 1 or 2: groups concatenated, padded to 2 x ranks, cut in equal parts."""
+    folder.mkdir(parents=True)
+    module: dict[str, object] = {}
+    parts: dict[tuple[int, str], list[Array]] = {}
+    for index, group in enumerate(groups):
+        for kind in ("fp32", *STATES):
+            flat = np.concatenate([known.arrays[n, kind].reshape(-1) for n in group])
+            padded = np.concatenate([flat, np.zeros(-flat.size % (2 * world_size), np.float32)])
+            parts[index, kind] = np.split(padded, world_size)
+            if kind == "fp32":
+                n_padding = padded.size - flat.size
+                last = parts[index, kind][-1]
+                parts[index, kind][-1] = last[: max(0, last.size - n_padding)]
+                starts = np.cumsum([0, *(known.arrays[n, kind].size for n in group)])
+                module |= {n: View(flat, int(s), known.shapes[n]) for n, s in zip(group, starts, strict=False)}
+    (folder / "mp_rank_00_model_states.pt").write_bytes(_model_file(known, groups, world_size, module))
+    for rank in range(world_size):
+        state = {
+            i: _adam(known.step, parts[i, "exp_avg"][rank], parts[i, "exp_avg_sq"][rank]) for i in range(len(groups))
+        }
+        optimizer = {
+            "base_optimizer_state": {"state": state, "param_groups": _options([[i] for i in range(len(groups))])},
+            "single_partition_of_fp32_groups": [parts[i, "fp32"][rank] for i in range(len(groups))],
+            "zero_stage": _stage(stage),
+            "partition_count": [world_size] * len(groups),
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        (folder / name).write_bytes(torch_bytes({"optimizer_state_dict": optimizer}))
+
+
+def write_zero3(
+    folder: Path,
+    known: KnownStates,
+    groups: Sequence[Sequence[str]],
+    world_size: int,
+    *,
+    members: Sequence[Sequence[int]] | None = None,
+    config: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """A DeepSpeed tag directory of stage 3: every parameter padded and cut by itself.
+
+    `members` are the flat groups of each parameter group, which are one each unless given.
+    """
+    options = _options(members or [[i] for i in range(len(groups))])
+    folder.mkdir(parents=True)
+    module = {n: np.zeros(0, np.float32) for n in known.shapes}
+    for rank in range(world_size):
+        flats = [{k: _shares(known, group, k, rank, world_size) for k in ("fp32", *STATES)} for group in groups]
+        state = {i: _adam(known.step, flat["exp_avg"], flat["exp_avg_sq"]) for i, flat in enumerate(flats)}
+        optimizer = {
+            "zero_stage": _stage(3),
+            "partition_count": world_size,
+            "optimizer_state_dict": {"state": state, "param_groups": options},
+            "fp32_flat_groups": [flat["fp32"] for flat in flats],
+        }
+        prefix = f"zero_pp_rank_{rank}_mp_rank_00"
+        content = torch_bytes({"optimizer_state_dict": optimizer, "ds_config": dict(config)})
+        (folder / f"{prefix}_optim_states.pt").write_bytes(content)
+        (folder / f"{prefix}_model_states.pt").write_bytes(_model_file(known, groups, world_size, module))
+
+
+def _shares(known: KnownStates, group: Sequence[str], kind: str, rank: int, world_size: int) -> Array:
+    shares = []
+    for name in group:
+        flat = known.arrays[name, kind].reshape(-1)
+        padded = np.concatenate([flat, np.zeros(-flat.size % world_size, np.float32)])
+        shares.append(np.split(padded, world_size)[rank])
+    return np.concatenate(shares)
+
+
+def write_trainer_files(folder: Path, known: KnownStates, *, tied: bool = False) -> None:
+    """What the Trainer writes beside the optimizer state: configuration, weights, its own state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header: dict[str, object] = {}
+    content = b""
+    for name in sorted(known.shapes):
+        raw = known.arrays[name, "fp32"].tobytes()
+        header[name] = record(len(content), len(content) + len(raw), shape=list(known.shapes[name]))
+        content += raw
+    (folder / "model.safetensors").write_bytes(file_bytes(header, content))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": known.step}))
+
+
+def write_hf(folder: Path, known: KnownStates, *, tied: bool = False) -> None:
+    """A plain Trainer checkpoint: optimizer states numbered decayed first."""
+    write_trainer_files(folder, known, tied=tied)
+    groups = decay_groups(known.shapes)
+    names = [n for group in groups for n in group]
+    state = {i: _adam(known.step, *(known.arrays[n, k] for k in STATES)) for i, n in enumerate(names)}
+    numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(names)))]
+    options = [{"lr": RATE, "params": n} for n in numbers]
+    (folder / "optimizer.pt").write_bytes(torch_bytes({"state": state, "param_groups": options}))
+
+
+def write_dcp(
+    folder: Path,
+    known: KnownStates,
+    world_size: int,
+    *,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    plain: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """A DCP directory: rows of every tensor spread over the ranks, one archive a chunk, one file a rank.
+
+    `tied` adds weights that are copies of others, by name; `plain` values that are no tensors, by key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    keyed = {f"model.{n}": known.arrays[n, "fp32"] for n in known.shapes}
+    keyed |= {f"model.{alias}": known.arrays[owner, "fp32"] for alias, owner in tied.items()}
+    keyed |= {f"optim.state.{n}.{k}": known.arrays[n, k] for n in known.shapes for k in STATES}
+    keyed |= {f"optim.state.{n}.step": _step(known.step) for n in known.shapes}
+    files = [bytearray() for _ in range(world_size)]
+    described: dict[str, object] = {}
+    stored = []
+    for key, array in keyed.items():
+        chunks = []
+        for rank, (start, rows) in enumerate(_rows(array, world_size)):
+            offsets = (start, *(0,) * (array.ndim - 1)) if array.ndim else ()
+            item = torch_bytes(np.ascontiguousarray(rows))
+            chunks.append(_dcp("ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(rows.shape)}))
+            index = _dcp("MetadataIndex", {"fqn": key, "index": rank, "offset": _size(offsets)})
+            stored.append((index, _place(rank, len(files[rank]), len(item))))
+            files[rank] += item
+        properties = _dcp("TensorProperties", (Named("torch", "float32"), False))
+        described[key] = _dcp(
+            "TensorStorageMetadata", {"properties": properties, "size": _size(array.shape), "chunks": chunks}
+        )
+    for key, value in plain.items():
+        item = torch_bytes(value)
+        described[key] = _dcp("BytesStorageMetadata", None)
+        stored.append((_dcp("MetadataIndex", {"fqn": key, "index": None}), _place(0, len(files[0]), len(item))))
+        files[0] += item
+    for rank, content in enumerate(files):
+        (folder / f"__{rank}_0.distcp").write_bytes(content)
+    (folder / ".metadata").write_bytes(_metadata(described, stored))
+
+
+def _rows(array: Array, world_size: int) -> list[tuple[int, Array]]:
+    """Rows as FSDP2 spreads them: ceil(rows / ranks) each, the last ranks fewer or none; a scalar on rank 0."""
+    if not array.ndim:
+        return [(0, array)]
+    share = -(-array.shape[0] // world_size)
+    starts = range(0, array.shape[0], share)
+    return [(start, array[start : start + share]) for start in starts]
+
+
+def _dcp(name: str, state: object) -> Call:
+    return Call(Named("torch.distributed.checkpoint.metadata", name), state=state, new=True)
+
+
+def _place(rank: int, offset: int, nbytes: int) -> Call:
+    kind = Named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    state = {"relative_path": f"__{rank}_0.distcp", "offset": offset, "length": nbytes}
+    return Call(kind, state=state, new=True)
+
+
+def _metadata(described: Mapping[str, object], stored: Sequence[tuple[Call, Call]]) -> bytes:
+    """`.metadata`, whose storage mapping has objects as keys."""
+    writer = PickleWriter()
+    storage = b"}(" + b"".join(writer.encode(key) + writer.encode(place) for key, place in stored) + b"u"
+    state = b"}(" + writer.encode("state_dict_metadata") + writer.encode(dict(described))
+    state += writer.encode("storage_data") + storage + b"u"
+    kind = Named("torch.distributed.checkpoint.metadata", "Metadata")
+    return b"\x80\x02" + writer.encode(kind) + b")\x81" + state + b"b."

@@ -1,0 +1,89 @@
+"""Which units the strategies choose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergepipe.errors import LimitError, RecipeError
+from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Situation, Strategy, choose_units
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
+
+
+def model(n_layers: int) -> tuple[Unit, ...]:
+    return (EMBED, *(layer(i) for i in range(n_layers)), NORM, LM_HEAD, Unit(UnitKind.OTHER, name="vision"))
+
+
+def chosen(strategy: Strategy, n_partial: int, n_layers: int = 6) -> list[str]:
+    return [str(unit) for unit in choose_units(strategy, Situation(model(n_layers), n_partial))]
+
+
+def test_parity__takes_halves_in_turn() -> None:
+    assert chosen(Parity(), 0) == ["embed", "layer 0", "layer 2", "layer 4"]
+    assert chosen(Parity(), 1) == ["layer 1", "layer 3", "layer 5", "norm", "lm_head", "other:vision"]
+    assert chosen(Parity(), 2) == chosen(Parity(), 0)
+
+
+def test_filter__takes_the_edges_each_time() -> None:
+    saves = [set(chosen(Filter(edge_layers=1, every=3), n)) for n in range(6)]
+    assert set.intersection(*saves) == {"layer 0", "layer 5"}
+    assert saves[3:] == saves[:3]
+    assert [len(save) for save in saves[:3]] == [5, 5, 4]  # 8 other units in 3 turns
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 2, 3])
+def test_filter__bears_more_edges_than_layers(n_layers: int) -> None:
+    assert set(chosen(Filter(edge_layers=2, every=5), 4, n_layers)) >= {f"layer {i}" for i in range(min(n_layers, 3))}
+
+
+@given(st.integers(0, 12), st.integers(0, 5), st.integers(1, 6), st.integers(0, 20))
+def test_choose_units__covers_the_model_in_one_round(n_layers: int, edge: int, every: int, start: int) -> None:
+    for strategy, n_saves in ((Parity(), 2), (Filter(edge, every), every)):
+        situation = [Situation(model(n_layers), start + i) for i in range(n_saves)]
+        found = {unit for each in situation for unit in choose_units(strategy, each)}
+        assert found == set(model(n_layers))
+
+
+@pytest.mark.parametrize(("edge", "every"), [(-1, 2), (1, 0)])
+def test_filter__refuses_numbers_that_mean_nothing(edge: int, every: int) -> None:
+    with pytest.raises(RecipeError, match="edge_layers"):
+        Filter(edge, every)
+
+
+sizes = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 50), st.integers(0, 9)), min_size=4, max_size=12)
+
+
+@given(sizes, st.integers(50, 300))
+def test_latest_changed__keeps_to_its_budget_and_takes_what_changed_most(
+    found: list[tuple[float, int, int]], budget: int
+) -> None:
+    units = tuple(layer(i) for i in range(len(found)))
+    changes = {u: f[0] for u, f in zip(units, found, strict=True)}
+    nbytes = {u: f[1] for u, f in zip(units, found, strict=True)}
+    saved = {u: f[2] for u, f in zip(units, found, strict=True)}
+    picked = choose_units(LatestChanged(budget), Situation(units, 0, changes, saved, nbytes))
+    spent = sum(nbytes[unit] for unit in picked)
+    assert spent <= budget
+    assert list(picked) == sorted(picked)
+    assert all(changes[unit] > 0 for unit in picked)
+    most = max(changes.values())
+    assert most == 0 or any(changes[unit] == most for unit in picked)
+    left_out = [unit for unit in units if unit not in picked and changes[unit] > 0]
+    assert all(nbytes[unit] > budget - spent for unit in left_out)
+
+
+def test_latest_changed__takes_the_older_of_two_unknown_ones() -> None:
+    units = (layer(0), layer(1), layer(2))
+    situation = Situation(
+        units, 3, dict.fromkeys(units, math.inf), {layer(0): 8, layer(1): 4, layer(2): 6}, dict.fromkeys(units, 10)
+    )
+    assert choose_units(LatestChanged(20), situation) == (layer(1), layer(2))
+
+
+def test_latest_changed__refuses_a_budget_that_starves_a_unit() -> None:
+    situation = Situation((EMBED, NORM), 0, {EMBED: 1.0, NORM: 1.0}, {}, {EMBED: 100, NORM: 1})
+    with pytest.raises(LimitError, match="embed: needs 100 bytes, each save may take 99"):
+        choose_units(LatestChanged(99), situation)

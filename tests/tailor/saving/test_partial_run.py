@@ -1,0 +1,208 @@
+"""A run of partial saves, on ranks made of threads: what is saved, logged, kept and given up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
+from mergepipe.storage.local import LocalStore
+from mergepipe.tailor.composition.from_log import composition_from_log_file
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.saving.changes import ChangeTracker
+from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank
+from mergepipe.tailor.saving.partial_run import PartialRun, no_extra_files
+from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
+from mergepipe.tailor.saving.save_journal import LOG_NAME, PAPER_LOG_NAME, read_journal
+from mergepipe.tailor.saving.save_log import SaveRecord
+from mergepipe.tailor.saving.unit_choice import Filter, LatestChanged, Parity, Strategy
+from mergepipe.tailor.units import LM_HEAD, Unit, layer
+from support.engine_views import known_view, on_ranks
+from support.training_trees import KnownStates, decoder_shapes, known_states
+
+SHAPES = decoder_shapes(n_layers=4)
+
+
+def at_step(step: int) -> KnownStates:
+    return known_states(SHAPES, seed=step, step=step)
+
+
+def save(run: Path, step: int, ranks: Ranks, strategy: Strategy | None = None) -> SaveRecord:
+    saves = PartialRun(run, strategy or Parity(), ranks)
+    return saves.save(known_view(at_step(step), ranks.rank, ranks.world_size), step, saves.history(step))
+
+
+def save_on(world_size: int, run: Path, *steps: int) -> list[SaveRecord]:
+    records = []
+    for step in steps:
+        results = on_ranks(world_size, lambda ranks, step=step: save(run, step, ranks))  # type: ignore[misc]
+        assert all(isinstance(result, SaveRecord) for result in results), results
+        records += [result for result in results[:1] if isinstance(result, SaveRecord)]
+    return records
+
+
+def stored(folder: Path) -> dict[tuple[str, str], bytes]:
+    states = open_training_checkpoint(LocalStore(), folder).states
+    return {
+        key: b"".join(p.file.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
+        for key, state in states.items()
+    }
+
+
+def known_bytes(known: KnownStates, units: Iterable[Unit]) -> dict[tuple[str, str], bytes]:
+    names = {name for unit in units for name in known_view(known).units.parameters[unit]}
+    return {key: array.tobytes() for key, array in known.arrays.items() if key[0] in names}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world_size: int) -> None:
+    records = save_on(world_size, tmp_path, 2, 4, 6)
+    assert [(r.folder, r.is_full) for r in records] == [("full-2", True), ("partial-4", False), ("partial-6", False)]
+    assert set(records[0].units) == set(records[1].units) | set(records[2].units)
+    for record in records:
+        folder = tmp_path / str(record.folder)
+        assert stored(folder) == known_bytes(at_step(record.step), record.units)
+        assert record.saved_bytes == sum(path.stat().st_size for path in folder.iterdir())
+        assert {s.value for s in open_training_checkpoint(LocalStore(), folder).steps} == {record.step}
+
+
+def test_save__writes_both_logs(tmp_path: Path) -> None:
+    records = save_on(2, tmp_path, 2, 4)
+    assert read_journal(tmp_path).records == tuple(replace(r, seconds=round(r.seconds, 6)) for r in records)
+    paper = [json.loads(line) for line in (tmp_path / PAPER_LOG_NAME).read_text().splitlines()]
+    assert paper == [{"step": 2, "flag": [0, 1, 2, 3, 4, 5, 6]}, {"step": 4, "flag": [1, 3, 6]}]
+
+
+def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:
+    save_on(2, tmp_path, 2, 4, 6, 8)
+    found = composition_from_log_file(tmp_path / LOG_NAME, tmp_path, 7)
+    assert {(str(s.unit), s.step) for s in found.sources} == {
+        ("embed", 4), ("layer 0", 4), ("layer 1", 6), ("layer 2", 4), ("layer 3", 6), ("norm", 6), ("lm_head", 6),
+    }  # fmt: skip
+    assert found.default == tmp_path / "full-2"
+
+
+def failing(view: EngineView) -> EngineView:
+    def read() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        raise OSError(5, "Input/output error")
+
+    def broken(shard: LocalShard) -> LocalShard:
+        return replace(shard, read=read) if "layers.2" in shard.parameter else shard
+
+    return replace(view, shards=tuple(broken(shard) for shard in view.shards))
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_save__a_rank_that_fails_makes_all_fail_and_nothing_visible(tmp_path: Path, bad_rank: int) -> None:
+    save_on(2, tmp_path, 2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def act(ranks: Ranks) -> SaveRecord:
+        view = known_view(at_step(4), ranks.rank, 2)
+        saves = PartialRun(tmp_path, Parity(), ranks)
+        return saves.save(failing(view) if ranks.rank == bad_rank else view, 4, saves.history(4))
+
+    results = on_ranks(2, act)
+    assert [type(result) for result in results] == [StorageError, StorageError]
+    assert "Input/output error" in str(results[0])
+    assert "Input/output error" in str(results[1])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert [r.folder for r in save_on(2, tmp_path, 4)] == ["partial-4"]
+
+
+def test_save__keeps_what_was_saved_before_training_went_back(tmp_path: Path) -> None:
+    save_on(1, tmp_path, 2, 4, 6)
+    first = stored(tmp_path / "partial-4")
+    PartialRun(tmp_path, Parity(), SingleRank()).start(2)
+    again = save_on(1, tmp_path, 4)[0]
+    assert (again.folder, stored(tmp_path / "partial-4")) == ("partial-4-r1", first)
+    assert [r.folder for r in read_journal(tmp_path).records] == ["full-2", "partial-4-r1"]
+
+
+def test_save__is_full_again_when_the_full_one_is_gone(tmp_path: Path) -> None:
+    save_on(1, tmp_path, 2)
+    (tmp_path / "full-2").rename(tmp_path / "elsewhere")
+    assert [r.folder for r in save_on(1, tmp_path, 4, 6)] == ["full-4", "partial-6"]
+
+
+def test_save__mends_a_log_that_a_crash_cut_short(tmp_path: Path) -> None:
+    save_on(1, tmp_path, 2)
+    with (tmp_path / LOG_NAME).open("a") as stream:
+        stream.write('{"event": "save", "st')
+    save_on(1, tmp_path, 4)
+    assert [(r.step, r.folder) for r in read_journal(tmp_path).records] == [(2, "full-2"), (4, "partial-4")]
+
+
+def test_write_partial__never_replaces(tmp_path: Path) -> None:
+    job = PartialJob(known_view(at_step(2)), (layer(0),), 2, tmp_path / "partial-2", no_extra_files)
+    write_partial(job, SingleRank())
+    before = stored(tmp_path / "partial-2")
+    with pytest.raises(ConflictError):
+        write_partial(replace(job, view=known_view(at_step(3))), SingleRank())
+    assert stored(tmp_path / "partial-2") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["partial-2"]
+
+
+def test_note_full__takes_the_frameworks_own_checkpoint_as_the_base(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    saves = PartialRun(tmp_path, Filter(edge_layers=1, every=2), SingleRank())
+    assert saves.history(4) == ()
+    saves.note_full(known_view(at_step(2)), 2, "checkpoint-2")
+    record = saves.save(known_view(at_step(4)), 4, saves.history(4))
+    assert record.folder == "partial-4"
+    assert [str(unit) for unit in record.units] == ["embed", "layer 0", "layer 2", "layer 3", "lm_head"]
+
+
+def moved(known: KnownStates, prefix: str, by: float) -> KnownStates:
+    arrays = {k: a * np.float32(1 + by) if k[0].startswith(prefix) else a for k, a in known.arrays.items()}
+    return replace(known, arrays=arrays)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_latest_changed__saves_what_moved_since_it_was_last_saved(tmp_path: Path, world_size: int) -> None:
+    start = at_step(2)
+    later = moved(moved(start, "lm_head", 0.5), "model.layers.1.", 0.25)
+    last = moved(later, "model.layers.3.", 0.125)
+    layer_bytes = sum(4 * a.size for (n, _), a in start.arrays.items() if ".layers.1." in n)
+
+    def act(ranks: Ranks) -> list[tuple[Unit, ...]]:
+        saves = PartialRun(tmp_path, LatestChanged(layer_bytes), ranks, ChangeTracker(sample_elements=7))
+        found = []
+        for step, known in ((2, start), (4, later), (6, last), (8, last), (10, last)):
+            view = known_view(known, ranks.rank, world_size)
+            found.append(saves.save(view, step, saves.history(step)).units)
+        return found
+
+    results = on_ranks(world_size, act)
+    assert not [r for r in results if isinstance(r, Exception)], results
+    assert results[0] == results[-1]
+    assert isinstance(results[0], list)
+    assert results[0][1:] == [(LM_HEAD,), (layer(1),), (layer(3),), ()]
+
+
+def test_latest_changed__measures_the_relative_change() -> None:
+    known = at_step(2)
+    tracker = ChangeTracker()
+    view = known_view(known)
+    unknown = tracker.changes(view, SingleRank())
+    tracker.remember(view, view.units.parameters)
+    found = tracker.changes(known_view(moved(known, "lm_head", 0.5)), SingleRank())
+    assert set(unknown.values()) == {float("inf")}
+    assert found[LM_HEAD] == pytest.approx(0.5)
+    assert {value for unit, value in found.items() if unit != LM_HEAD} == {0.0}
+
+
+def test_latest_changed__needs_a_tracker(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="ChangeTracker"):
+        PartialRun(tmp_path, LatestChanged(10), SingleRank())
+
+
+def test_save__refuses_a_journal_with_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / LOG_NAME).write_text("nonsense\n")
+    with pytest.raises(MergePipeError, match=f"{LOG_NAME}:1"):
+        save(tmp_path, 2, SingleRank())
