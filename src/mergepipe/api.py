@@ -375,7 +375,7 @@ def sweep(
     return run_sweep(Path(recipe), wanted, request, settings, home_asked(home), place, on_progress)
 
 
-def snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
+def list_snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
     """Every snapshot the catalog knows, newest first."""
     from mergepipe.runs.snapshots import list_snapshots
 

@@ -55,7 +55,7 @@ def analyze(root: Path, _worker: int, turn: int, _published: list[str]) -> None:
 
 
 def list_all(root: Path, _worker: int, _turn: int, _published: list[str]) -> None:
-    for each in mergepipe.snapshots(home=root / "home"):
+    for each in mergepipe.list_snapshots(home=root / "home"):
         mergepipe.lineage(each.path, home=root / "home")
 
 
@@ -115,7 +115,7 @@ def check_crowd(root: Path, seconds: float) -> None:
     assert [line for each in found for line in each["wrong"]] == []  # type: ignore[attr-defined] # of JSON
     published = {name for each in found for name in each["published"]}  # type: ignore[attr-defined] # of JSON
     assert published
-    paths = [each.path.name for each in mergepipe.snapshots(home=root / "home")]
+    paths = [each.path.name for each in mergepipe.list_snapshots(home=root / "home")]
     assert sorted(paths) == sorted(published)
     assert sorted(path.name for path in (root / "results").iterdir()) == sorted(published)
     for name in sorted(published)[:20]:

@@ -42,9 +42,9 @@ def check_visible(job: CrashJob, old: str | None) -> bool:
 
 def check_recorded(job: CrashJob) -> None:
     """The catalog knows the snapshot, once, if need be after it was rebuilt."""
-    if job.out not in [each.path for each in mergepipe.snapshots(home=job.home)]:
+    if job.out not in [each.path for each in mergepipe.list_snapshots(home=job.home)]:
         mergepipe.rebuild_catalog([job.out.parent], home=job.home)
-    assert [each.path for each in mergepipe.snapshots(home=job.home)].count(job.out) == 1
+    assert [each.path for each in mergepipe.list_snapshots(home=job.home)].count(job.out) == 1
 
 
 def crash_everywhere(job: CrashJob, old: Path | None, *, step: int, death: Death) -> tuple[int, int, int]:

@@ -248,7 +248,7 @@ class HomeMachine(RuleBasedStateMachine):
         assert sorted(path.name for path in self.outs.iterdir()) == sorted(self.visible)
         while keeping.gc([self.outs], home=self.home).garbage:  # what a collected row needed is garbage now
             pass
-        rows = mergepipe.snapshots(home=self.home)
+        rows = mergepipe.list_snapshots(home=self.home)
         needed = {source.sid for row in rows for source in row.inputs}
         assert [row.sid for row in rows if not row.is_present and row.sid not in needed] == []
         self.interrupted.clear()
@@ -257,7 +257,7 @@ class HomeMachine(RuleBasedStateMachine):
     def rebuild(self) -> None:
         mergepipe.rebuild_catalog([self.outs], home=self.home)
         self.visible = {place: Known(k.sid, k.digest, is_recorded=True) for place, k in self.visible.items()}
-        rows = {(row.path.name, row.sid) for row in mergepipe.snapshots(home=self.home) if row.is_present}
+        rows = {(row.path.name, row.sid) for row in mergepipe.list_snapshots(home=self.home) if row.is_present}
         assert rows == {(place, known.sid) for place, known in self.visible.items()}
 
     # --- what always holds ---
@@ -270,7 +270,7 @@ class HomeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_catalog_knows_what_was_published_and_nothing_twice(self) -> None:
-        rows = [(row.path.name, row.sid) for row in mergepipe.snapshots(home=self.home) if row.is_present]
+        rows = [(row.path.name, row.sid) for row in mergepipe.list_snapshots(home=self.home) if row.is_present]
         assert len(rows) == len(set(rows))
         for place, known in self.visible.items():
             assert not known.is_recorded or (place, known.sid) in rows

@@ -19,6 +19,7 @@ from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
 from support.delta_checkpoints import metadata_of
 from support.fetching import fetched
+from support.places import DOCS
 from support.stores import MetadataStore
 from support.torch_bytes import View, torch_bytes
 
@@ -153,6 +154,6 @@ def test_open_model__a_pickle_is_as_good_as_safetensors(tmp_path: Path) -> None:
 
 
 def test_experts_doc__states_marks_wrappers_and_suffixes() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "guide" / "kinds-of-models.md").read_text(encoding="utf-8")
+    text = (DOCS / "guide" / "kinds-of-models.md").read_text(encoding="utf-8")
     stated = (*metadata_of(DeltaMark("0" * 32)), *SUFFIXES, *WRAPPERS)
     assert [word for word in stated if f"`{word}`" not in text] == []

@@ -33,7 +33,7 @@ def list_snapshots(
     """List the snapshots that the catalog knows, newest first."""
     from mergepipe import api
 
-    found = api.snapshots(home=home)
+    found = api.list_snapshots(home=home)
     if as_json:
         from mergepipe.cli.render.json import to_json
 
