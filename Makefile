@@ -17,7 +17,7 @@ FRAMEWORK_PYTEST := MERGEPIPE_TRAIN_PYTHON=$(abspath $(TRAIN_VENV))/bin/python $
 
 # One proof of each kind: composites resumed by the Trainer, by ZeRO-2 and by ZeRO-3 on two ranks, partial saves put together.
 RESUMES := tests/tailor/test_resuming.py::test_composite__
-SAVES := tests/train/test_partial_frameworks.py::test_partial_saving__
+SAVES := tests/tailor/saving/test_partial_frameworks.py::test_partial_saving__
 FRAMEWORK_SMOKE := \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[hf]" \
 	"$(RESUMES)resumes_with_the_values_of_its_sources[zero2]" \
@@ -134,7 +134,7 @@ test-fuzz: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m tests.fuzz.run --inputs $(or $(FUZZ_INPUTS),1000000) --seed $(or $(FUZZ_SEED),0) --minutes $(or $(FUZZ_MINUTES),60)
 
 test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
-	$(FRAMEWORK_PYTEST) tests/tailor tests/train
+	$(FRAMEWORK_PYTEST) tests/tailor
 
 smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)
