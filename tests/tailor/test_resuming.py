@@ -130,7 +130,7 @@ def test_linked_composite__resumes_with_the_values_of_its_sources(tmp_path: Path
 
 def train_partially(kind: str, out: Path, *options: str) -> None:
     """A run saved in full at step 2 and in part at 4 and 6."""
-    script = HERE.parent / "train" / "train_partially.py"
+    script = HERE / "saving" / "train_partially.py"
     command = [str(PYTHON), str(script), kind, str(out), *options]
     subprocess.run(command, check=True, capture_output=True, timeout=600, env=SOURCE_ENVIRONMENT)
 

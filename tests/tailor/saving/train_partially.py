@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tailor"))
+sys.path.insert(0, str(HERE.parent))
 make: Any = import_module("make_checkpoints")
 
 KINDS = (
