@@ -19,7 +19,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.pack_request import Candidate, along_plan, refusals
+from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 
@@ -69,17 +69,17 @@ def run_analysis(
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
         total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
-        candidates = [Candidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
-        along = along_plan(base_checkpoint, candidates, tasks, options.pack)
+        candidates = [PackCandidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
+        pack_request = request_packs(base_checkpoint, candidates, tasks, options.pack)
 
         def tell(notices: tuple[str, ...] = ()) -> None:
             if on_progress is not None:
                 on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
-        tell(refusals(along))
+        tell(refusal_notices(pack_request))
         everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
         opening = open_files(store, files_of(everything), (base_checkpoint, *checkpoints))
-        with along.begun(engine.threads, tell) as packing, opening as files:
+        with pack_request.open_packer(engine.threads, tell) as packing, opening as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:
@@ -106,7 +106,7 @@ def run_analysis(
         seconds=time.perf_counter() - started,
         is_probe=options.probe_fraction > 0,
         packed=packed,
-        not_packed=along.refused,
+        not_packed=pack_request.refused,
     )
 
 

@@ -26,7 +26,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_parameters
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
-from mergepipe.runs.reuse.blocks import Snapshots, candidates
+from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.speeds import BY_BYTES, PriceRequest
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
@@ -85,7 +85,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.options)
-    earlier = Snapshots(LocalStore(), candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else ())
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier

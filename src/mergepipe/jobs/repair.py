@@ -15,7 +15,7 @@ from mergepipe.engine.execute import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
-from mergepipe.runs.rebuild import Rebuilt, open_recorded, rebuild_keys, rebuild_tensors
+from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.sidecars import sidecar_contents
 from mergepipe.runs.snapshots import read_manifest_value
@@ -40,7 +40,7 @@ class _Patch:
 
     file: PlacedFile
     offset: int
-    source: Rebuilt | bytes
+    source: RebuiltTensor | bytes
     source_offset: int
     nbytes: int
 
@@ -100,7 +100,7 @@ def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file)
 
 
-def _block_patches(found: Examination, rebuilt: Mapping[str, Rebuilt]) -> Iterator[_Patch]:
+def _block_patches(found: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> Iterator[_Patch]:
     """The damaged bytes of every damaged tensor, each made again and found to be what the manifest says."""
     placed = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]

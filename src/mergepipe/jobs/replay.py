@@ -9,7 +9,7 @@ from pathlib import Path
 from mergepipe.errors import ConflictError, Problem
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.merge_run import MergeSettings, Stages, publish_merge
+from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
 from mergepipe.runs.rebuild import open_recorded, recorded_plan
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import layout_of
@@ -32,8 +32,8 @@ def replay_snapshot(
     manifest = read_manifest_value(path)
     store = LocalStore()
     settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
-    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
-        inputs = open_recorded(manifest, store, stages.make)
+    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
+        inputs = open_recorded(manifest, store, intermediates.write)
         plan = recorded_plan(manifest)
         return publish_merge(
             inputs, None if plan is None else plan.without_reuse(), out, settings, store, link, started, on_progress,
