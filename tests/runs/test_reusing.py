@@ -260,7 +260,7 @@ def test_merge__an_earlier_snapshot_that_goes_while_it_is_looked_at_is_passed_ov
             other.rename(first)
         return find_kept_sums(*arguments, **options)
 
-    monkeypatch.setattr(executing, "find_kept", lose)
+    monkeypatch.setattr(executing, "find_kept_sums", lose)
     report = bench.merge(RECIPES["linear"], "again")
     assert (report.reused_bytes, report.expert_bytes > 0) == (0, True)
     monkeypatch.undo()

@@ -24,7 +24,7 @@ from mergepipe.planning.plan import (
     format_runs,
 )
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.planning.policies import layer_of
+from mergepipe.planning.selection_order import layer_of
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
