@@ -9,7 +9,14 @@ from types import MappingProxyType
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.recipe import Choice, CompositionRecipe, ExactName, NumberedUnit, Take, real_place
+from mergepipe.tailor.composition.composition_recipe import (
+    Choice,
+    CompositionRecipe,
+    ExactName,
+    NumberedUnit,
+    Take,
+    resolved_path,
+)
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.selection import select_parameters
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit
@@ -49,7 +56,7 @@ class Assignment:
 
 
 def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint]) -> Assignment:
-    """Decide where each parameter comes from. `sources` are keyed by `real_place`.
+    """Decide where each parameter comes from. `sources` are keyed by `resolved_path`.
 
     Raises:
         RecipeError: units that do not exist, are named twice, or not at all.
@@ -61,10 +68,10 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
     units = opened[skeleton].units
-    taken = _Taken(units, findings)
+    taken = _ParameterClaims(units, findings)
     for take in recipe.takes:
-        taken.add(take, places[real_place(take.source)])
-    default = places[real_place(recipe.default)] if recipe.default is not None else None
+        taken.add(take, places[resolved_path(take.source)])
+    default = places[resolved_path(recipe.default)] if recipe.default is not None else None
     source_of = taken.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
     for index in sorted({*source_of.values()} - {skeleton}):
@@ -79,7 +86,7 @@ def _state(
 ) -> int:
     """The source that training resumes at: as asked for, else the newest that can tell."""
     if recipe.state_from is not None:
-        return places[real_place(recipe.state_from)]
+        return places[resolved_path(recipe.state_from)]
     newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
     return max(newer, key=lambda index: opened[index].step, default=skeleton)
 
@@ -89,7 +96,7 @@ def _skeleton(
 ) -> int:
     """The source of structure: as asked for if that is complete, else the newest that is."""
     if recipe.state_from is not None:
-        index = places[real_place(recipe.state_from)]
+        index = places[resolved_path(recipe.state_from)]
         if not opened[index].missing:
             return index
     complete = [index for index, source in enumerate(opened) if not source.missing]
@@ -117,7 +124,7 @@ class _Claim:
     alias: str | None
 
 
-class _Taken:
+class _ParameterClaims:
     """Collects which take claims which parameter."""
 
     def __init__(self, units: ModelUnits, findings: Findings) -> None:
@@ -224,8 +231,8 @@ def _check_fit(
     for (name, kind), state in skeleton.states.items():
         if skeleton.units.tied.get(name, name) not in wanted:
             continue
-        given = giving_state(source, name, kind)
-        problem = _why_not(given, state) if given is not None else "is not there"
+        stored = state_to_copy(source, name, kind)
+        problem = _mismatch(stored, state) if stored is not None else "is not there"
         if problem:
             findings.add(
                 MismatchError, "tailor.lacks", str(source.path), f"{kind} of {name} {problem}",
@@ -242,7 +249,7 @@ def _check_counters(
             findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {name} is not there")
 
 
-def giving_state(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
+def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
     """What a source gives for one state: the state itself, or the master where a copy of it is needed."""
     own = source.states.get((name, kind))
     if own is not None or kind not in DERIVED_KINDS:
@@ -251,13 +258,13 @@ def giving_state(source: TrainingCheckpoint, name: str, kind: str) -> StoredStat
     return source.states.get((owner, FP32)) or source.states.get((owner, WEIGHT))
 
 
-def _why_not(given: StoredState, wanted: StoredState) -> str:
-    if given.gaps:
+def _mismatch(stored: StoredState, wanted: StoredState) -> str:
+    if stored.gaps:
         return "is there in parts only"
-    if given.shape != wanted.shape:
-        return f"has shape {given.shape}, not {wanted.shape}"
-    if given.kind == wanted.kind and given.dtype != wanted.dtype:
-        return f"is {given.dtype.name}, not {wanted.dtype.name}"
+    if stored.shape != wanted.shape:
+        return f"has shape {stored.shape}, not {wanted.shape}"
+    if stored.kind == wanted.kind and stored.dtype != wanted.dtype:
+        return f"is {stored.dtype.name}, not {wanted.dtype.name}"
     return ""
 
 

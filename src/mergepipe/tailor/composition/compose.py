@@ -21,11 +21,11 @@ from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.assignment import Assignment, assign
 from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
+from mergepipe.tailor.composition.composition_recipe import CompositionRecipe, load_composition, resolved_path
 from mergepipe.tailor.composition.copier import Copier, WrittenFile
 from mergepipe.tailor.composition.copy_plan import FilePlan
-from mergepipe.tailor.composition.open_source import open_source
-from mergepipe.tailor.composition.recipe import CompositionRecipe, load_composition, real_place
 from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
 OnProgress = Callable[[str, int, int], None]
@@ -56,7 +56,7 @@ class CompositionReport:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRecipe:
-    """A recipe with its sources, by `real_place`."""
+    """A recipe with its sources, by `resolved_path`."""
 
     recipe: CompositionRecipe
     sources: Mapping[str, TrainingCheckpoint]
@@ -67,7 +67,7 @@ def open_recipe(store: Store, path: Path, state_from: Path | None) -> OpenedReci
     recipe = load_composition(path)
     if state_from is not None:
         recipe = replace(recipe, state_from=Path(os.path.normpath(state_from.absolute())))
-    return OpenedRecipe(recipe, {real_place(p): open_source(store, p) for p in recipe.sources})
+    return OpenedRecipe(recipe, {resolved_path(p): open_source_checkpoint(store, p) for p in recipe.sources})
 
 
 def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:

@@ -14,7 +14,7 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives import stale_checksums
-from mergepipe.tailor.composition.assignment import Assignment, giving_state
+from mergepipe.tailor.composition.assignment import Assignment, state_to_copy
 from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.composition.edited_archive import plan_edited
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
@@ -57,7 +57,7 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
         owner = assignment.skeleton.units.tied.get(name, name)
         if assignment.source_of[owner] == assignment.skeleton_index:
             continue
-        given = giving_state(assignment.source(owner), name, kind)
+        given = state_to_copy(assignment.source(owner), name, kind)
         if given is None:
             raise AssertionError(f"{kind} of {name} was checked to be there")
         patches.state(given, target)

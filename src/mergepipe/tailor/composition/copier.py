@@ -21,9 +21,9 @@ from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
-from mergepipe.tailor.composition.cast import cast_bytes
 from mergepipe.tailor.composition.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy_plan import CastRange, Checksum, CopyRange, FilePlan, Fill
+from mergepipe.tailor.composition.dtype_cast import cast_bytes
 from mergepipe.tailor.values import allow_open_files
 
 Bytes = NDArray[np.uint8]

@@ -13,7 +13,7 @@ from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, Format, Piece, StoredState
-from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, giving_state
+from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import (
     CompositionPlan,
     PatchCollector,
@@ -57,7 +57,7 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
     first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
     groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)
     steps = choose_steps(assignment, [group.names for group in groups])
-    work = _Work(store, assignment, zero, overlay, groups, steps, world_size)
+    work = _Repartition(store, assignment, zero, overlay, groups, steps, world_size)
     plans = sorted([*work.other_files(), *work.optimizer_files()], key=lambda plan: plan.name)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
@@ -72,7 +72,7 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Repartition:
     store: Store
     assignment: Assignment
     zero: ZeroFiles
@@ -106,7 +106,7 @@ class _Work:
         for (name, kind), target in skeleton.states.items():
             owner = skeleton.units.tied.get(name, name)
             if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
-                patches.state(_given(self.assignment, name, kind), target)
+                patches.state(_source_state(self.assignment, name, kind), target)
         shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
         is_cut_anew = tuple(group.names for group in self.groups) != skeleton.flat_groups
         for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
@@ -181,12 +181,12 @@ class _Work:
         return shares, per_rank, n_padding if rank == self.world_size - 1 else 0
 
 
-def _given(assignment: Assignment, name: str, kind: str) -> StoredState:
+def _source_state(assignment: Assignment, name: str, kind: str) -> StoredState:
     owner = assignment.skeleton.units.tied.get(name, name)
-    given = giving_state(assignment.source(owner), name, kind)
-    if given is None:
+    stored = state_to_copy(assignment.source(owner), name, kind)
+    if stored is None:
         raise AssertionError(f"{kind} of {name} was checked to be there")
-    return given
+    return stored
 
 
 def _apply(edits: Edits, root: Node) -> None:
@@ -199,7 +199,7 @@ def _apply(edits: Edits, root: Node) -> None:
 class _Shard:
     """One rank's optimizer file: the skeleton's structure with this rank's tensors."""
 
-    work: _Work
+    work: _Repartition
     archive: TorchArchive
     rank: int
     members: list[MemberPlan] = field(default_factory=list)
@@ -272,9 +272,9 @@ class _Shard:
         segments: list[Segment] = []
         position = 0
         for share in shares:
-            given = unpacked(self.work.store, _given(assignment, share.name, kind))
+            stored = unpacked(self.work.store, _source_state(assignment, share.name, kind))
             segments += _gap(share.start - position, old.dtype)
-            segments += _elements(given, share, old.dtype)
+            segments += _elements(stored, share, old.dtype)
             position = share.start + share.span.n_elements
         segments += _gap(n_elements - position, old.dtype)
         return self._member(segments, old.dtype, (n_elements,))
@@ -297,11 +297,11 @@ def _gap(n_elements: int, dtype: DType) -> list[Segment]:
     return [Fill(n_elements * dtype.itemsize)] if n_elements else []
 
 
-def _elements(given: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
+def _elements(stored: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
     """The elements of one share, from wherever the source keeps them."""
     place = Piece(_MEMBER, 0, share.span.n_elements * dtype.itemsize, share.span)
-    target = StoredState(given.parameter, given.kind, dtype, given.shape, (place,))
-    for _, patch in patch_states(given, target):
+    target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,))
+    for _, patch in patch_states(stored, target):
         yield patch.segment
 
 

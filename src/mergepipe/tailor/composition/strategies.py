@@ -12,7 +12,7 @@ from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composition.open_source import open_source
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.units import ModelUnits, UnitKind
 
 _NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
@@ -43,7 +43,7 @@ def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCh
     found: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
         try:
-            opened = open_source(store, path)
+            opened = open_source_checkpoint(store, path)
         except MergePipeError:
             continue
         if not opened.missing and (at is None or opened.step <= at):

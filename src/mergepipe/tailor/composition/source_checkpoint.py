@@ -12,7 +12,7 @@ from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME
 
 
-def open_source(store: Store, path: Path) -> TrainingCheckpoint:
+def open_source_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
     """Open a checkpoint; a partial one of ours is never complete, whatever units it holds: no framework resumes it.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.errors import NotFoundError, Problem, RecipeError, did_you_mean
-from mergepipe.recipes.parse.fields import Reading, describe
+from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.references import read_reference
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, read_yaml, shortened
@@ -69,10 +69,10 @@ class CompositionRecipe:
     def sources(self) -> tuple[Path, ...]:
         """Every checkpoint it names, once, in the order of the recipe."""
         named = [self.default, *(take.source for take in self.takes), self.state_from]
-        return tuple({real_place(path): path for path in reversed(named) if path is not None}.values())[::-1]
+        return tuple({resolved_path(path): path for path in reversed(named) if path is not None}.values())[::-1]
 
 
-def real_place(path: Path) -> str:
+def resolved_path(path: Path) -> str:
     """What tells two sources apart, whatever they are called."""
     return os.path.realpath(path)
 
@@ -89,159 +89,161 @@ def load_composition(path: Path) -> CompositionRecipe:
     if not isinstance(source.root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
         raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
-    reading = Reading(source, Findings(RecipeError, NotFoundError))
+    reader = DocumentReader(source, Findings(RecipeError, NotFoundError))
     root = source.root
     is_short = not any(key in root for key in ("slices", "pre_weights", "post_weights"))
-    recipe = _read_short(reading, root) if is_short else _read_slices(reading, root)
-    reading.findings.raise_any()
+    recipe = _read_short(reader, root) if is_short else _read_slices(reader, root)
+    reader.findings.raise_any()
     return recipe
 
 
-def _read_short(reading: Reading, root: dict[str, Value]) -> CompositionRecipe:
-    reading.unknown_keys(root, SHORT_KEYS, ())
-    default = _optional_source(reading, root, "default")
+def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
+    reader.unknown_keys(root, SHORT_KEYS, ())
+    default = _optional_source(reader, root, "default")
     value = root.get("take")
     entries = value if isinstance(value, list) else []
     if value is not None and not isinstance(value, list):
-        reading.wrong_kind(value, ("take",), "a list", "write '- {from: PATH, units: [layers even, embed]}'")
-    takes = [take for index, entry in enumerate(entries) if (take := _take(reading, entry, ("take", index)))]
+        reader.wrong_kind(value, ("take",), "a list", "write '- {from: PATH, units: [layers even, embed]}'")
+    takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
     if default is None and not entries and "default" not in root:
-        reading.refuse(
+        reader.refuse(
             "recipe.missing-key", ("default",), "the recipe takes nothing from anywhere", "write 'default: PATH'"
         )
-    return _recipe(reading, root, default, takes)
+    return _recipe(reader, root, default, takes)
 
 
-def _recipe(reading: Reading, root: dict[str, Value], default: Path | None, takes: Iterable[Take]) -> CompositionRecipe:
-    state_from = _optional_source(reading, root, "state_from")
-    dtype = _dtype(reading, root)
-    return CompositionRecipe(reading.source.path, reading.source.text, default, tuple(takes), state_from, dtype)
+def _recipe(
+    reader: DocumentReader, root: dict[str, Value], default: Path | None, takes: Iterable[Take]
+) -> CompositionRecipe:
+    state_from = _optional_source(reader, root, "state_from")
+    dtype = _dtype(reader, root)
+    return CompositionRecipe(reader.source.path, reader.source.text, default, tuple(takes), state_from, dtype)
 
 
-def _optional_source(reading: Reading, root: dict[str, Value], key: str) -> Path | None:
-    return _source(reading, root[key], (key,)) if root.get(key) is not None else None
+def _optional_source(reader: DocumentReader, root: dict[str, Value], key: str) -> Path | None:
+    return _source(reader, root[key], (key,)) if root.get(key) is not None else None
 
 
-def _source(reading: Reading, value: Value, key_path: KeyPath) -> Path | None:
-    reference = read_reference(reading, value, key_path)
+def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Path | None:
+    reference = read_reference(reader, value, key_path)
     if reference is None:
         return None
     if reference.adapter is not None:
-        reading.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
+        reader.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
     return Path(os.path.normpath(reference.path))
 
 
-def _take(reading: Reading, entry: Value, at: KeyPath) -> Take | None:
+def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
     if not isinstance(entry, dict):
-        reading.wrong_kind(entry, at, "a mapping with the keys 'from' and 'units'")
+        reader.wrong_kind(entry, at, "a mapping with the keys 'from' and 'units'")
         return None
-    reading.unknown_keys(entry, TAKE_KEYS, at)
-    source = _named_source(reading, entry, "from", at)
+    reader.unknown_keys(entry, TAKE_KEYS, at)
+    source = _named_source(reader, entry, "from", at)
     units = entry.get("units")
     texts = units if isinstance(units, list) else [units]
     if units is None or not texts:
-        reading.refuse(
+        reader.refuse(
             "recipe.missing-key", (*at, "units"), "names no units", "write for example units: [layers even, embed]"
         )
         return None
     choices = []
     for index, value in enumerate(texts):
         place = (*at, "units", index) if isinstance(units, list) else (*at, "units")
-        text = reading.text(value, place)
-        choice = _selector(reading, text, place) if text is not None else None
+        text = reader.text(value, place)
+        choice = _selector(reader, text, place) if text is not None else None
         choices += [choice] if choice is not None else []
-    return Take(source, tuple(choices), reading.source.where(*at)) if source is not None else None
+    return Take(source, tuple(choices), reader.source.where(*at)) if source is not None else None
 
 
-def _selector(reading: Reading, text: str, at: KeyPath) -> Selector | None:
+def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Selector | None:
     try:
-        return parse_selector(text, reading.source.where(*at))
+        return parse_selector(text, reader.source.where(*at))
     except RecipeError as error:
         for problem in error.problems:
-            reading.findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+            reader.findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
         return None
 
 
-def _named_source(reading: Reading, entry: dict[str, Value], key: str, at: KeyPath) -> Path | None:
+def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Path | None:
     if entry.get(key) is None:
-        reading.refuse("recipe.missing-key", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
+        reader.refuse("recipe.missing-key", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
         return None
-    return _source(reading, entry[key], (*at, key))
+    return _source(reader, entry[key], (*at, key))
 
 
 # --- slices
 
 
-def _read_slices(reading: Reading, root: dict[str, Value]) -> CompositionRecipe:
-    reading.unknown_keys(root, SLICES_KEYS, ())
+def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionRecipe:
+    reader.unknown_keys(root, SLICES_KEYS, ())
     method = root.get("merge_method")
     if method != "passthrough":
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
-        reading.refuse("tailor.recipe.method", ("merge_method",), message)
+        reader.refuse("tailor.recipe.method", ("merge_method",), message)
     takes: list[Take] = []
-    for index, entry in enumerate(_entries(reading, root, "slices")):
-        takes += _slice(reading, entry, ("slices", index))
+    for index, entry in enumerate(_entries(reader, root, "slices")):
+        takes += _slice(reader, entry, ("slices", index))
     for key in ("pre_weights", "post_weights"):
-        for index, entry in enumerate(_entries(reading, root, key)):
-            takes += _weight(reading, entry, (key, index))
-    return _recipe(reading, root, None, takes)
+        for index, entry in enumerate(_entries(reader, root, key)):
+            takes += _weight(reader, entry, (key, index))
+    return _recipe(reader, root, None, takes)
 
 
-def _entries(reading: Reading, root: dict[str, Value], key: str) -> list[Value]:
+def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[Value]:
     value = root.get(key)
     if value is None or isinstance(value, list):
         return value or []
-    reading.wrong_kind(value, (key,), "a list")
+    reader.wrong_kind(value, (key,), "a list")
     return []
 
 
-def _slice(reading: Reading, entry: Value, at: KeyPath) -> list[Take]:
+def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     if not isinstance(entry, dict):
-        reading.wrong_kind(entry, at, "a mapping with the key 'sources'")
+        reader.wrong_kind(entry, at, "a mapping with the key 'sources'")
         return []
-    reading.unknown_keys(entry, _SLICE_KEYS, at)
+    reader.unknown_keys(entry, _SLICE_KEYS, at)
     sources = entry.get("sources")
     if not isinstance(sources, list) or len(sources) != 1:
-        reading.refuse("tailor.recipe.sources", (*at, "sources"), "a slice is taken from exactly one source")
+        reader.refuse("tailor.recipe.sources", (*at, "sources"), "a slice is taken from exactly one source")
         return []
     place = (*at, "sources", 0)
     if not isinstance(sources[0], dict):
-        reading.wrong_kind(sources[0], place, "a mapping with the keys 'model' and 'layer_range'")
+        reader.wrong_kind(sources[0], place, "a mapping with the keys 'model' and 'layer_range'")
         return []
-    reading.unknown_keys(sources[0], _SOURCE_KEYS, place)
-    source = _named_source(reading, sources[0], "model", place)
-    choice = _layer_range(reading, sources[0].get("layer_range"), (*place, "layer_range"))
-    return [Take(source, (choice,), reading.source.where(*place))] if source is not None and choice is not None else []
+    reader.unknown_keys(sources[0], _SOURCE_KEYS, place)
+    source = _named_source(reader, sources[0], "model", place)
+    choice = _layer_range(reader, sources[0].get("layer_range"), (*place, "layer_range"))
+    return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
 
 
-def _layer_range(reading: Reading, value: Value, at: KeyPath) -> TheseLayers | NumberedUnit | None:
+def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> TheseLayers | NumberedUnit | None:
     ends = value if isinstance(value, list) else []
     first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
     is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
     if not is_range or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last <= 10**6:
-        reading.refuse("tailor.recipe.range", at, "needs two layer numbers, the second excluded, as [0, 16]")
+        reader.refuse("tailor.recipe.range", at, "needs two layer numbers, the second excluded, as [0, 16]")
         return None
     text = f"layer_range [{first}, {last}]"
     return NumberedUnit(text, first) if first == last else TheseLayers(text, tuple(range(first, last)))
 
 
-def _weight(reading: Reading, entry: Value, at: KeyPath) -> list[Take]:
+def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     if not isinstance(entry, dict):
-        reading.wrong_kind(entry, at, "a mapping with the keys 'name' and 'model'")
+        reader.wrong_kind(entry, at, "a mapping with the keys 'name' and 'model'")
         return []
-    reading.unknown_keys(entry, _WEIGHT_KEYS, at)
-    name = reading.text(entry.get("name"), (*at, "name"))
-    source = _named_source(reading, entry, "model", at)
-    return [Take(source, (ExactName(name),), reading.source.where(*at))] if name and source is not None else []
+    reader.unknown_keys(entry, _WEIGHT_KEYS, at)
+    name = reader.text(entry.get("name"), (*at, "name"))
+    source = _named_source(reader, entry, "model", at)
+    return [Take(source, (ExactName(name),), reader.source.where(*at))] if name and source is not None else []
 
 
-def _dtype(reading: Reading, root: dict[str, Value]) -> DType | None:
+def _dtype(reader: DocumentReader, root: dict[str, Value]) -> DType | None:
     value = root.get("dtype")
     if value is None:
         return None
-    name = reading.text(value, ("dtype",))
+    name = reader.text(value, ("dtype",))
     if name is None or name in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name] if name else None
     hint = did_you_mean(shortened(name), list(DTYPES_BY_RECIPE_NAME))
-    reading.refuse("recipe.unknown-dtype", ("dtype",), f"unknown dtype '{shortened(name)}'", hint)
+    reader.refuse("recipe.unknown-dtype", ("dtype",), f"unknown dtype '{shortened(name)}'", hint)
     return None
