@@ -156,7 +156,7 @@ def test_merge__an_interrupted_run_is_garbage_until_it_is_gone_on_with(job: Cras
     interrupt_late(job, KeyboardInterrupt())
     (found,) = keeping.gc([job.root / "results"], dry_run=True, home=job.home).garbage
     assert (found.kind, found.what) == ("staging", str(staging_directory(job.out)))
-    assert "could be gone on with" in found.reason
+    assert "could be resumed" in found.reason
     assert found.nbytes > 0
     assert staging_directory(job.out).exists()
     assert keeping.gc([job.root / "results"], home=job.home).freed_bytes == found.nbytes

@@ -1,4 +1,4 @@
-"""Places a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute.
+"""Lay out a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute.
 
 Pure planning: no file is opened.
 """
@@ -49,7 +49,7 @@ class Computation:
 
     @property
     def key(self) -> tuple[int, bool]:
-        """Tells what can be opened as one while its source is alive."""
+        """Equal for computations that share one opened source, while that source is alive."""
         return id(self.source), self.on_base
 
     @property
@@ -57,7 +57,7 @@ class Computation:
         return self.span.n_elements * self.source.dtype.itemsize
 
     def place_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Where in the buffer the elements go."""
+        """Return the part of the buffer that the elements go to."""
         return buffer[self.buffer_offset : self.buffer_offset + self.nbytes]
 
 
@@ -83,7 +83,7 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A source's elements that a segment needs; `base` is the place of the base's in the list of all that is wanted."""
+    """A source's elements that a segment needs; `base` is the index of the base's elements in the same list."""
 
     source: Readable
     span: Span
@@ -149,7 +149,7 @@ def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int)
 
 
 def _join(wanted: Sequence[_Wanted], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
-    """Requests that cover all stored ranges, and for each of them the buffer offset of its first byte."""
+    """Return requests that cover all stored ranges, and the buffer offset of each range's first byte."""
     entries = [(i, each.source) for i, each in enumerate(wanted) if isinstance(each.source, TensorEntry)]
     starts = {i: entry.offset + wanted[i].span.start * entry.dtype.itemsize for i, entry in entries}
     entries.sort(key=lambda each: (wanted[each[0]].purpose, str(each[1].file), starts[each[0]]))

@@ -1,4 +1,4 @@
-"""Makes the whole snapshot that an overlay stands for, every block checked, and publishes it in one step."""
+"""Materialise an overlay: write the full snapshot, check every block, publish it atomically."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MaterialiseSettings:
-    """How to run, and where to remember: `home` is the catalog's, None for a run that uses none.
+    """Settings of a materialisation. `home` is the catalog's directory; None runs without a catalog.
 
     `base` is the directory in which the base's files are by now, None where they have stayed.
     """
@@ -44,7 +44,7 @@ class MaterialiseSettings:
 def materialise_overlay(
     path: Path, out: Path, settings: MaterialiseSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MaterialiseReport:
-    """Make the whole snapshot of the overlay at `path`; where `out` is the same place, in its stead.
+    """Write the full snapshot of the overlay at `path` to `out`, replacing the overlay if they are the same.
 
     Raises:
         ConflictError: `overlay.base-changed`: a file of the base is gone or holds other bytes.
@@ -82,7 +82,7 @@ def materialise_overlay(
 
 
 def _digests(overlay: Overlay) -> BlockTable:
-    """The digests of all blocks, and the headers that belong to them.
+    """Return the digests of all blocks, and the shard headers.
 
     Raises:
         CorruptError: `overlay.header`, a header cannot be made again; `blocks.*`.
@@ -96,7 +96,7 @@ def _digests(overlay: Overlay) -> BlockTable:
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardLayout, ...]:
-    """The weight files that a manifest tells of, with the headers that this version writes."""
+    """Lay out the weight files of a manifest, with the headers that this version writes."""
     shards = []
     for file in manifest.files:
         specs = tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file.name)
@@ -112,7 +112,7 @@ def _write_weights(
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> None:
-    """Write every weight file, refusing the first block that is not what the overlay's manifest says."""
+    """Write every weight file; raise for the first block that does not match the overlay's manifest."""
     total = sum(tensor.nbytes for tensor in overlay.layout.tensors)
     done = 0
     with ShardWriter(directory, shards_of(overlay.manifest), store.ledger) as writer:
@@ -141,7 +141,7 @@ def _wrong_block(overlay: Overlay, found: FoundBlock) -> MergePipeError:
 def scan_overlay(
     overlay: Overlay, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: Callable[[int], None]
 ) -> tuple[Scan, tuple[Damage, ...]]:
-    """Read every block from where it stands; say what is not what `table` tells, by tensor and file.
+    """Read every block of an overlay and report those that do not match `table`, by tensor and file.
 
     Without a table tensors are compared as a whole.
     """

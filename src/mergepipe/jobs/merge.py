@@ -1,4 +1,4 @@
-"""Merge as a recipe says, and publish the result."""
+"""Merge by a recipe, and publish the snapshot."""
 
 from __future__ import annotations
 

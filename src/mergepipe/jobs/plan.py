@@ -1,4 +1,4 @@
-"""Plans: made from a recipe, the catalog and a budget; stored, read back, and run against unchanged inputs."""
+"""Make plans from a recipe, the catalog and a budget; read stored plans and run them on unchanged inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for. Without `block_elements`, blocks are of the size that suits the experts."""
+    """The request for a plan. Without `block_elements` the block size follows the experts."""
 
     budget: BudgetRequest
     policy: Policy
@@ -59,7 +59,7 @@ def make_plan(
     replaced: Path | None = None,
     speeds: Speeds | None = None,
 ) -> Plan:
-    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data but indices of packed experts.
+    """Plan a merge of opened inputs from the catalog; reads no tensor data except indices of packed experts.
 
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
     With `speeds` steps are priced in seconds.
@@ -96,7 +96,7 @@ def make_plan(
 
 
 def _suitable_block(inputs: Inputs, known: _Known) -> int:
-    """Larger blocks where all experts are packed and nothing else is known of them: fewer ends of pages are read."""
+    """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
@@ -106,7 +106,7 @@ def _suitable_block(inputs: Inputs, known: _Known) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Content ids by model, and statistics by expert and task."""
+    """Known content ids by model, and statistics by expert and task."""
 
     content_ids: tuple[str | None, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
@@ -213,7 +213,7 @@ def _vocabulary(inputs: Inputs) -> str | None:
 
 
 def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
-    """Files that are not what the plan was made from."""
+    """List the files that changed since the plan was made."""
     now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in found.files}
     then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"

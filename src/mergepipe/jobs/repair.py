@@ -1,4 +1,4 @@
-"""Repairs a snapshot: makes what is damaged again from the inputs, checks it, and writes only the damaged bytes."""
+"""Repair a snapshot: recompute damaged tensors from the inputs, check them, write only the damaged bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STAGED_NAME = "mended"
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """Bytes to be put at `offset` of a file."""
+    """Bytes to write at `offset` of a file."""
 
     file: PlacedFile
     offset: int
@@ -48,7 +48,7 @@ class _Patch:
 def repair_snapshot(
     path: Path, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
 ) -> RepairReport:
-    """Mend whatever `verify` finds in the snapshot at `path`; what is sound is not written to.
+    """Repair all damage that `verify` finds in the snapshot at `path`; sound bytes are not rewritten.
 
     Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are,
     so that what was made from the snapshot knows it again.
@@ -101,7 +101,7 @@ def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
 
 
 def _block_patches(found: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> Iterator[_Patch]:
-    """The damaged bytes of every damaged tensor, each made again and found to be what the manifest says."""
+    """Return patches of every damaged tensor, recomputed and checked against the manifest."""
     placed = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
@@ -117,7 +117,7 @@ def _block_patches(found: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> 
 
 
 def _small_files(found: Examination) -> dict[str, bytes]:
-    """The damaged small files, made again."""
+    """Rebuild the damaged small files."""
     manifest = found.manifest
     records = {record.name: record for record in manifest.sidecars}
     wanted = [each.file for each in found.damages if each.kind in ("small-file", "index", "config")]
@@ -147,7 +147,7 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 
 
 def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], beside: Path) -> int:
-    """Write the patches file by file and make them durable; also give every file its size."""
+    """Write the patches file by file, set every file's size, and make them durable."""
     written = 0
     for file in layout.files:
         own = [patch for patch in patches if patch.file.name == file.name]
@@ -159,7 +159,7 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], b
 
 
 def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path) -> int:
-    """Patch a file in its place; a missing one, a link or a file with another name is replaced by a new one."""
+    """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
         try:
@@ -184,7 +184,7 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], be
 
 @contextlib.contextmanager
 def _linked(path: Path) -> Iterator[int | None]:
-    """Open what a link leads to for reading; None where that is no regular file, or nothing."""
+    """Open a link's target for reading; None if it is no regular file or missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -206,7 +206,7 @@ def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
 def _replace_file(
     directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path, source: int | None
 ) -> int:
-    """Make a file anew in the folder `beside`, from the bytes of `source` and the patches, and put it in its place."""
+    """Write a new file in the folder `beside`, from the bytes of `source` and the patches, and move it into place."""
     staged = beside / _STAGED_NAME
     check_free_space(directory, file.size_bytes)
     copied = 0
@@ -243,7 +243,7 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> int:
 
 
 def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -> int:
-    """Replace small files, each in one step; of a link, the link itself."""
+    """Replace small files, each atomically; a link is replaced itself, not its target."""
     for name, content in contents.items():
         path, staged = directory / name, beside / _STAGED_NAME
         try:
@@ -257,7 +257,7 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
 
 
 def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
-    """Write the table of block digests again where it is damaged, once all blocks are what the roots say."""
+    """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
     found = examine(path, engine.threads, None)
     record = found.manifest.blocks
     if not any(each.kind == "blocks-file" for each in found.damages):

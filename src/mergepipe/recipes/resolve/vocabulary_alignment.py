@@ -220,7 +220,7 @@ class _Aligner:
         return GatheredRows(own.name, dtype, sources, row_map, own.is_delta)
 
     def _padding(self, group: Mapping[int, Readable], model: int) -> list[tuple[int, int]]:
-        """Choose models that provide rows without tokens: the model itself if it has the output's ids, then the lender."""
+        """Choose the models that provide rows without tokens: the model itself if its ids match, then the lender."""
         lenders = [model] if self._vocabularies[model].ids == self._output.ids else []
         if self._lender in group and not group[self._lender].is_delta and not group[model].is_delta:
             lenders.append(self._lender)
