@@ -1,4 +1,4 @@
-"""Which checkpoint each parameter is taken from: recipe and opened sources in, assignment or all problems out. Pure."""
+"""Assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Assignment:
 
     @property
     def state(self) -> TrainingCheckpoint:
-        """What gives step, scheduler and random states: training resumes at its step."""
+        """The source of step, scheduler and random states: training resumes at its step."""
         return self.sources[self.skeleton_index if self.state_index is None else self.state_index]
 
     def source(self, parameter: str) -> TrainingCheckpoint:
-        """Where a parameter is taken from."""
+        """Return the source of a parameter."""
         return self.sources[self.source_of[parameter]]
 
     def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
-        """Each unit with the places of its sources, once each."""
+        """Yield each unit with the distinct indices of its sources."""
         for unit, names in self.skeleton.units.parameters.items():
             yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
@@ -84,7 +84,7 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
 def _state(
     recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], skeleton: int
 ) -> int:
-    """The source that training resumes at: as asked for, else the newest that can tell."""
+    """Choose the source of the state: the requested one, else the newest that has state."""
     if recipe.state_from is not None:
         return places[resolved_path(recipe.state_from)]
     newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
@@ -94,7 +94,7 @@ def _state(
 def _skeleton(
     recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], findings: Findings
 ) -> int:
-    """The source of structure: as asked for if that is complete, else the newest that is."""
+    """Choose the source of structure: the requested one if complete, else the newest complete one."""
     if recipe.state_from is not None:
         index = places[resolved_path(recipe.state_from)]
         if not opened[index].missing:
@@ -117,7 +117,7 @@ def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Who takes a parameter: source, place in the recipe, and the alias it was asked for by, if any."""
+    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any."""
 
     source: int
     where: str
@@ -125,7 +125,7 @@ class _Claim:
 
 
 class _ParameterClaims:
-    """Collects which take claims which parameter."""
+    """Collects which recipe entry takes which parameter; reports conflicts."""
 
     def __init__(self, units: ModelUnits, findings: Findings) -> None:
         self._units = units
@@ -160,7 +160,7 @@ class _ParameterClaims:
             )  # fmt: skip
 
     def complete(self, default: int | None, where: str) -> dict[str, int]:
-        """Every parameter's source, in the model's order; what nobody claims is the default's."""
+        """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
         if default is None:
             units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
             if units:
@@ -175,7 +175,7 @@ class _ParameterClaims:
 
 
 def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
-    """The parameters a choice means, and the alias if it named one."""
+    """Return the parameters that a choice selects, and the alias if it named one."""
     if isinstance(choice, ExactName):
         if choice.text in units.tied:
             return (units.tied[choice.text],), choice.text
@@ -220,7 +220,7 @@ def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findin
 def _check_fit(
     skeleton: TrainingCheckpoint, source: TrainingCheckpoint, names: Sequence[str], findings: Findings
 ) -> None:
-    """Check that `source` can give `names` to the skeleton."""
+    """Check that `source` has the parameters `names` as the skeleton needs them."""
     reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
     for reason in reasons:
         findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
@@ -250,7 +250,7 @@ def _check_counters(
 
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
-    """What a source gives for one state: the state itself, or the master where a copy of it is needed."""
+    """Return the state to copy from a source: the state itself, or the master weights for a derived copy."""
     own = source.states.get((name, kind))
     if own is not None or kind not in DERIVED_KINDS:
         return own
@@ -269,7 +269,7 @@ def _mismatch(stored: StoredState, wanted: StoredState) -> str:
 
 
 def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint) -> Iterator[str]:
-    """Why a partial checkpoint is not of the skeleton's run, as far as it says."""
+    """Return why a partial checkpoint is not of the skeleton's run, as far as recorded."""
     if skeleton.stage != source.stage:
         yield f"{skeleton.path} and {source.path}: ZeRO stage {skeleton.stage} and {source.stage}"
     both = [name for name in source.parameters if name in skeleton.parameters]

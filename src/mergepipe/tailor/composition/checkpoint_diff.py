@@ -1,4 +1,4 @@
-"""How far two checkpoints of one run are apart, unit by unit: weights, exp_avg, exp_avg_sq."""
+"""Measure the difference of two checkpoints of one run by unit: weights, exp_avg, exp_avg_sq."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Comparison:
         )
 
     def _kind(self, names: list[str], kind: str) -> Change | None:
-        """The change of one kind over all parameters that have it whole on both sides."""
+        """Measure the change of one kind over all parameters that both checkpoints have completely."""
         before = difference = 0.0
         found = False
         for name in names:

@@ -1,4 +1,4 @@
-"""What a user asks to be composed: our short form or a passthrough YAML with slices, read into one frozen value."""
+"""Parse a composition recipe: the short form, or a passthrough YAML with slices, into one frozen value."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Choice: TypeAlias = Selector | NumberedUnit | ExactName
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Units taken from one source; `where` is the place in the recipe."""
+    """Units taken from one source; `where` is the position in the recipe."""
 
     source: Path
     choices: tuple[Choice, ...]
@@ -53,7 +53,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class CompositionRecipe:
-    """A composition as asked for. `default` serves what no take names; `state_from` is None for the newest source.
+    """A composition as requested. `default` provides units that no take names; `state_from` None means the newest.
 
     `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
     """
@@ -67,13 +67,13 @@ class CompositionRecipe:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """Every checkpoint it names, once, in the order of the recipe."""
+        """List every named checkpoint once, in the order of the recipe."""
         named = [self.default, *(take.source for take in self.takes), self.state_from]
         return tuple({resolved_path(path): path for path in reversed(named) if path is not None}.values())[::-1]
 
 
 def resolved_path(path: Path) -> str:
-    """What tells two sources apart, whatever they are called."""
+    """Return the resolved path of a source, equal for all spellings of one directory."""
     return os.path.realpath(path)
 
 

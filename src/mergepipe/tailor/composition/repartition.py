@@ -1,4 +1,4 @@
-"""Composites of DeepSpeed ZeRO checkpoints for another number of ranks, in ZeRO's own format."""
+"""Plan composites of DeepSpeed ZeRO checkpoints for another number of ranks, in ZeRO's own format."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank holds of a parameter: elements `span`, from element `start` of the rank's flat partition on."""
+    """A rank's share of a parameter: elements `span`, at element `start` of the rank's flat partition."""
 
     name: str
     span: Span
@@ -90,7 +90,7 @@ class _Repartition:
     # --- files that are copied
 
     def other_files(self) -> Iterator[FilePlan]:
-        """Everything but the optimizer files: weights patched, the number of ranks changed, the rest as it is."""
+        """Plan all files but the optimizer's: weights patched, the number of ranks changed, the rest copied."""
         patches = self._patches()
         for file in self.overlay.files:
             state = _RANDOM_STATE.fullmatch(file.path.name)
@@ -100,7 +100,7 @@ class _Repartition:
             yield from self._model_files(patches)
 
     def _patches(self) -> PatchCollector:
-        """Weights from their sources; in every model file, the number of ranks and what follows from it."""
+        """Collect patches: weights from their sources, and the number of ranks in every model file."""
         patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
@@ -130,7 +130,7 @@ class _Repartition:
     # --- optimizer files
 
     def optimizer_files(self) -> Iterator[FilePlan]:
-        """One file a rank, with the structure of the skeleton's first."""
+        """Plan one optimizer file per rank, with the structure of the skeleton's first."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
         counters = {
             path: int(choice.value) for choice in self.steps for file, path in choice.counter.entries if file == first
@@ -143,7 +143,7 @@ class _Repartition:
             yield shard.plan(name)
 
     def shares(self, group: FlatGroup, rank: int) -> tuple[list[_Share], int, int]:
-        """What a rank holds of a group: shares in order, elements with padding, elements of padding at the end."""
+        """Return a rank's part of a group: shares in order, elements with padding, elements of padding."""
         skeleton = self.assignment.skeleton
         sizes = [(name, element_count(skeleton.parameters[name])) for name in group.names]
         if skeleton.stage == 3:
@@ -190,7 +190,7 @@ def _source_state(assignment: Assignment, name: str, kind: str) -> StoredState:
 
 
 def _apply(edits: Edits, root: Node) -> None:
-    """Change values of a pickle that is written anew anyway."""
+    """Apply edits to a value that is pickled again anyway."""
     for path, value in edits.items():
         root.at(path[:-1]).mapping()[path[-1]] = value
 
@@ -251,7 +251,7 @@ class _Shard:
                 yield kind, self._flat(value, kind, shares, n_elements)
 
     def _cuts(self, optimizer: Node) -> None:
-        """What stages 1 and 2 note of where the group was cut."""
+        """Update the partition records of stages 1 and 2."""
         for number, group in enumerate(self.work.groups):
             shares, _, n_padding = self.work.shares(group, self.rank)
             for key, replacement in (("group_paddings", n_padding), ("param_slice_mappings", _fragments(shares))):
@@ -298,7 +298,7 @@ def _gap(n_elements: int, dtype: DType) -> list[Segment]:
 
 
 def _elements(stored: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
-    """The elements of one share, from wherever the source keeps them."""
+    """Yield the segments of one share's elements in the source."""
     place = Piece(_MEMBER, 0, share.span.n_elements * dtype.itemsize, share.span)
     target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,))
     for _, patch in patch_states(stored, target):
@@ -306,7 +306,7 @@ def _elements(stored: StoredState, share: _Share, dtype: DType) -> Iterator[Segm
 
 
 def _fragments(shares: Sequence[_Share]) -> dict[object, object]:
-    """`param_slice_mappings` of one group: where each parameter's part lies in the rank's partition."""
+    """Build `param_slice_mappings` of one group: the position of each parameter in the rank's partition."""
     return {
         share.name: Record(_FRAGMENT, (), {"numel": share.span.n_elements, "start": share.start}) for share in shares
     }

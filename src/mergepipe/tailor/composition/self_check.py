@@ -1,4 +1,4 @@
-"""Reads a finished composite back and compares it with its sources, before anybody sees it."""
+"""Read a finished composite back and compare it with its sources before it is published."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Thoroughness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """What was compared: values with their sources, copies of weights with their masters."""
+    """Counts of compared states, elements, and copies of weights."""
 
     thoroughness: Thoroughness
     states: int
@@ -130,7 +130,7 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
 
 
 def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
-    """Whether the bytes are equal, or differ in nothing but which NaN they hold."""
+    """Whether the bytes are equal except for the payload of NaNs."""
     if np.array_equal(a, b):
         return True
     x, y = (values_of(each, state.dtype, state.parameter).astype(np.float64) for each in (a, b))

@@ -1,4 +1,4 @@
-"""Recipes for the usual compositions of full checkpoints: parity, filter, latest."""
+"""Write recipes for common compositions of full checkpoints: parity, filter, latest."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint
 
 
 def _odd_part(units: ModelUnits) -> list[str]:
-    """What parity takes from the older checkpoint: odd layers, embeddings, final norm."""
+    """Return the units that parity takes from the older checkpoint: odd layers, embeddings, final norm."""
     plain = [str(u) for u in units.parameters if u.kind in (UnitKind.EMBED, UnitKind.NORM)]
     return [*(["layers odd"] if units.n_layers > 1 else []), *plain]
 

@@ -1,4 +1,4 @@
-"""Writes inert values back as pickles that torch reads, without torch."""
+"""Write inert values as pickles that torch reads, without importing torch."""
 
 from __future__ import annotations
 
