@@ -1,4 +1,4 @@
-"""What merging embeddings by row number comes to where the tokenizers of models differ."""
+"""Report what merging embeddings by row number means where the models' tokenizers differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = "`tokenizer: {source: union}` in the recipe"
 def unaligned_notices(
     models: Sequence[Checkpoint], names: Sequence[str], used: Collection[int], store: Store
 ) -> tuple[str, ...]:
-    """One line for each way in which a model's tokens or rows are not those of the first, whose tokenizer is kept.
+    """List one notice per difference of a model's tokens or rows from the first model's, whose tokenizer is kept.
 
     `names` are the models', `used` those whose embeddings are merged. Tokenizer files with the same bytes are not
     parsed. One that cannot be read is a notice, no error: nothing that is merged depends on it.
@@ -42,7 +42,7 @@ def unaligned_notices(
 
 
 def _contents(model: Checkpoint, store: Store) -> tuple[tuple[str, bytes], ...]:
-    """The files that say which token has which id."""
+    """Read the files that map tokens to ids."""
     files = TokenizerFiles(model, store)
     names = VOCABULARY_NAMES if FAST_NAME in files else (*VOCABULARY_NAMES, SETTINGS_NAME)
     return tuple((name, files.raw(name)) for name in names if name in files)
@@ -74,7 +74,7 @@ def _token_notices(base: Vocabulary, base_name: str, other: Vocabulary, name: st
 
 
 def _row_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str) -> list[str]:
-    """Where a model has more rows than the output, and nothing is known of their tokens."""
+    """Report rows beyond the output's whose tokens are unknown."""
     rows = {
         (tensor.shape[0], model.tensors[each].shape[0])
         for each, tensor in first.tensors.items()
