@@ -29,7 +29,7 @@ class Stage(Enum):
 
 
 class Afterwards(Enum):
-    """What happens to the buffer after the stage."""
+    """The fate of the buffer after the stage: kept, written or released."""
 
     HOLD = auto()  # its bytes are needed by the next pass
     RELEASE = auto()

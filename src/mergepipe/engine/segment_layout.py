@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Everything needed to fill, merge and write one buffer."""
+    """The reads, computations and pieces that fill, merge and write one buffer."""
 
     shape: SegmentShape
     reads: tuple[Read, ...]

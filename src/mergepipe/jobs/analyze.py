@@ -26,7 +26,7 @@ from mergepipe.storage.local import LocalStore
 
 @dataclass(frozen=True, slots=True)
 class AnalysisOptions:
-    """What to compute: the block grid, the densities whose exact cuts are recorded, the fraction of a probe (0: all).
+    """Options of an analysis: block grid, densities whose exact cuts are recorded, fraction of a probe (0: all).
 
     With `pack` the experts are packed there while they are read.
     """

@@ -19,7 +19,7 @@ from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
     """Remove staging of dead runs under `roots` and beside known snapshots, and rows of deleted files.
 
-    What lies on a disk that is not mounted now is not taken for gone: a row goes only if the folder that held its
+    Files on a disk that is not mounted do not count as deleted: a row goes only if the folder that held its
     files is there and they are not. What another snapshot was made from keeps its row.
 
     Raises:

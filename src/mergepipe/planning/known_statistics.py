@@ -88,7 +88,7 @@ def gather_statistics(
     """
     n_experts, n_columns = columns.n_experts, columns.n_columns
     silent_ET = columns.silent_ET()
-    found = KnownStatistics(
+    gathered = KnownStatistics(
         known_ET=known_ET,
         informed_ET=known_ET.copy(),
         exact_ET=silent_ET.copy(),
@@ -102,45 +102,49 @@ def gather_statistics(
     high_EB = np.zeros((n_experts, n_columns), np.uint64)
     for e, t in np.argwhere(known_ET).tolist():
         statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
-        _copy(found, e, inside, statistics)
-        found.exact_ET[e, t] = not statistics.is_estimate
+        _copy(gathered, e, inside, statistics)
+        gathered.exact_ET[e, t] = not statistics.is_estimate
         words_B = statistics.blocks_B.view(_HASH_WORDS)
         low_EB[e, inside] = words_B["low"]
         high_EB[e, inside] = words_B["high"]
-    np.copyto(found.norm_EB, np.inf, where=np.isnan(found.norm_EB))
+    np.copyto(gathered.norm_EB, np.inf, where=np.isnan(gathered.norm_EB))
     for (e, t), ladder in ladders.items():
-        _apply_ladder_record(found, e, t, columns.of_tensor(t), ladder)
-    _keep_units_together(found, columns)
-    _match_equal_blocks(found, columns, low_EB, high_EB, ladders)
-    return found
+        _apply_ladder_record(gathered, e, t, columns.of_tensor(t), ladder)
+    _keep_units_together(gathered, columns)
+    _match_equal_blocks(gathered, columns, low_EB, high_EB, ladders)
+    return gathered
 
 
-def _apply_ladder_record(found: KnownStatistics, e: int, t: int, columns: slice, ladder: Ladder) -> None:
+def _apply_ladder_record(gathered: KnownStatistics, e: int, t: int, columns: slice, ladder: Ladder) -> None:
     """Apply a ladder's record: a block of which nothing is stored equals the base's; infinities are not recorded."""
-    found.free_EB[e, columns] |= ladder.cost_KB[-1] + ladder.square_B == 0
-    if not found.known_ET[e, t]:
-        found.norm_EB[e, columns] = np.sqrt(ladder.square_B) * _ROUNDED_UP
-    found.informed_ET[e, t] = True
+    gathered.free_EB[e, columns] |= ladder.cost_KB[-1] + ladder.square_B == 0
+    if not gathered.known_ET[e, t]:
+        gathered.norm_EB[e, columns] = np.sqrt(ladder.square_B) * _ROUNDED_UP
+    gathered.informed_ET[e, t] = True
 
 
-def _copy(found: KnownStatistics, e: int, columns: slice, statistics: TensorStatistics) -> None:
+def _copy(gathered: KnownStatistics, e: int, columns: slice, statistics: TensorStatistics) -> None:
     blocks_B = statistics.blocks_B
-    found.norm_EB[e, columns] = blocks_B["norm"]
-    np.equal(blocks_B["changed"], 0, out=found.free_EB[e, columns])
-    if found.octaves_EOB.shape[2]:
-        found.largest_EB[e, columns] = blocks_B["largest"]
-        found.octaves_EOB[e, :, columns] = blocks_B["octaves"].T
+    gathered.norm_EB[e, columns] = blocks_B["norm"]
+    np.equal(blocks_B["changed"], 0, out=gathered.free_EB[e, columns])
+    if gathered.octaves_EOB.shape[2]:
+        gathered.largest_EB[e, columns] = blocks_B["largest"]
+        gathered.octaves_EOB[e, :, columns] = blocks_B["octaves"].T
 
 
 def _match_equal_blocks(
-    found: KnownStatistics, columns: Columns, low_EB: NDArray[np.uint64], high_EB: NDArray[np.uint64], ladders: Ladders
+    gathered: KnownStatistics,
+    columns: Columns,
+    low_EB: NDArray[np.uint64],
+    high_EB: NDArray[np.uint64],
+    ladders: Ladders,
 ) -> None:
     """Compare every expert's block hashes with those of earlier experts. Encoded blocks never serve another expert."""
-    comparable_ET = found.known_ET.copy()
+    comparable_ET = gathered.known_ET.copy()
     for e, t in ladders:
         comparable_ET[e, t] = False
     dtypes = [[_dtype(columns, e, t) for t in range(len(columns.tasks))] for e in range(len(low_EB))]
-    analysed = [e for e in range(len(low_EB)) if found.known_ET[e].any()]
+    analysed = [e for e in range(len(low_EB)) if gathered.known_ET[e].any()]
     for position, e in enumerate(analysed):
         for earlier in analysed[:position]:
             equal_B = low_EB[e] == low_EB[earlier]
@@ -149,8 +153,8 @@ def _match_equal_blocks(
             comparable_T = comparable_ET[e] & comparable_ET[earlier]
             comparable_T &= np.array([a == b for a, b in zip(dtypes[e], dtypes[earlier], strict=True)], np.bool_)
             equal_B &= (high_EB[e] == high_EB[earlier]) & comparable_T[columns.tensor_B]
-            equal_B &= ~(found.free_EB[e] | found.free_EB[earlier]) & (found.same_as_EB[e] == e)
-            found.same_as_EB[e, equal_B] = earlier
+            equal_B &= ~(gathered.free_EB[e] | gathered.free_EB[earlier]) & (gathered.same_as_EB[e] == e)
+            gathered.same_as_EB[e, equal_B] = earlier
 
 
 def _dtype(columns: Columns, e: int, t: int) -> str:
@@ -158,11 +162,11 @@ def _dtype(columns: Columns, e: int, t: int) -> str:
     return "" if source is None else source.dtype.name
 
 
-def _keep_units_together(found: KnownStatistics, columns: Columns) -> None:
+def _keep_units_together(gathered: KnownStatistics, columns: Columns) -> None:
     """Make a tensor that is read as a unit free in all its blocks or in none."""
     for e, t in units(columns):
         inside = columns.of_tensor(t)
-        found.free_EB[e, inside] = found.free_EB[e, inside].all()
+        gathered.free_EB[e, inside] = gathered.free_EB[e, inside].all()
 
 
 def units(columns: Columns) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ class TimePrice:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is read of one tensor from one expert.
+    """The access to one tensor of one expert: blocks read, free, shared, and levels.
 
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
@@ -249,7 +249,7 @@ class Plan:
         return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def content(self) -> dict[str, object]:
-        """What `to_json` writes, as plain values."""
+        """Return the content of `to_json` as plain values."""
         return {"digest": self.digest, **_content(self)}
 
 

@@ -189,7 +189,7 @@ def _check_on_omit(problem: PlanningProblem, data: _PlanningData, on_omit: OnOmi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """Everything that can be read, in order of selection: gives a plan for every budget.
+    """A ranking of everything that can be read, which gives a plan for every budget.
 
     `budget_bytes` is the requested budget, or what the target error needs. Law: `plan(a)` reads what
     `plan(b)` reads and more, for `a >= b`; of what can be read in part, it reads it at the same level or a higher one.

@@ -14,7 +14,7 @@ from mergepipe.storage.prices import Speeds
 
 
 class Policy(StrEnum):
-    """How blocks are selected; see `planning.selection_order`."""
+    """The policy that selects blocks; see `planning.selection_order`."""
 
     NORM = "norm"
     CONFLICT = "conflict"
@@ -23,7 +23,7 @@ class Policy(StrEnum):
 
 
 class OnOmit(StrEnum):
-    """How coefficients change where an expert is omitted."""
+    """The rule for coefficients where an expert is omitted."""
 
     KEEP = "keep"  # an omitted delta is a zero
     RENORMALIZE = "renormalize"  # weights are divided by the sum of those that were read
@@ -70,7 +70,7 @@ class PlanningModel:
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """Everything that a plan depends on. `models` are the resolution's; `experts` are those that any task uses as one.
+    """The complete input of a plan. `models` are the resolution's; `experts` are those that any task uses as one.
 
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry, or with statistics of another grid, is one of which nothing is known.

@@ -112,7 +112,7 @@ class Inputs:
     def pair_name(self, task: MergeTask, slot: int) -> str | None:
         """Return the catalog's tensor name for this task and expert; None if the two are not a catalogued pair.
 
-        Statistics compare tensors of one name in two checkpoints; rows gathered anew, or another layer's tensor, are
+        Statistics compare tensors of one name in two checkpoints; gathered rows, or another layer's tensor, are
         something else.
         """
         base, source = task.base, task.experts[slot]

@@ -26,7 +26,7 @@ _DOING = "writing the account of what is read"
 @dataclass(frozen=True, slots=True)
 class ReadTotals:
     """Expert bytes requested for one output: no more than `expert_bytes` count; `forgiven_bytes` were read before a
-    run was told to begin anew with the whole budget."""
+    run started over with the whole budget."""
 
     expert_bytes: int = 0
     forgiven_bytes: int = 0
@@ -109,7 +109,7 @@ def read_totals(directory: Path) -> ReadTotals:
         if totals is not None:
             return totals
     if len(lines) > 1 or (lines and raw.endswith(b"\n")):
-        hint = "begin anew with --no-resume, which counts nothing of it"
+        hint = "start over with --no-resume, which counts nothing of it"
         raise CorruptError.of("resume.account", path, "the account of what was read is damaged", hint)
     return ReadTotals()
 

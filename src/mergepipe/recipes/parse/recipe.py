@@ -84,7 +84,7 @@ class OutputModule:
 
 
 class TokenizerSource(StrEnum):
-    """Which tokenizer the output gets."""
+    """The source of the output's tokenizer."""
 
     UNION = "union"
     BASE = "base"
@@ -127,7 +127,7 @@ class TokenizerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to merge and how. References to the same files have equal keys; keys of `models` are distinct.
+    """A validated recipe. References to the same files have equal keys; keys of `models` are distinct.
 
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
     `modules` is not empty. `name` is what other documents of the same file call the result.

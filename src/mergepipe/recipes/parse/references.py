@@ -31,7 +31,7 @@ class Reference:
 def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> Reference | None:
     """Resolve a reference; None if it names no path.
 
-    A path that does not exist is noted as a problem and returned all the same, so that the rules can go on. One place
+    A path that does not exist is reported and still returned, so that the remaining checks can run. One place
     on disk gets one path, whatever names it goes by.
     """
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def _with_adapter(
 def _absolute(text: str, folder: Path) -> Path:
     try:
         path = Path(text).expanduser()
-    except RuntimeError:  # `~name` of nobody known
+    except RuntimeError:  # `~name` of an unknown user
         path = Path(text)
     return folder / path
 

@@ -262,7 +262,7 @@ class _Builder:
         return values
 
     def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
-        """What merge keys (`<<`) refer to: each a mapping or a list of mappings, the first that has a key wins.
+        """Resolve merge keys (`<<`): each is a mapping or a list of mappings, the first that has a key wins.
 
         Built last to first, so that values and lines of the one that wins are written last.
         """

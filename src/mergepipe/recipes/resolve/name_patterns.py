@@ -14,7 +14,10 @@ def group_by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[_NUMBER.sub("*", name)].append(name)
-    return {pattern if len(found) > 1 else found[0]: found for pattern, found in groups.items()}
+    return {
+        pattern if len(names_of_pattern) > 1 else names_of_pattern[0]: names_of_pattern
+        for pattern, names_of_pattern in groups.items()
+    }
 
 
 def count_text(names: list[str]) -> str:

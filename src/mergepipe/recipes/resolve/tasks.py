@@ -12,7 +12,7 @@ from mergepipe.recipes.parse.recipe import ModelInput, Scalar
 
 
 class Action(StrEnum):
-    """How an output tensor is made: merged or copied."""
+    """The action that makes an output tensor: merge or copy."""
 
     MERGE = "merge"
     COPY = "copy"

@@ -23,7 +23,7 @@ REASON_LAYER = "in a layer that no slice takes"
 REASON_AROUND = "outside the layers, taken from another slice"
 REASON_LENDER = "lends its configuration only"
 
-# What models store now and then and work out anew when they are loaded.
+# Buffers that some models store and recompute on loading.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
 _MASK_DIMENSIONS = 4
 

@@ -108,10 +108,10 @@ class _Repartition:
             if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
                 patches.state(_source_state(self.assignment, name, kind), target)
         shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
-        is_cut_anew = tuple(group.names for group in self.groups) != skeleton.flat_groups
+        is_repartitioned = tuple(group.names for group in self.groups) != skeleton.flat_groups
         for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
             patches.edits[path]["dp_world_size",] = self.world_size
-            if is_cut_anew:
+            if is_repartitioned:
                 patches.edits[path]["param_shapes",] = shapes
         return patches
 

@@ -26,7 +26,7 @@ _READERS = 8
 
 
 class Thoroughness(StrEnum):
-    """How much of a composite is read back."""
+    """The extent to which a composite is read back."""
 
     SAMPLED = "sampled"  # both ends of every contiguous piece
     FULL = "full"

@@ -19,7 +19,7 @@ _NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
 
 
 class Strategy(StrEnum):
-    """Which units come from which checkpoint."""
+    """The strategy that assigns units to checkpoints."""
 
     PARITY = "parity"  # even layers and the head from the newest, the rest from the one before
     FILTER = "filter"  # both ends of the model from the newest, the layers between from the one before
