@@ -82,7 +82,7 @@ class SegmentLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _NeededElements:
     """A source's elements that a segment needs; `base` is the index of the base's elements in the same list."""
 
     source: Readable
@@ -95,15 +95,15 @@ def lay_out(
     shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
 ) -> SegmentLayout:
     """Place a segment's sources in its buffer: byte ranges, joined where they touch, then computed tensors."""
-    wanted: list[_Wanted] = []
+    wanted: list[_NeededElements] = []
     for run in shape.runs:
         task, base = tasks[run.task_index], len(wanted)
         if run.reused is not None:
-            wanted.append(_Wanted(run.reused, run.span, Purpose.REUSE, base))
+            wanted.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
             continue
-        wanted.append(_Wanted(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
+        wanted.append(_NeededElements(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
         experts = [run.source(task, e) for e in run.read_experts]
-        wanted.extend(_Wanted(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
+        wanted.extend(_NeededElements(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
     reads, places = _join(wanted, alignment_of)
     end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
     computations = _place_computed(wanted, places, end)
@@ -126,7 +126,7 @@ def is_on_base(source: Readable, base: Readable) -> bool:
     return isinstance(source, NeedsBase) and source.encoded_on == base
 
 
-def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int) -> tuple[Computation, ...]:
+def _place_computed(wanted: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
     """Give computed tensors their places after `position`."""
     computations = []
     for i, each in enumerate(wanted):
@@ -148,7 +148,7 @@ def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int)
     return tuple(each for each in computations if each.span.n_elements)
 
 
-def _join(wanted: Sequence[_Wanted], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
+def _join(wanted: Sequence[_NeededElements], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
     """Return requests that cover all stored ranges, and the buffer offset of each range's first byte."""
     entries = [(i, each.source) for i, each in enumerate(wanted) if isinstance(each.source, TensorEntry)]
     starts = {i: entry.offset + wanted[i].span.start * entry.dtype.itemsize for i, entry in entries}

@@ -130,9 +130,9 @@ def _measured(
 
     norms = tensor_norms(store, first, second, comparable, advance)
     for change in changes:
-        found = norms.get(change.name)
-        if found is None:
+        norm_pair = norms.get(change.name)
+        if norm_pair is None:
             yield change
         else:
-            distance, norm = found
+            distance, norm = norm_pair
             yield TensorChange(change.name, change.kind, distance, distance / norm if norm else None)

@@ -97,7 +97,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     source = plan if plan is not None else manifest
     if source is None:
         raise ValueError("neither a plan nor a manifest")
-    tensors = _planned(plan) if plan is not None else _everything(manifest) if manifest is not None else ()
+    tensors = _planned(plan) if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
     models = _models(plan, manifest)
     reasons = _reasons(plan, models)
     bound = plan.bound if plan is not None else None
@@ -130,7 +130,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
 
 
 def _decisions(fallbacks: Iterable[Fallback]) -> tuple[Decision, ...]:
-    return tuple(Decision(each.where, each.decision, each.reason) for each in fallbacks)
+    return tuple(Decision(fallback.where, fallback.decision, fallback.reason) for fallback in fallbacks)
 
 
 def _planned(plan: Plan) -> tuple[_Tensor, ...]:
@@ -144,16 +144,16 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
     )
 
 
-def _everything(manifest: Manifest) -> tuple[_Tensor, ...]:
+def _full_merge_tensors(manifest: Manifest) -> tuple[_Tensor, ...]:
     """List the tensors of a full merge: every block of every expert, on the default grid."""
     n_experts = sum(source.role == "expert" for source in manifest.inputs)
-    found = []
+    tensors = []
     for tensor in manifest.tensors:
         if tensor.action == Action.MERGE.value:
             n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
             access = Access(((0, n_blocks),) if n_blocks else ())
-            found.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
-    return tuple(found)
+            tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
+    return tuple(tensors)
 
 
 def _models(plan: Plan | None, manifest: Manifest | None) -> tuple[tuple[str, str], ...]:
@@ -172,7 +172,7 @@ def _expert_shares(
     shares = []
     for e, (model, path) in enumerate(models):
         counts = [_counts(tensor, e) for tensor in tensors]
-        read, shared, free, omitted = (sum(each[kind] for each in counts) for kind in range(4))
+        read, shared, free, omitted = (sum(count[kind] for count in counts) for kind in range(4))
         shares.append(
             ExpertShare(
                 model=model,
@@ -290,13 +290,13 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:
     """Return the union of half-open runs: sorted, disjoint, joined where they touch."""
-    found: list[tuple[int, int]] = []
+    union: list[tuple[int, int]] = []
     for start, stop in sorted(runs):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            union.append((start, stop))
+    return tuple(union)
 
 
 def _gaps(runs: Runs, n_blocks: int) -> Runs:

@@ -116,21 +116,21 @@ def _write_weights(
     total = sum(tensor.nbytes for tensor in overlay.layout.tensors)
     done = 0
     with ShardWriter(directory, shards_of(overlay.manifest), store.ledger) as writer:
-        for found in read_blocks(overlay, store, threads):
-            if found.content is None or found.digest != digests.tensors[found.block.tensor.index][found.block.index]:
-                raise _wrong_block(overlay, found)
-            writer.append(found.content)
-            done += len(found.content)
+        for block in read_blocks(overlay, store, threads):
+            if block.content is None or block.digest != digests.tensors[block.block.tensor.index][block.block.index]:
+                raise _wrong_block(overlay, block)
+            writer.append(block.content)
+            done += len(block.content)
             if on_progress is not None:
                 on_progress(Progress("materialise", done, total))
         writer.finish()
 
 
-def _wrong_block(overlay: Overlay, found: FoundBlock) -> MergePipeError:
-    where, block = overlay.file_of(found.place), found.block
-    reason = found.failure or f"the bytes from {found.place.offset} on are not what the overlay was made with"
+def _wrong_block(overlay: Overlay, read_block: FoundBlock) -> MergePipeError:
+    where, block = overlay.file_of(read_block.place), read_block.block
+    reason = read_block.failure or f"the bytes from {read_block.place.offset} on are not what the overlay was made with"
     message = f"block {block.index} of '{block.tensor.name}': {reason}"
-    if found.place.is_stored:
+    if read_block.place.is_stored:
         return CorruptError.of("overlay.damaged", where, message, "merge again, or `mergepipe replay` the overlay")
     return ConflictError.of("overlay.base-changed", where, message, "put the base back as it was, or name it: --base")
 
@@ -148,18 +148,18 @@ def scan_overlay(
     headers: list[bytes | None] = [block_digest(shard.header) for shard in shards_of(overlay.manifest)]
     scan = Scan([[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors], headers)
     wrong: dict[tuple[str, Path], list[FoundBlock]] = {}
-    for found in read_blocks(overlay, LocalStore(), threads):
-        tensor, index = found.block.tensor, found.block.index
-        scan.blocks[tensor.index][index] = found.digest
-        if found.n_not_finite:
-            scan.not_finite[tensor.name] = scan.not_finite.get(tensor.name, 0) + found.n_not_finite
-        n_bytes = found.block.stop - found.block.start
-        if found.content is not None:
+    for read_block in read_blocks(overlay, LocalStore(), threads):
+        tensor, index = read_block.block.tensor, read_block.block.index
+        scan.blocks[tensor.index][index] = read_block.digest
+        if read_block.n_not_finite:
+            scan.not_finite[tensor.name] = scan.not_finite.get(tensor.name, 0) + read_block.n_not_finite
+        n_bytes = read_block.block.stop - read_block.block.start
+        if read_block.content is not None:
             scan.n_bytes += n_bytes
         on_bytes(n_bytes)
-        if found.digest is None or (table is not None and found.digest != table.tensors[tensor.index][index]):
-            bare = replace(found, content=None)
-            wrong.setdefault((tensor.name, overlay.file_of(found.place)), []).append(bare)
+        if read_block.digest is None or (table is not None and read_block.digest != table.tensors[tensor.index][index]):
+            bare = replace(read_block, content=None)
+            wrong.setdefault((tensor.name, overlay.file_of(read_block.place)), []).append(bare)
     roots = () if table is not None else _wrong_roots(layout, scan)
     return scan, (*_header_damages(overlay, table, scan), *_damages(overlay, wrong), *roots)
 

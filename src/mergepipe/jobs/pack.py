@@ -62,7 +62,7 @@ def pack(
     store = LocalStore()
     workers = threads_asked(threads)
     base_checkpoint = open_base(store, Path(base))
-    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(each)), Path(out)) for each in experts]
+    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(expert)), Path(out)) for expert in experts]
     check_names(jobs)
     if replace:
         for job in jobs:

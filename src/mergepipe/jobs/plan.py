@@ -69,9 +69,9 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    known = link.use(lambda catalog: _what_is_known(catalog, inputs))
+    known = link.use(lambda catalog: _lookup_known(catalog, inputs))
     if known is None:
-        known = _Known((None,) * len(models), ({},) * len(inputs.expert_models))
+        known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
@@ -95,7 +95,7 @@ def make_plan(
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
 
 
-def _suitable_block(inputs: Inputs, known: _Known) -> int:
+def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
     """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
@@ -105,14 +105,14 @@ def _suitable_block(inputs: Inputs, known: _Known) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownFacts:
     """Known content ids by model, and statistics by expert and task."""
 
     content_ids: tuple[str | None, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
+def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
     rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
@@ -121,7 +121,7 @@ def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
             found = pairs.of(task, slot)
             if found is not None:
                 by_model[model][task.name] = found
-    return _Known(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
+    return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Plan:
@@ -212,9 +212,9 @@ def _vocabulary(inputs: Inputs) -> str | None:
     return None if inputs.alignment is None else inputs.alignment.digest
 
 
-def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
+def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
     """List the files that changed since the plan was made."""
-    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in found.files}
+    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in checkpoint.files}
     then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [

@@ -64,35 +64,39 @@ def repair_snapshot(
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
     refuse_overlay(path, read_manifest_value(path), "mended")
-    found = examine(path, engine.threads, on_progress)
+    examination = examine(path, engine.threads, on_progress)
     written = 0
-    names = found.damaged
-    if found.damages:
-        sizes = {tensor.name: tensor.nbytes for tensor in found.layout.tensors}
+    names = examination.damaged
+    if examination.damages:
+        sizes = {tensor.name: tensor.nbytes for tensor in examination.layout.tensors}
         check_free_space(path, sum(sizes[name] for name in names))
         with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
-            rebuilt = rebuild_tensors(found.manifest, names, staging.path, engine) if names else ()
-            small = _small_files(found)
-            patches = [*_header_patches(found), *_block_patches(found, {r.digest.name: r for r in rebuilt})]
-            written = _apply(path, found.layout, patches, staging.directory)
+            rebuilt = rebuild_tensors(examination.manifest, names, staging.path, engine) if names else ()
+            small = _small_files(examination)
+            patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
+            written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
             written += _mend_table(path, engine, staging.directory)
         _check_mended(examine(path, engine.threads, on_progress))
-    return RepairReport(path, found.manifest.sid, found.damages, names, written, time.perf_counter() - started)
+    return RepairReport(
+        path, examination.manifest.sid, examination.damages, names, written, time.perf_counter() - started
+    )
 
 
 # --- what is to be written ---
 
 
-def _header_patches(found: Examination) -> Iterator[_Patch]:
-    for damage in found.damages:
+def _header_patches(examination: Examination) -> Iterator[_Patch]:
+    for damage in examination.damages:
         if damage.kind not in ("header", "missing"):
             continue
-        file = next(file for file in found.layout.files if file.name == damage.file)
-        header = header_of(_specs(found.manifest, file.name), {})
-        if len(header) != file.data_start or (found.table and block_digest(header) != found.table.headers[file.index]):
+        file = next(file for file in examination.layout.files if file.name == damage.file)
+        header = header_of(_specs(examination.manifest, file.name), {})
+        if len(header) != file.data_start or (
+            examination.table and block_digest(header) != examination.table.headers[file.index]
+        ):
             message = "its header was written by another version, and cannot be made again"
-            raise CorruptError.of("repair.impossible", found.path / file.name, message, _HINT)
+            raise CorruptError.of("repair.impossible", examination.path / file.name, message, _HINT)
         yield _Patch(file, 0, header, 0, len(header))
 
 
@@ -100,14 +104,14 @@ def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file)
 
 
-def _block_patches(found: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> Iterator[_Patch]:
+def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> Iterator[_Patch]:
     """Return patches of every damaged tensor, recomputed and checked against the manifest."""
-    placed = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
+    placed = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
         message = "made again from the inputs it is not what the manifest says: an input has other values by now"
         raise ConflictError(*(Problem("repair.differs", name, message, "put the inputs back") for name in wrong))
-    for damage in found.damages:
+    for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
             file, tensor = placed[damage.tensor]
             made = rebuilt[damage.tensor]
@@ -116,11 +120,11 @@ def _block_patches(found: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> 
             )
 
 
-def _small_files(found: Examination) -> dict[str, bytes]:
+def _small_files(examination: Examination) -> dict[str, bytes]:
     """Rebuild the damaged small files."""
-    manifest = found.manifest
+    manifest = examination.manifest
     records = {record.name: record for record in manifest.sidecars}
-    wanted = [each.file for each in found.damages if each.kind in ("small-file", "index", "config")]
+    wanted = [damage.file for damage in examination.damages if damage.kind in ("small-file", "index", "config")]
     if not wanted:
         return {}
     inputs = open_recorded(manifest, LocalStore())
@@ -130,7 +134,7 @@ def _small_files(found: Examination) -> dict[str, bytes]:
     if KEYS_NAME in wanted:
         contents[KEYS_NAME] = rebuild_keys(manifest, inputs, LocalStore())
     impossible = [
-        Problem("repair.impossible", str(found.path / name), "cannot be made again from the inputs", _HINT)
+        Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted
         if name not in contents or (name in records and small_digest(contents[name]) != records[name].blake3)
     ]
@@ -260,7 +264,7 @@ def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
     """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
     found = examine(path, engine.threads, None)
     record = found.manifest.blocks
-    if not any(each.kind == "blocks-file" for each in found.damages):
+    if not any(damage.kind == "blocks-file" for damage in found.damages):
         return 0
     blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in found.scan.blocks)
     headers = tuple(header for header in found.scan.headers if header is not None)

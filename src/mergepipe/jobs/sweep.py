@@ -174,7 +174,7 @@ class _Sweep:
         return report
 
     def _meter(self, label: str, *checkpoints: Checkpoint) -> Callable[[int], None]:
-        total, done = sum(each.tensor_bytes for each in checkpoints), 0
+        total, done = sum(checkpoint.tensor_bytes for checkpoint in checkpoints), 0
 
         def advance(nbytes: int) -> None:
             nonlocal done

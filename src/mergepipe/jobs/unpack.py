@@ -112,7 +112,7 @@ def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Che
 
 def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Path]:
     own = {kept.name for kept in opened.header.kept}
-    yield from (opened.root / each.name for each in opened.fingerprints if each.name not in own)
+    yield from (opened.root / fingerprint.name for fingerprint in opened.fingerprints if fingerprint.name not in own)
     yield from (base.root / file.name for file in base.files)
 
 

@@ -62,7 +62,7 @@ class Examination:
     @property
     def damaged(self) -> tuple[str, ...]:
         """Names of the tensors that have a damaged block, in the manifest's order."""
-        return tuple(dict.fromkeys(each.tensor for each in self.damages if each.kind == "block"))
+        return tuple(dict.fromkeys(damage.tensor for damage in self.damages if damage.kind == "block"))
 
 
 def verify_snapshot(

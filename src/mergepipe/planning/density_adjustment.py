@@ -64,7 +64,7 @@ class _Adjuster:
         self._decided: set[tuple[int, float]] = set()
 
     def adjusted(self, task: MergeTask) -> MergeTask:
-        if task.action is not Action.MERGE or not any("density" in each for each in task.parameters.experts):
+        if task.action is not Action.MERGE or not any("density" in expert for expert in task.parameters.experts):
             return task
         key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
         if key not in self._done:

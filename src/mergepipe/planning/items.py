@@ -141,7 +141,7 @@ def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: 
     singles = _singles(candidates, score_EB, own_EB & ~candidates.whole_ET[:, columns.tensor_B])
     wholes = _whole_items(candidates, own_EB, score_EB, known_ET)
     rest = np.array([each[:3] for each in wholes], np.int64).reshape(-1, 3)
-    levels = [_top_level(candidates, each[1] // n_columns, each[2]) for each in wholes]
+    levels = [_top_level(candidates, whole[1] // n_columns, whole[2]) for whole in wholes]
     return Items(
         flat_I=np.concatenate([singles.flat_I, rest[:, 1]]),
         cost_I=np.concatenate([singles.cost_I, rest[:, 0]]),

@@ -167,7 +167,7 @@ class _Influences:
         self._known: dict[int, Influence] = {}
 
     def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
-        known = [each for each in products if each is not None]
+        known = [product for product in products if product is not None]
         if known:
             return influence_of(self._operator, operator_input(task), np.array(known, np.float64))
         key = id(task.parameters)  # the tasks keep it alive

@@ -264,7 +264,7 @@ def expected_error_of(accesses: Iterable[Access]) -> float | None:
 
 def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
     """Sum the energy that some accesses leave out, and their total energy; None if none is recorded."""
-    energies = [each.energy for each in accesses if each.energy is not None]
+    energies = [access.energy for access in accesses if access.energy is not None]
     if not energies:
         return None
     return math.fsum(left for left, _ in energies), math.fsum(whole for _, whole in energies)
@@ -334,8 +334,8 @@ def _content(plan: Plan) -> dict[str, object]:
         "planned_bytes": plan.planned_bytes,
         "full_cost_bytes": plan.full_cost_bytes,
         "bound": None if bound is None else _bound_content(bound),
-        "fallbacks": [_fallback_content(each) for each in plan.fallbacks],
-        "adjustments": [_fallback_content(each) for each in plan.adjustments],
+        "fallbacks": [_fallback_content(fallback) for fallback in plan.fallbacks],
+        "adjustments": [_fallback_content(adjustment) for adjustment in plan.adjustments],
         "models": [_model_content(model) for model in plan.models],
         **optional,
         "recipe": plan.recipe,
@@ -355,7 +355,7 @@ class _ParameterTable:
         row: dict[str, object] = {
             "globals": _scalars(tensor.globals),
             "anchor": _scalars(tensor.anchor),
-            "experts": [_scalars(each) for each in tensor.experts],
+            "experts": [_scalars(expert) for expert in tensor.experts],
         }
         index = self._known.setdefault(canonical_json(row), len(self.rows))
         if index == len(self.rows):

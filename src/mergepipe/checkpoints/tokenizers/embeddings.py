@@ -41,7 +41,7 @@ def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> di
 
 def paired_embeddings(embeddings: Sequence[Mapping[str, Readable]]) -> list[dict[int, Readable]]:
     """Group the corresponding embeddings of the models, each group keyed by model; name prefixes may differ."""
-    is_short = all(max(Counter(map(_ending, each)).values(), default=0) <= 1 for each in embeddings)
+    is_short = all(max(Counter(map(_ending, embedding)).values(), default=0) <= 1 for embedding in embeddings)
     groups: dict[str, dict[int, Readable]] = {}
     for model, each in enumerate(embeddings):
         for name, tensor in each.items():

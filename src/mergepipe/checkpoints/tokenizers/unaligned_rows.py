@@ -36,7 +36,7 @@ def unaligned_notices(
         if model.kind is not CheckpointKind.FULL:
             continue
         theirs = _contents(model, store)
-        tokens = list(_told(first, names[0], model, name, store)) if own and theirs and own != theirs else []
+        tokens = list(_model_notices(first, names[0], model, name, store)) if own and theirs and own != theirs else []
         lines += tokens or _row_notices(first, names[0], model, name)
     return tuple(lines)
 
@@ -48,7 +48,7 @@ def _contents(model: Checkpoint, store: Store) -> tuple[tuple[str, bytes], ...]:
     return tuple((name, files.raw(name)) for name in names if name in files)
 
 
-def _told(first: Checkpoint, first_name: str, model: Checkpoint, name: str, store: Store) -> Iterator[str]:
+def _model_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str, store: Store) -> Iterator[str]:
     try:
         base, other = read_vocabulary(first, store), read_vocabulary(model, store)
     except MergePipeError as error:

@@ -52,7 +52,7 @@ def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe])
 
 def _output(recipes: Sequence[Recipe], needs: Sequence[Sequence[int]]) -> int:
     """Find the document of the output: of those that nothing merges the one without a name, else the last."""
-    used = {index for each in needs for index in each}
+    used = {index for need in needs for index in need}
     free = [index for index in range(len(recipes)) if index not in used]
     return next((index for index in free if recipes[index].name is None), free[-1])
 

@@ -64,7 +64,7 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
     if entries is None:
         return None
     slices = [_slice(context, entry, (*key_path, index)) for index, entry in enumerate(entries)]
-    read = tuple(each for each in slices if each is not None)
+    read = tuple(output_slice for output_slice in slices if output_slice is not None)
     return read if len(read) == len(slices) else None
 
 
@@ -75,7 +75,7 @@ def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tupl
         context.reader.wrong_kind(value, key_path, "names of modules with what they are made of", hint)
         return None
     modules = [_module(context, name, entry, (*key_path, name)) for name, entry in value.items()]
-    read = tuple(each for each in modules if each is not None)
+    read = tuple(module for module in modules if module is not None)
     return read if len(read) == len(modules) else None
 
 

@@ -46,7 +46,7 @@ def _instead_of(name: str, operator: OperatorSpec) -> Callable[[], str]:
     of_others = any(spec.parameter(name) for spec in OPERATORS.values())
     if of_others or name in _OF_MERGEKITS_PAST:
         return lambda: "mergekit ignores it here: remove it"
-    return partial(did_you_mean, shortened(name), [each.name for each in operator.parameters])
+    return partial(did_you_mean, shortened(name), [parameter.name for parameter in operator.parameters])
 
 
 def model_values(

@@ -129,7 +129,9 @@ def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
 def _has_slice_bases(root: dict[str, Value]) -> bool:
     """Whether every slice names its own base, so that the recipe needs none."""
     slices = root.get("slices")
-    return isinstance(slices, list) and all(isinstance(each, dict) and each.get("base_model") for each in slices)
+    return isinstance(slices, list) and all(
+        isinstance(output_slice, dict) and output_slice.get("base_model") for output_slice in slices
+    )
 
 
 def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:

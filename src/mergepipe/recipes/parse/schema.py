@@ -85,7 +85,7 @@ def _parameters(spec: OperatorSpec, parameters: tuple[ParameterSpec, ...]) -> Sc
     return {
         "type": ["object", "null"],
         "description": f"parameters of {spec.name}",
-        "properties": {each.name: _ref(f"{spec.name}.{each.name}") for each in parameters},
+        "properties": {parameter.name: _ref(f"{spec.name}.{parameter.name}") for parameter in parameters},
         "additionalProperties": False,
     }
 

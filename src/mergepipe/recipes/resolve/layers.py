@@ -40,8 +40,8 @@ class LayerList:
 
     def split(self, name: str) -> tuple[int, str] | None:
         """Split a tensor's name into layer number and rest; None if it is in no layer."""
-        found = _numbered(name)
-        return found[1:] if found is not None and found[0] == self.prefix else None
+        parts = _numbered(name)
+        return parts[1:] if parts is not None and parts[0] == self.prefix else None
 
     def name(self, index: int, rest: str) -> str:
         """Join a layer number and a rest into a tensor's name: the inverse of `split`."""
@@ -52,25 +52,25 @@ class LayerList:
 
 
 def _numbered(name: str) -> tuple[str, int, str] | None:
-    found = _NUMBERED.match(name)
-    if found is None:
+    match = _NUMBERED.match(name)
+    if match is None:
         return None
-    return name[: found.start("index")], int(found["index"]), name[found.end() :]
+    return name[: match.start("index")], int(match["index"]), name[match.end() :]
 
 
 def template(name: str) -> str:
     """Remove the layer number from a name, so that all layers share it. Other names stay."""
-    found = _numbered(name)
-    return name if found is None else f"{found[0]}*.{found[2]}"
+    parts = _numbered(name)
+    return name if parts is None else f"{parts[0]}*.{parts[2]}"
 
 
 def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
     """Find every list of layers by prefix: those numbered 0, 1, 2 ... without a gap."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name in names:
-        found = _numbered(name)
-        if found is not None:
-            numbers[found[0]].add(found[1])
+        parts = _numbered(name)
+        if parts is not None:
+            numbers[parts[0]].add(parts[1])
     return {
         prefix: LayerList(prefix, len(indices))
         for prefix, indices in numbers.items()

@@ -202,13 +202,13 @@ class OutputListing:
     def _layers(self, module: str, where: str) -> LayerList | None:
         """Find the layers that slices of a module select from."""
         text = self._models[0].input.text
-        found = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        lists = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
+        if len(lists) == 1:
+            return lists[0]
+        if not lists:
             message, hint = f"'{text}' has no numbered layers to take slices of", "use 'models:' instead"
         else:
-            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, found))}"
+            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
             hint = "name the one that is meant with 'modules:'"
         self._findings.add(RecipeError, "recipe.slice.layers", where, message, hint)
         return None
@@ -218,9 +218,9 @@ class OutputListing:
         for source in (source for piece in slices for source in piece.sources):
             index = self._index[source.model.key]
             own = self._lists[index].get(layers.prefix) if self._models[index].kind is CheckpointKind.FULL else layers
-            found = 0 if own is None else own.n_layers
-            if source.stop > found:
-                message = f"[{source.start}, {source.stop}] goes beyond the {found} layers of '{source.model.text}'"
+            n_layers = 0 if own is None else own.n_layers
+            if source.stop > n_layers:
+                message = f"[{source.start}, {source.stop}] goes beyond the {n_layers} layers of '{source.model.text}'"
                 self._findings.add(
                     RecipeError, "recipe.slice.range", source.where, message, f"counted as {own or layers}"
                 )
@@ -245,9 +245,9 @@ class OutputListing:
         anchor_tensors = self._models[group.anchor.model].tensors
         by_layer: dict[int, list[str]] = {}
         for name in anchor_tensors:
-            found = layers.split(name)
-            if found is not None:
-                by_layer.setdefault(found[0], []).append(found[1])
+            parts = layers.split(name)
+            if parts is not None:
+                by_layer.setdefault(parts[0], []).append(parts[1])
         for offset in range(piece.n_layers):
             depth = depth_of(offset, piece.n_layers)
             for rest in by_layer[group.anchor.first_layer + offset]:
@@ -262,7 +262,7 @@ def is_allowed(model: OpenModel, name: str, patterns: Sequence[str]) -> bool:
 
 def _depth(name: str, lists: Mapping[str, LayerList]) -> float:
     for layers in lists.values():
-        found = layers.split(name)
-        if found is not None:
-            return depth_of(found[0], layers.n_layers)
+        parts = layers.split(name)
+        if parts is not None:
+            return depth_of(parts[0], layers.n_layers)
     return 0.0

@@ -53,40 +53,40 @@ class Pairing:
         if name in open_model.tensors:
             self._related.add(model)
         name = self._stored_name(open_model, name, base)
-        found = open_model.tensors.get(name)
-        if found is None and open_model.kind is not CheckpointKind.FULL:
+        tensor = open_model.tensors.get(name)
+        if tensor is None and open_model.kind is not CheckpointKind.FULL:
             return Unchanged(base.name, base.dtype, base.shape)
-        if found is None:
+        if tensor is None:
             self._missing[model, base_model].append(name)
             return None
         self.used[model].add(name)
         base_text = self._models[base_model].input.text
-        if found.dtype.kind is not DTypeKind.FLOAT:
+        if tensor.dtype.kind is not DTypeKind.FLOAT:
             instead = f"{base.dtype.name} in the base '{base_text}'"
-            self._refuse_dtype(open_model.input.text, name, found, instead)
-        return self._fitted(open_model, name, found, base, base_text)
+            self._refuse_dtype(open_model.input.text, name, tensor, instead)
+        return self._fitted(open_model, name, tensor, base, base_text)
 
     def _stored_name(self, model: OpenModel, name: str, base: Readable) -> str:
         """Return the stored name: the name itself, or the embedding's for an output head that is tied."""
         if name in model.tensors or model.kind is not CheckpointKind.FULL or not is_head(name):
             return name
-        embeddings = [each for each in model.tensors if _INPUT_EMBEDDING.search(each)]
-        fitting = [each for each in embeddings if model.tensors[each].shape[1:] == base.shape[1:]]
+        embeddings = [tensor for tensor in model.tensors if _INPUT_EMBEDDING.search(tensor)]
+        fitting = [embedding for embedding in embeddings if model.tensors[embedding].shape[1:] == base.shape[1:]]
         return fitting[0] if len(fitting) == 1 else name
 
-    def _fitted(self, model: OpenModel, name: str, found: Readable, base: Readable, base_text: str) -> Source | None:
-        if found.shape != base.shape:
-            has_rows = min(len(found.shape), len(base.shape)) > 0 and is_vocabulary(name)
-            if has_rows and found.shape[1:] == base.shape[1:] and found.dtype.kind is DTypeKind.FLOAT:
+    def _fitted(self, model: OpenModel, name: str, tensor: Readable, base: Readable, base_text: str) -> Source | None:
+        if tensor.shape != base.shape:
+            has_rows = min(len(tensor.shape), len(base.shape)) > 0 and is_vocabulary(name)
+            if has_rows and tensor.shape[1:] == base.shape[1:] and tensor.dtype.kind is DTypeKind.FLOAT:
                 from mergepipe.checkpoints.computed.gathered_rows import (
                     resized,  # brings the compiled kernels; most merges do without
                 )
 
-                return resized(found, base.shape[0], fallback=None if found.is_delta else base)
-            shapes = f"shape {list(found.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
+                return resized(tensor, base.shape[0], fallback=None if tensor.is_delta else base)
+            shapes = f"shape {list(tensor.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
             self._findings.add(MismatchError, "merge.tensor.shape", name, shapes)
             return None
-        return found if found.dtype.kind is DTypeKind.FLOAT else None
+        return tensor if tensor.dtype.kind is DTypeKind.FLOAT else None
 
     def note_missing(self) -> set[int]:
         """Report tensors without a partner; return the models that share no tensor with their base."""

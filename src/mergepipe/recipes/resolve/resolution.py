@@ -97,9 +97,9 @@ class _Resolver:
 
     def _experts(self, output: OutputTensor, group: Group, base: Readable) -> tuple[Source, ...] | None:
         pairs = zip(group.experts, output.sources[1:], strict=True)
-        found = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
-        matching = tuple(each for each in found if each is not None)
-        return matching if len(matching) == len(found) else None
+        partners = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
+        matching = tuple(each for each in partners if each is not None)
+        return matching if len(matching) == len(partners) else None
 
     def _parameters(self, output: OutputTensor, group: Group) -> TensorParameters:
         if group not in self._is_constant:
@@ -137,12 +137,12 @@ class _Resolver:
         return own
 
     def _note_missing(
-        self, found: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
+        self, values: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
     ) -> None:
         """Report a required parameter of which no case applies to a tensor; missing ones are reported on loading."""
-        for spec in missing_values(self._recipe.operator, scope, found):
+        for spec in missing_values(self._recipe.operator, scope, values):
             settings = (each[spec.name] for each in chain if spec.name in each)
-            where = next((each.where for each in settings if isinstance(each, Cases)), self._recipe.path.name)
+            where = next((setting.where for setting in settings if isinstance(setting, Cases)), self._recipe.path.name)
             if where in self._without_value:
                 continue
             self._without_value.add(where)

@@ -50,7 +50,7 @@ class TensorAccount:
         self._used = used
         self._allow = allow
         self._is_sliced = not recipe.models
-        self._names = {each.name for each in outputs}
+        self._names = {output.name for output in outputs}
         self._templates = {template(each.name) for each in outputs if each.group is not None}
         taking_part = {each.model for each in outputs}
         taking_part |= {member.model for each in outputs if each.group for member in each.group.experts}

@@ -89,5 +89,5 @@ def _is_sound(missing: list[Readable], renamed: Mapping[str, str], tensors: Mapp
     kept = tensors.keys() - renamed.keys()
     if len(after) < len(renamed) or kept & after.keys():
         return False
-    found = [(entry, tensors[after[entry.name]]) for entry in missing if entry.name in after]
-    return bool(found) and all(entry.shape[1:] == other.shape[1:] for entry, other in found)
+    matched = [(entry, tensors[after[entry.name]]) for entry in missing if entry.name in after]
+    return bool(matched) and all(entry.shape[1:] == other.shape[1:] for entry, other in matched)

@@ -148,12 +148,12 @@ def _joining(
 
 
 def _dropped(vocabularies: Sequence[Vocabulary], output: Vocabulary) -> list[DroppedTokens]:
-    found = []
+    dropped = []
     for index, vocabulary in enumerate(vocabularies):
         missing = [token for token in vocabulary.ids if token not in output.ids]
         if missing:
-            found.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
-    return found
+            dropped.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
+    return dropped
 
 
 class _Aligner:
@@ -189,7 +189,7 @@ class _Aligner:
         n_mapped = self._output.n_ids if multiple else n_rows
         limits = [group[m].shape[0] if m in group else 0 for m in range(len(self._models))]
         rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
-        given = self._given(group, rows)
+        given = self._token_rules(group, rows)
         donors = [model for model, tensor in group.items() if not tensor.is_delta]
         fill = fill_rows(rows, donors, self._base if self._base in group else None, given)
         return {
@@ -242,18 +242,18 @@ class _Aligner:
                     f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned", "convert the model first",
                 )  # fmt: skip
 
-    def _given(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
+    def _token_rules(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
         """Collect the recipe's rules for single tokens, by output row."""
-        given = {}
+        rules = {}
         for token, wanted in self._request.tokens.items():
             row = self._output.ids[token]
             if wanted.source is EmbeddingSource.USUAL:
-                given[row] = Given(wanted.force, is_usual=True)
+                rules[row] = Given(wanted.force, is_usual=True)
             elif wanted.source is EmbeddingSource.ZERO:
-                given[row] = Given(wanted.force)
+                rules[row] = Given(wanted.force)
             else:
-                given[row] = self._from_model(token, wanted, group, rows)
-        return given
+                rules[row] = self._from_model(token, wanted, group, rows)
+        return rules
 
     def _from_model(self, token: str, wanted: TokenEmbedding, group: Mapping[int, Readable], rows: TokenRows) -> Given:
         model = wanted.model

@@ -209,7 +209,7 @@ def _identity(path: Path) -> Identity | None:
 
 def changed_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:
     """Return the files that changed since the snapshots were read."""
-    known = {path: identity for each in snapshots for path, identity in each.identities.items()}
+    known = {path: identity for snapshot in snapshots for path, identity in snapshot.identities.items()}
     return {file for file in files if file in known and _identity(file) != known[file]}
 
 

@@ -111,13 +111,13 @@ class _Keys:
         if not run.present:
             return None
         experts = [[*self._expert(given, e), rule.kept_E[e] if rule.kept_E else None] for e in run.present]
-        return {**_in_force(rule.rule, run), "experts": experts} if self._is_told(given, run.present) else None
+        return {**_in_force(rule.rule, run), "experts": experts} if self._has_content_ids(given, run.present) else None
 
     def _together(self, given: OperatorInput) -> Described | None:
         """Return the key parts of a block that depends on the whole tensor."""
         everyone = tuple(range(len(self.task.experts)))
         read = tuple(e for run in self.runs for e in run.present)
-        if not read or not self._is_told(given, read):
+        if not read or not self._has_content_ids(given, read):
             return None
         return {
             "globals": dict(given.globals),
@@ -130,7 +130,7 @@ class _Keys:
     def _expert(self, given: OperatorInput, e: int) -> list[object]:
         return [self.files.name(self.task.experts[e]), given.stream_keys[e] if given.stream_keys else None]
 
-    def _is_told(self, given: OperatorInput, experts: Iterable[int]) -> bool:
+    def _has_content_ids(self, given: OperatorInput, experts: Iterable[int]) -> bool:
         """Whether the content ids that key randomness are known."""
         models = self.task.expert_models
         return not given.stream_keys or all(self.work.content_ids[models[e]] for e in experts)

@@ -67,7 +67,7 @@ class ReusingPlanner:
     def _trial_budgets(self) -> list[int]:
         """List the prefix costs above the budget that are tried, in descending order."""
         full = self.ranking.full_cost_bytes
-        earlier = [cost for each in self.snapshots if (cost := _prefix_cost(each)) is not None and cost < full]
+        earlier = [cost for snapshot in self.snapshots if (cost := _prefix_cost(snapshot)) is not None and cost < full]
         return sorted({full, *list(dict.fromkeys(earlier))[:MAX_EARLIER_BUDGETS]}, reverse=True)
 
     def _charged(self, limit_bytes: int) -> Plan:
@@ -119,7 +119,7 @@ def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
             else t
             for t in plan.tensors
         ),
-        fallbacks=tuple(each for each in plan.fallbacks if each.where != "budget"),
+        fallbacks=tuple(fallback for fallback in plan.fallbacks if fallback.where != "budget"),
         reuse=tuple(snapshots),
     )
 

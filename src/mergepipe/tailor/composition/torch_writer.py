@@ -84,8 +84,8 @@ class InertPickler:
 
     def _many(self, before: bytes, values: list[object] | tuple[object, ...], after: bytes) -> None:
         self._out.append(before)
-        for each in values:
-            self._put(each)
+        for value in values:
+            self._put(value)
         self._out.append(after)
 
     def _mapping(self, mapping: dict[object, object]) -> None:
