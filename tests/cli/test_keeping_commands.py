@@ -117,7 +117,7 @@ def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monk
     assert ran.error_lines == [f"interrupted: nothing was published; {staging.KEPT}"]
     ran = run(*merge, "--resume")
     assert ran.exit_code == 0
-    assert "went on with an interrupted run" in ran.out
+    assert "resumed an interrupted run" in ran.out
     assert run("verify", work.out).exit_code == 0
     found = run("gc", work.root, "--json")
     assert (found.exit_code, found.json()["garbage"]) == (0, [])

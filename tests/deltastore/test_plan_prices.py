@@ -16,7 +16,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.deltastore.decode_speed import measure_decoding
 from mergepipe.errors import RecipeError
 from mergepipe.jobs.pack import pack
-from mergepipe.planning.levels import Ladder, find_steps
+from mergepipe.planning.level_ladders import Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs import speeds as speeds_module
@@ -157,10 +157,10 @@ def test_find_steps__by_time_leaves_out_a_level_that_takes_longer_than_a_better_
     cost_KB = np.array([[4096], [8192], [12288]])
     left_KB, one_B = np.array([[0.5], [0.2], [0.0]]), np.ones(1)
     by_bytes = Ladder((1, 3, 5), cost_KB, left_KB, one_B, one_B)
-    assert find_steps(by_bytes).level_S.tolist() == [1, 3, 5]
+    assert ladder_steps(by_bytes).level_S.tolist() == [1, 3, 5]
     slow_middle = np.array([[1e-6], [9e-6], [2e-6]])
     by_time = replace(by_bytes, decoding_KB=slow_middle, price_of_byte=1e-12)
-    steps = find_steps(by_time)
+    steps = ladder_steps(by_time)
     assert steps.level_S.tolist() == [1, 5]
     assert steps.cost_S.sum() == 12288
 

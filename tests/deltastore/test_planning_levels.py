@@ -24,7 +24,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.jobs.pack import pack
-from mergepipe.planning.levels import ALL, Ladder, find_steps
+from mergepipe.planning.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.testing.oracle import MergeCase
@@ -209,7 +209,7 @@ def test_find_steps__go_up_to_the_last_level_at_falling_rates(drawn: tuple[list[
     left_KB = errors_BK[:, 1:].T.copy()
     left_KB[-1] = 0
     ladder = Ladder((1, 3, 4, ALL), 4096 * costs_BK.T.copy(), left_KB, errors_BK[:, 0].copy(), errors_BK[:, 0].copy())
-    steps = find_steps(ladder)
+    steps = ladder_steps(ladder)
     for block in range(len(costs_BK)):
         own = steps.block_S == block
         assert steps.level_S[own][-1] == ALL

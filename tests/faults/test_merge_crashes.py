@@ -67,7 +67,7 @@ def crash_everywhere(job: CrashJob, old: Path | None, *, step: int, death: Death
         crashes += 1
         if not check_visible(job, old_digest):
             report = job.run()
-            resumed += any("went on" in notice for notice in report.notices)
+            resumed += any("resumed" in notice for notice in report.notices)
         elif old is not None:
             job.run()
         job.check_whole()

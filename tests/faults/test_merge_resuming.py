@@ -54,7 +54,7 @@ def job(tmp_path: Path) -> CrashJob:
 
 
 def went_on(notices: tuple[str, ...]) -> bool:
-    return any("went on" in notice for notice in notices)
+    return any("resumed" in notice for notice in notices)
 
 
 def interrupt_late(job: CrashJob, error: BaseException) -> None:
@@ -156,7 +156,7 @@ def test_merge__an_interrupted_run_is_garbage_until_it_is_gone_on_with(job: Cras
     interrupt_late(job, KeyboardInterrupt())
     (found,) = keeping.gc([job.root / "results"], dry_run=True, home=job.home).garbage
     assert (found.kind, found.what) == ("staging", str(staging_directory(job.out)))
-    assert "could be gone on with" in found.reason
+    assert "could be resumed" in found.reason
     assert found.nbytes > 0
     assert staging_directory(job.out).exists()
     assert keeping.gc([job.root / "results"], home=job.home).freed_bytes == found.nbytes
@@ -294,7 +294,7 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
         report = run()
     assert report.earlier_expert_bytes == sums[1] < requested(total)
     assert report.expert_bytes + report.analysis_bytes == requested(total) <= 3 * plan.budget_bytes
-    assert any("began anew" in notice for notice in report.notices)
+    assert any("started over" in notice for notice in report.notices)
     assert read_manifest_value(job.out).run["earlier_runs_expert_bytes"] == sums[1]
     assert not staging.exists()
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
 from mergepipe.planning.operator_rules import share_with_ties
-from mergepipe.planning.sign_elections import Voters, elected, lost_and_all, tail_sizes
+from mergepipe.planning.sign_elections import ElectionExperts, lost_and_total_energy, tail_magnitudes, ties_consensus
 
-VOTERS = Voters(
+VOTERS = ElectionExperts(
     weight_E=np.array([1.0, 0.5, 0.7, 0.4]),
     share_E=np.array([0.2, 0.2, 0.3, 0.1]),
     energy_E=np.array([1.0, 4.0, 0.25, 0.01]),
@@ -40,11 +40,11 @@ def slowly_elected(values: list[float], weights: list[float], *, normalize: bool
 )
 def test_elected__is_the_consensus_of_ties(values: list[list[float]], *, normalize: bool) -> None:
     weights = [1.0, 0.5, 0.25]
-    found_N = elected(np.array(values).T, np.array(weights), normalize=normalize)
+    found_N = ties_consensus(np.array(values).T, np.array(weights), normalize=normalize)
     assert found_N.tolist() == pytest.approx([slowly_elected(each, weights, normalize=normalize) for each in values])
 
 
-def drawn(voters: Voters, n: int, seed: int) -> tuple[float, float]:
+def drawn(voters: ElectionExperts, n: int, seed: int) -> tuple[float, float]:
     """The same from normal deltas that are really trimmed."""
     rng = np.random.default_rng(seed)
     kept = []
@@ -54,8 +54,8 @@ def drawn(voters: Voters, n: int, seed: int) -> tuple[float, float]:
         kept_N = np.where(np.abs(deltas_N) > cut, deltas_N, 0.0)
         kept.append(kept_N * np.sqrt(energy / np.mean(np.square(kept_N))))
     value_EN: NDArray[np.float64] = np.stack(kept)
-    whole_N = elected(value_EN, voters.weight_E, normalize=voters.normalize)
-    seen_N = elected(value_EN * voters.is_read_E[:, None], voters.weight_E, normalize=voters.normalize)
+    whole_N = ties_consensus(value_EN, voters.weight_E, normalize=voters.normalize)
+    seen_N = ties_consensus(value_EN * voters.is_read_E[:, None], voters.weight_E, normalize=voters.normalize)
     return float(np.mean(np.square(seen_N - whole_N))), float(np.mean(np.square(whole_N)))
 
 
@@ -64,7 +64,7 @@ def drawn(voters: Voters, n: int, seed: int) -> tuple[float, float]:
 def test_lost_and_all__is_what_fresh_elements_lose(read: tuple[int, ...], *, normalize: bool) -> None:
     is_read_E = np.isin(np.arange(4), read)
     voters = replace(VOTERS, is_read_E=is_read_E, normalize=normalize)
-    lost, whole = lost_and_all(voters)
+    lost, whole = lost_and_total_energy(voters)
     real_lost, real_whole = drawn(voters, 200_000, 7)
     assert abs(np.sqrt(lost / whole) - np.sqrt(real_lost / real_whole)) < 0.03
     assert whole == pytest.approx(real_whole, rel=0.2)
@@ -72,10 +72,10 @@ def test_lost_and_all__is_what_fresh_elements_lose(read: tuple[int, ...], *, nor
 
 def test_lost_and_all__is_nothing_where_all_is_read_and_everything_where_nothing_is() -> None:
     everyone = replace(VOTERS, is_read_E=np.ones(4, np.bool_))
-    assert lost_and_all(everyone)[0] == 0.0
-    lost, whole = lost_and_all(replace(VOTERS, is_read_E=np.zeros(4, np.bool_)))
+    assert lost_and_total_energy(everyone)[0] == 0.0
+    lost, whole = lost_and_total_energy(replace(VOTERS, is_read_E=np.zeros(4, np.bool_)))
     assert lost == whole > 0
-    assert 0 < lost_and_all(replace(everyone, noise_E=0.01 * VOTERS.energy_E))[0] < whole
+    assert 0 < lost_and_total_energy(replace(everyone, noise_E=0.01 * VOTERS.energy_E))[0] < whole
 
 
 def test_lost_and_all__counts_who_is_small_but_heard() -> None:
@@ -84,13 +84,13 @@ def test_lost_and_all__counts_who_is_small_but_heard() -> None:
         VOTERS, weight_E=np.ones(2), share_E=np.array([0.5, 0.5]), energy_E=np.array([1.0, 0.01]), noise_E=np.zeros(2),
         is_read_E=np.array([True, False]), tail_E=np.array([0.5, 0.5]),
     )  # fmt: skip
-    lost, whole = lost_and_all(small)
+    lost, whole = lost_and_total_energy(small)
     assert lost > 5 * 0.01 * whole
 
 
 @given(st.floats(0.001, 1.0))
 def test_tail_sizes__rise_and_have_a_mean_square_of_one(share: float) -> None:
-    sizes_Q = tail_sizes(share)
+    sizes_Q = tail_magnitudes(share)
     assert (np.diff(sizes_Q) > 0).all()
     assert np.mean(np.square(sizes_Q)) == pytest.approx(1.0)
     assert sizes_Q[0] >= 0
@@ -98,11 +98,11 @@ def test_tail_sizes__rise_and_have_a_mean_square_of_one(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1e-16, 1e-30])
 def test_lost_and_all__takes_experts_of_whom_next_to_nothing_is_kept(share: float) -> None:
-    sizes_Q = tail_sizes(share)
+    sizes_Q = tail_magnitudes(share)
     assert np.isfinite(sizes_Q).all()
     assert np.mean(np.square(sizes_Q)) == pytest.approx(1.0)
     share_E = np.array([0.2, 0.2, 0.3, share])
-    lost, whole = lost_and_all(replace(VOTERS, share_E=share_E, tail_E=share_E))
+    lost, whole = lost_and_total_energy(replace(VOTERS, share_E=share_E, tail_E=share_E))
     assert 0 < lost < whole
 
 

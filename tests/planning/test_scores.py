@@ -14,8 +14,8 @@ from planning_problems import BLOCK, Given, make
 
 from mergepipe.operators.statistics import N_OCTAVES
 from mergepipe.planning.block_columns import lay_out_columns
-from mergepipe.planning.known_statistics import find_usable, gather_knowledge
-from mergepipe.planning.operator_rules import work_out_rules
+from mergepipe.planning.known_statistics import gather_statistics, match_statistics
+from mergepipe.planning.operator_rules import evaluate_rules
 from mergepipe.planning.scores import OCTAVE_SHARES, octave_position, score_blocks
 from mergepipe.recipes.parse.recipe import Scalar
 from support.octaves import decode_octaves
@@ -24,10 +24,10 @@ from support.octaves import decode_octaves
 def scores_of(given: Given) -> NDArray[np.float64]:
     problem = given.problem
     columns = lay_out_columns(problem.tasks, problem.resolution.expert_models, BLOCK)
-    known_ET, _ = find_usable(given.problem, columns)
-    rules = work_out_rules(given.problem, columns, known_ET)
-    knowledge = gather_knowledge(given.problem, columns, known_ET, with_octaves=rules.trims)
-    return score_blocks(columns, knowledge, rules)
+    known_ET, _ = match_statistics(given.problem, columns)
+    rules = evaluate_rules(given.problem, columns, known_ET)
+    known_statistics = gather_statistics(given.problem, columns, known_ET, with_octaves=rules.trims)
+    return score_blocks(columns, known_statistics, rules)
 
 
 SIZES = {"w": 6 * BLOCK}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting, value_at
-from mergepipe.recipes.parse.recipe import EmbeddingSource, Recipe, TokenizerSource, located
+from mergepipe.recipes.parse.recipe import EmbeddingSource, Recipe, TokenizerSource, with_intermediate_paths
 from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipes.parse.references import reference_text
 
@@ -241,7 +241,7 @@ def test_load_recipes__puts_documents_in_the_order_of_their_needs(folder: Path) 
 
 
 def test_located__says_where_intermediate_models_lie(folder: Path) -> None:
-    last = located(load_all(folder, CHAIN)[-1], {"first": folder / "a", "second": folder / "b"})
+    last = with_intermediate_paths(load_all(folder, CHAIN)[-1], {"first": folder / "a", "second": folder / "b"})
     assert [model.key for model in last.inputs()] == [
         (folder / "b", None),
         (folder / "a", folder / "lora"),
@@ -254,7 +254,9 @@ def test_recipe__text_of_a_document_reloads_to_it(folder: Path) -> None:
     assert recipes[0].source_text.startswith("# two experts into one\nname: first\n")
     places = {"second": folder / "b", "first": folder / "a", "first+lora": Path(f"{folder / 'a'}+{folder / 'lora'}")}
     again = reload_recipe(recipes[-1].source_text, places)
-    assert [model.key for model in again.inputs()] == [model.key for model in located(recipes[-1], places).inputs()]
+    assert [model.key for model in again.inputs()] == [
+        model.key for model in with_intermediate_paths(recipes[-1], places).inputs()
+    ]
     joined = "---\n".join(recipe.source_text for recipe in recipes)
     everywhere = {name: folder / name for name in ("a", "b", "lora")}
     assert [recipe.name for recipe in reload_recipes(joined, everywhere)] == ["first", "second", None]

@@ -17,7 +17,7 @@ from mergepipe import api as session
 from mergepipe.errors import CorruptError
 from mergepipe.runs import execution as executing
 from mergepipe.runs import resume as resuming
-from mergepipe.runs.reuse.accumulators import find_kept
+from mergepipe.runs.reuse.accumulators import find_kept_sums
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
@@ -237,7 +237,7 @@ def test_merge__that_reuses_goes_on_where_it_was_stopped(
     if loss != "nothing":
         shutil.rmtree(bench.folder / "first")
     report = bench.merge(changed, "stopped", shard_bytes=30_000, budget=budget)
-    assert any("went on" in notice for notice in report.notices)
+    assert any("resumed" in notice for notice in report.notices)
     if budget is None:
         bench.merge(changed, "whole", catalog=False)
         assert bench.digest("stopped") == bench.digest("whole")
@@ -258,9 +258,9 @@ def test_merge__an_earlier_snapshot_that_goes_while_it_is_looked_at_is_passed_ov
         shutil.rmtree(first)
         if loss == "replaced":
             other.rename(first)
-        return find_kept(*arguments, **options)
+        return find_kept_sums(*arguments, **options)
 
-    monkeypatch.setattr(executing, "find_kept", lose)
+    monkeypatch.setattr(executing, "find_kept_sums", lose)
     report = bench.merge(RECIPES["linear"], "again")
     assert (report.reused_bytes, report.expert_bytes > 0) == (0, True)
     monkeypatch.undo()

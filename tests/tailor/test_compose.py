@@ -45,11 +45,11 @@ from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Purpose
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
-from mergepipe.tailor.composition.assignment import assign, giving_state
+from mergepipe.tailor.composition.assignment import assign, state_to_copy
 from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.composition.composition_plan import plan_composition
+from mergepipe.tailor.composition.composition_recipe import load_composition, resolved_path
 from mergepipe.tailor.composition.copy_plan import CopyRange
-from mergepipe.tailor.composition.recipe import load_composition, real_place
 from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.composition.staleness import StepPolicy
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
@@ -659,11 +659,11 @@ def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(t
     full = open_training_checkpoint(MetadataStore(), pair.folder / "old")
     masters = {key: state for key, state in full.states.items() if key[1] != "weight"}
     partial_source = replace(full, states=masters, missing=("weight: not saved",))
-    assert giving_state(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
+    assert state_to_copy(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
     recipe = load_composition(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n"))
     opened = {
-        real_place(pair.folder / "new"): open_training_checkpoint(MetadataStore(), pair.folder / "new"),
-        real_place(pair.folder / "old"): partial_source,
+        resolved_path(pair.folder / "new"): open_training_checkpoint(MetadataStore(), pair.folder / "new"),
+        resolved_path(pair.folder / "old"): partial_source,
     }
     plan = plan_composition(MetadataStore(), assign(recipe, opened))
     written = next(file for file in plan.files if file.name == "mp_rank_00_model_states.pt")

@@ -1,4 +1,4 @@
-"""From a plan to what the engine reads: runs of equal access per tensor, and what the plan knows of whole tensors."""
+"""Translate a plan for the engine: runs of equal access per tensor, and known tensor-wide quantities."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNREAD_PRODUCTS = (1.0, 0.0, 0.0)  # of an expert of which nothing is read: as i
 
 @dataclass(frozen=True, slots=True)
 class PlannedAccess:
-    """What a plan lets the engine do, by tensor name. Tensors that are not planned are read in full."""
+    """The planned accesses by tensor name. Tensors without a plan are read in full."""
 
     tensors: Mapping[str, PlannedTensor]
     block_elements: int
 
     def runs_of(self, task_index: int, task: MergeTask) -> Iterable[Run]:
-        """Runs of blocks for which the same experts are read, in order, covering the tensor."""
+        """Return the runs of blocks for which the same experts are read, in order, covering the tensor."""
         planned = self.tensors.get(task.name)
         if planned is None:
             return full_access(task_index, task)
@@ -55,7 +55,7 @@ class PlannedAccess:
             yield Run(task_index, span, present, sources, free, levels=levels)
 
     def known(self, name: str) -> Reduced | None:
-        """What the plan knows of a tensor, if it is all an operator can need."""
+        """Return the plan's tensor-wide quantities, if an operator needs no others."""
         planned = self.tensors.get(name)
         if planned is None:
             return None
@@ -78,7 +78,7 @@ class PlannedAccess:
         return access.products if is_read else UNREAD_PRODUCTS
 
     def request(self, name: str, wanted: ReductionRequest | None) -> ReductionRequest | None:
-        """What is left to be reduced: nothing that the plan knows, nothing of experts that are not read."""
+        """Return what is left to be reduced: nothing that the plan knows, nothing of experts that are not read."""
         planned = self.tensors.get(name)
         if planned is None or wanted is None:
             return wanted
@@ -93,7 +93,7 @@ class PlannedAccess:
                 return wanted
 
     def completed(self, name: str, reduced: Reduced) -> Reduced:
-        """What was reduced, joined with what the plan knows."""
+        """Join the reduced quantities with those that the plan knows."""
         planned = self.tensors.get(name)
         if planned is None:
             return reduced
@@ -111,7 +111,7 @@ class PlannedAccess:
 
 
 def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:
-    """Per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`, or `FREE`."""
+    """Return per expert and block (E, B) the expert whose bytes serve it, or `OMITTED`, or `FREE`."""
     sources_EB = np.full((len(planned.access), n_blocks), OMITTED, np.int32)
     for e, access in enumerate(planned.access):
         for start, stop in access.blocks:
@@ -124,7 +124,7 @@ def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]
 
 
 def level_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int16]:
-    """Per expert and block (E, B) the level at which it is read, 0 where it is read as it is, or not."""
+    """Return per expert and block (E, B) the level at which it is read, 0 where it is read unencoded or not at all."""
     levels_EB = np.zeros((len(planned.access), n_blocks), np.int16)
     for e, access in enumerate(planned.access):
         for start, stop, level in access.levels:

@@ -1,4 +1,4 @@
-"""The engine's front doors: merge into a directory of shards, or analyse without writing anything."""
+"""Run the engine: merge into a directory of shards, or analyse without writing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run, none of which changes a byte of the result: compute threads, and the cap on buffers in bytes."""
+    """Options that never change the result: compute threads, and the cap on buffers in bytes."""
 
     threads: int
     memory_bytes: int
@@ -61,7 +61,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class MergeWork:
-    """What to run: tasks, the operator, and what its randomness is keyed by (content ids by model, or none).
+    """A merge to run: tasks, operator, and the content ids (by model, or none) that key its randomness.
 
     With `access` only what it plans is read, cut on its grid so that reads cost what was planned.
     `on_statistics` takes the statistics of the experts' tensors named in `statistics_of`, which are read in full; it
@@ -88,7 +88,7 @@ class MergeWork:
 
 @dataclass(frozen=True, slots=True)
 class AnalysisWork:
-    """What to analyse: tasks with their experts, the grid, and the densities whose cuts are wanted.
+    """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed.
 
     With a `probe_fraction` above zero only that share of every block is read, and each task has one expert; else a
     `tap` may look on.
@@ -104,7 +104,7 @@ class AnalysisWork:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """The shards to write, and the tasks in the order in which their bytes stand in them."""
+    """The shards to write, and the tasks in the order of their bytes in the shards."""
 
     shards: tuple[ShardLayout, ...]
     tasks: tuple[MergeTask, ...]
@@ -115,7 +115,7 @@ class OutputPlan:
 
 
 def plan_output(tasks: Sequence[MergeTask], shard_bytes: int) -> OutputPlan:
-    """Lay out the output's files."""
+    """Lay out the output's shards."""
     by_name = {task.name: task for task in tasks}
     shards = plan_shards([TensorSpec(task.name, task.dtype, task.shape) for task in tasks], shard_bytes)
     return OutputPlan(shards, tuple(by_name[spec.name] for shard in shards for spec in shard.tensors))
@@ -201,7 +201,7 @@ def _merge_jobs(
 
 
 def _cut_of(work: MergeWork) -> CutOf:
-    """Where tensors may be cut. A rule that needs whole rows is cut between rows only."""
+    """Return where tensors may be cut. A rule that needs whole rows is cut between rows only."""
     if work.access is not None:
         grid = work.access.block_elements
     else:
@@ -221,14 +221,14 @@ def _cut_of(work: MergeWork) -> CutOf:
 
 
 def _tapped(cut_of: CutOf, tap: Tap | None) -> CutOf:
-    """The same cuts, but only where those who look on may be cut."""
+    """Restrict the cuts to those that the tap allows."""
     if tap is None:
         return cut_of
     return lambda task: math.lcm(cut_of(task), tap.cut_elements) if task.name in tap.tensors else cut_of(task)
 
 
 def _runs_of(work: MergeWork) -> RunsOf:
-    """The runs to read: what is planned, or of every expert as much as the rule needs."""
+    """Return the runs to read: the planned ones, or of every expert the lowest level that the rule needs."""
 
     def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
         return full_access(index, task, levels=() if task.name in work.statistics_of else _levels(work, task))
@@ -269,7 +269,7 @@ def _merge_work(work: MergeWork, task: MergeTask) -> TensorWork:
 
 
 def can_reuse(work: MergeWork, task: MergeTask) -> bool:
-    """Whether known results can be taken: all of a tensor, or some of one whose blocks do not wait for one another."""
+    """Whether known results can be reused: a whole tensor, or some blocks if blocks are independent."""
     known = work.reusable.get(task.name)
     if known is None or known.is_whole or task.name in work.functions:
         return known is not None
@@ -285,7 +285,7 @@ def _nothing_to_report() -> None:
 
 
 def _needs(work: MergeWork, task: MergeTask, given: OperatorInput) -> Needs:
-    """What the operator needs of a tensor, less what the plan or the statistics know."""
+    """Return the operator's needs of a tensor, less what the plan or the statistics know."""
     access, known_of = work.access, work.known_of
     if access is not None:
         return Needs(
@@ -340,7 +340,7 @@ def operator_input(work: MergeWork, task: MergeTask) -> OperatorInput:
 
 
 def _stream_keys(work: MergeWork, task: MergeTask) -> tuple[int, ...]:
-    """One per expert, where the operator is random; two tensors of one model have two streams."""
+    """Derive one stream key per expert, for random operators; each tensor of a model has its own."""
     if not work.operator.is_random:
         return ()
     sources = zip(task.expert_models, task.experts, strict=True)
@@ -348,7 +348,7 @@ def _stream_keys(work: MergeWork, task: MergeTask) -> tuple[int, ...]:
 
 
 class _WriterSink:
-    """Hands the results in a buffer to the writer, tensor by tensor."""
+    """Passes the results in a buffer to the writer, tensor by tensor."""
 
     def __init__(self, writer: ShardWriter, tasks: Sequence[MergeTask]) -> None:
         self._writer = writer
@@ -362,7 +362,7 @@ class _WriterSink:
 
 
 class _OverlaySink:
-    """Hands results to the overlay together with the base's stored bytes, which are in the same buffer."""
+    """Passes results to the overlay together with the base's stored bytes, which are in the same buffer."""
 
     def __init__(self, overlay: OverlayWriter, tasks: Sequence[MergeTask]) -> None:
         self._overlay = overlay
@@ -378,7 +378,7 @@ class _OverlaySink:
 
 
 class _NoSink:
-    """An analysis writes nothing."""
+    """The sink of an analysis, which writes nothing."""
 
     def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
         raise AssertionError("an analysis has no output")

@@ -1,4 +1,4 @@
-"""A tensor of an intermediate merge, worked out block by block as its consumer needs it and never written."""
+"""Fuse an intermediate merge into its consumer: compute its tensors block by block and never write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mergepipe.storage.ledger import Purpose
 
 
 def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:
-    """Whether every block of the result depends on the same block of the inputs only, and on nothing drawn for it."""
+    """Whether every block of the result depends only on the same block of the inputs, and on no random numbers."""
     if task.action is Action.COPY or not task.experts:
         return True
     is_elementwise = operator.granularity(given) == 1 and operator.reduction(given, NOTHING_REDUCED) is None
@@ -33,7 +33,7 @@ def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedTensor:
-    """The result of one task as a `ComputedTensor`, rounded to the task's dtype as if it had been written.
+    """The result of one task as a `ComputedTensor`, rounded to the task's dtype as a written one would be.
 
     Memory: while a block is fetched, its bytes of all inputs and of the result.
     """
@@ -77,7 +77,7 @@ class MergedTensor:
         return sum(source_cost_bytes(source, span) for source in (self.task.base, *self.task.experts))
 
     def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
-        """Keeps what the inputs keep that are computed themselves."""
+        """Return a fetch of spans; keeps what computed inputs keep."""
         is_copy = self.task.action is Action.COPY
         work = TensorWork(
             self.task, None, lambda known: None if is_copy else self.operator.block_function(self.given, known)

@@ -1,4 +1,4 @@
-"""Tensor-wide quantities taken from statistics instead of being gathered from blocks again."""
+"""Answer requests for tensor-wide quantities from statistics instead of reading blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe.operators.statistics import TensorStatistics, rank_of_density
 
 
 def answer(request: ReductionRequest, statistics_E: Sequence[TensorStatistics | None]) -> Reduced | None:
-    """What exact statistics of every expert's tensor say, equal to what a reduction would; None if any is lacking."""
+    """Answer a request from exact statistics of every expert, equal to a reduction; None if any is missing."""
     found = [each for each in statistics_E if each is not None]
     if len(found) < len(statistics_E):
         return None
@@ -36,7 +36,7 @@ def _cuts(found: Sequence[TensorStatistics], kept_E: Sequence[int]) -> NDArray[n
 
 
 def _cut(statistics: TensorStatistics, kept: int) -> int | None:
-    """The cut that keeps `kept` elements, if a known density keeps as many."""
+    """Return the cut that keeps `kept` elements, if a recorded density keeps as many."""
     n = statistics.grid.n_elements
     if kept == 0:
         return NOTHING_KEPT_BITS

@@ -1,4 +1,4 @@
-"""Exact order statistics of |delta| for one expert's tensor, by two-level radix selection on float32 bits."""
+"""Compute exact order statistics of |delta| of one tensor, by two-level radix selection on float32 bits."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class RankSearch:
         return answer
 
     def move_counts(self, counts_B: NDArray[np.int64]) -> None:
-        """Take in a block's coarse histogram, made elsewhere, and clear it."""
+        """Add a block's coarse histogram, computed elsewhere, and clear it."""
         from mergepipe.kernels.reduce import move_counts
 
         with self._lock:
             move_counts(counts_B, self._coarse_B)
 
     def count_coarse(self, block: RawBlock, place: int) -> None:
-        """Take in the coarse histogram of a block."""
+        """Add the coarse histogram of a block."""
         from mergepipe.kernels.reduce import count_magnitudes
 
         with self._lock:
@@ -71,7 +71,7 @@ class RankSearch:
             )  # fmt: skip
 
     def count_fine(self, block: RawBlock, place: int) -> None:
-        """Take in the watched bins of a block."""
+        """Add the watched bins of a block."""
         from mergepipe.kernels.reduce import count_fine
 
         if self._fine_RB is None or self._row_of_bin_B is None:
@@ -83,14 +83,14 @@ class RankSearch:
             )  # fmt: skip
 
     def count_coarse_scores(self, scores_N: NDArray[np.float32]) -> None:
-        """Take in the coarse histogram of scores instead of deltas."""
+        """Add the coarse histogram of scores instead of deltas."""
         from mergepipe.kernels.reduce import count_bits
 
         with self._lock:
             count_bits(scores_N.view(np.uint32), len(scores_N), self._coarse_B)
 
     def count_fine_scores(self, scores_N: NDArray[np.float32]) -> None:
-        """Take in the watched bins of scores instead of deltas."""
+        """Add the watched bins of scores instead of deltas."""
         from mergepipe.kernels.reduce import count_fine_scores
 
         if self._fine_RB is not None and self._row_of_bin_B is not None:
@@ -98,7 +98,7 @@ class RankSearch:
                 count_fine_scores(scores_N, self._bin_R, self._row_of_bin_B, self._fine_RB)
 
     def narrow(self) -> None:
-        """Take what was counted so far for a sample: watch around the ranks' expected bins and start again."""
+        """Treat the counts so far as a sample: watch the bins around the ranks' expected ones and restart."""
         seen = int(self._coarse_B.sum())
         bins: set[int] = set()
         from_top = _FromTop(self._coarse_B)
@@ -110,7 +110,7 @@ class RankSearch:
         self._coarse_B[:] = 0
 
     def decide(self, *, all_coarse: bool = False) -> bool:
-        """Answer what can be answered; where something is left, watch the bins it needs and return False.
+        """Answer the ranks that are decided; if any is left, watch the bins it needs and return False.
 
         `all_coarse` says that no element has low magnitude bits, which makes the coarse counts exact.
         """
@@ -146,13 +146,13 @@ class RankSearch:
 
 
 class _FromTop:
-    """A histogram's counts summed from the top: finds bins of ranks, each in logarithmic time."""
+    """A histogram's cumulative counts from the top: finds the bin of a rank in logarithmic time."""
 
     def __init__(self, counts_B: NDArray[np.int64]) -> None:
         self._from_top_B = np.cumsum(counts_B[::-1])
 
     def bin_of_rank(self, rank: int) -> tuple[int, int]:
-        """Bin that holds the `rank`-th largest element (1-based), and its rank from the top inside it."""
+        """Find the bin of the `rank`-th largest element (1-based), and the element's rank inside it."""
         index = int(np.searchsorted(self._from_top_B, rank))
         above = int(self._from_top_B[index - 1]) if index else 0
         return len(self._from_top_B) - 1 - index, rank - above

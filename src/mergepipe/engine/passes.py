@@ -1,4 +1,4 @@
-"""How one job runs: the passes over its segments, from the first read to the results handed to the writer."""
+"""Run one job: the passes over its segments, from the first read to the results passed to the writer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SURVEY_SEGMENTS = 8
 
 
 class Stage(Enum):
-    """What is computed on a filled buffer."""
+    """The computation on a filled buffer."""
 
     SURVEY = auto()
     ACCUMULATE = auto()
@@ -29,7 +29,7 @@ class Stage(Enum):
 
 
 class Afterwards(Enum):
-    """What becomes of the buffer after the stage."""
+    """The fate of the buffer after the stage: kept, written or released."""
 
     HOLD = auto()  # its bytes are needed by the next pass
     RELEASE = auto()
@@ -50,7 +50,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """Who looks at what is read of some tensors (by name), piece by piece, before anything is done to it.
+    """An observer of the bytes read of some tensors (by name), called per piece before it is merged.
 
     `look` is told of each piece once, from compute threads, with the buffer that it lies in. Those tensors are cut at
     multiples of `cut_elements` only.
@@ -62,7 +62,7 @@ class Tap:
 
 
 class TensorWork:
-    """What is done with one tensor: an optional reduction over all of it, then a function for each block.
+    """The work on one tensor: an optional reduction over all of it, then a function for each block.
 
     Args:
         make_function: given what was reduced, the block function; None where nothing is written or bytes are copied.
@@ -83,7 +83,7 @@ class TensorWork:
         self._on_reduced = on_reduced
 
     def conclude(self) -> None:
-        """Make the block function and let go of the reduction."""
+        """Make the block function and release the reduction."""
         reduced = NOTHING_REDUCED
         if self.reduction is not None:
             reduced = self.reduction.result()
@@ -119,7 +119,7 @@ class Job:
         self._first_stage = Stage.ACCUMULATE if any(work.reduction for work in works) else Stage.MERGE
 
     def passes(self) -> Iterator[Pass]:
-        """The passes in order; each may be computed only when the one before is complete."""
+        """Yield the passes in order; each may be computed only when the one before is complete."""
         if not any(work.reduction for work in self._works.values()):
             self._conclude()
             if self._writes:
@@ -207,7 +207,7 @@ def _split_sample(
 
 
 def merge_piece(work: TensorWork, piece: Piece, buffer: NDArray[np.uint8]) -> None:
-    """Merge or copy one piece inside its filled buffer, once the work is concluded."""
+    """Merge or copy one piece inside its filled buffer, after `TensorWork.conclude`."""
     task = work.task
     function = work.function
     is_reused = piece.run.reused is not None

@@ -1,4 +1,4 @@
-"""The pipeline: reader threads fill buffers, compute threads work on them, one writer takes results in output order.
+"""Run the pipeline: reader threads fill buffers, compute threads process them, one writer writes in output order.
 
 One coordinating thread, the caller's, owns all state; workers only carry out what they are told and report back, so
 nothing but queues is shared. Memory: the buffer pool, and what reductions state in their docstrings.
@@ -37,7 +37,7 @@ TICK_SECONDS = 0.1
 
 
 class SegmentSink(Protocol):
-    """Takes finished segments in output order, on one thread."""
+    """Receives finished segments in output order, on one thread."""
 
     def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None: ...
 
@@ -51,7 +51,7 @@ Fill = Callable[[Computation, NDArray[np.uint8], Bases], None]
 
 @dataclass(slots=True)
 class _Filled:
-    """A buffer on its way through one job."""
+    """A buffer that is being processed by one job."""
 
     job: _RunningJob
     layout: SegmentLayout
@@ -63,7 +63,7 @@ class _Filled:
 
 @dataclass(slots=True)
 class _RunningJob:
-    """A job with its current pass and what that pass still waits for.
+    """A job with its current pass and the segments that the pass still waits for.
 
     `opened` holds what computed tensors keep between their blocks, as long as the job runs.
     """
@@ -80,7 +80,7 @@ class _RunningJob:
 
 
 class _Step(Enum):
-    """What a worker did to a buffer."""
+    """The step that a worker completed on a buffer."""
 
     FILLED = auto()  # by one of its reads or computations
     COMPUTED = auto()
@@ -89,7 +89,7 @@ class _Step(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A worker's report of success."""
+    """A success reported by a worker thread."""
 
     step: _Step
     filled: _Filled
@@ -97,13 +97,13 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A worker's last words."""
+    """A failure reported by a worker thread."""
 
     error: BaseException
 
 
 class Pipeline:
-    """Runs jobs in order over open files. Not reusable."""
+    """Runs jobs in order over open files. For one run only."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Pipeline:
         self._next_tick = 0.0
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs to their end, or raise the first worker's error after every thread has stopped.
+        """Run all jobs to completion, or raise the first worker's error after every thread has stopped.
 
         Raises:
             StorageError: a read or a write failed.
@@ -172,7 +172,7 @@ class Pipeline:
             self._on_tick()
 
     def _admit(self, jobs: Iterator[Job]) -> _RunningJob | None:
-        """Start the next job, or None at the end."""
+        """Start the next job; None after the last."""
         job = next(jobs, None)
         if job is None:
             return None
@@ -193,7 +193,7 @@ class Pipeline:
             self._compute_queue.put((filled, new.stage))
 
     def _issue_reads(self, running: _RunningJob) -> bool:
-        """Request segments while there are buffers; True once this job will read no more."""
+        """Request reads of segments while buffers are free; True once this job has no more to read."""
         while running.unread:
             if not self._may_read_on(running):
                 return False
@@ -204,7 +204,7 @@ class Pipeline:
         return running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
-        """Whether one more buffer may be filled. A job that holds its tensor may use all, once it is the oldest."""
+        """Whether one more buffer may be filled. A job that holds its tensor may use all once it is oldest."""
         oldest = self._active[0]
         ahead = sum(job.buffers for job in self._active if job is not oldest)
         if running.current.afterwards is not Afterwards.HOLD:
@@ -229,7 +229,7 @@ class Pipeline:
         self._order(filled, now)
 
     def _order(self, filled: _Filled, orders: Sequence[Read | Computation]) -> None:
-        """Have these done, then what waits for them, then compute."""
+        """Queue these reads, then the computations that depend on them."""
         if not orders and filled.on_base:
             orders, filled.on_base = filled.on_base, []
         filled.orders_left = len(orders)
@@ -340,7 +340,7 @@ class Pipeline:
 
 
 def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
-    """The same reads, charged as made on top of the one pass that every merge makes."""
+    """Charge the reads to analysis: they come on top of the one pass that every merge makes."""
     return replace(
         layout,
         reads=tuple(replace(each, purpose=Purpose.ANALYSIS) for each in layout.reads),
@@ -365,7 +365,7 @@ Opened = Mapping[tuple[int, bool], Fill]
 
 
 def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Path, RangeFile]) -> Opened:
-    """The computed tensors of some tasks as they are, opened, by `Computation.key`."""
+    """Open the computed tensors of some tasks, by `Computation.key`."""
     found: dict[tuple[int, bool], Fill] = {}
     for task in tasks:
         for source in (task.base, *task.experts):
@@ -399,7 +399,7 @@ def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:
 
 
 def _opened(source: ComputedTensor, files: Mapping[Path, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS) -> Fill:
-    """What fetches elements of a computed tensor into their place in a buffer."""
+    """Return a function that fetches elements of a computed tensor into their place in a buffer."""
     if on_base and isinstance(source, NeedsBase):
         fetch_on_base = source.opened_on_base(files, turns)
 

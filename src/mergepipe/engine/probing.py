@@ -1,4 +1,4 @@
-"""Statistics estimated from one small sample of every block, for those who cannot afford a full pass yet."""
+"""Estimate statistics from one small sample of every block, without a full pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mergepipe.storage.buffers import PAGE_BYTES
 
 
 def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: float) -> Iterable[Run]:
-    """One run per block: the elements of whole pages in the middle of the block, `fraction` of them or one page.
+    """Return one run per block: whole pages in the middle of the block, `fraction` of it but at least one page.
 
     Elements that lie across the ends of those pages are left out. A block without a whole page inside is read in full.
     The task has one expert.
@@ -41,7 +41,7 @@ def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: flo
 
 
 class ProbeSummary:
-    """Scales what is seen of each block up to the block; a `Reduction` for a task with one expert.
+    """Scales the sample of each block up to the block; a `Reduction` for a task with one expert.
 
     Norms and counts are estimates; no magnitude cut and no inner product is claimed. The hash is one of the block's
     place, since its bytes are not known: no block is taken for the same as another.

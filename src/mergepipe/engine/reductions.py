@@ -1,4 +1,4 @@
-"""Tensor-wide quantities gathered from blocks: cuts of magnitudes and scores, inner products, sums by row.
+"""Reduce blocks to tensor-wide quantities: cuts of magnitudes and scores, inner products, sums by row.
 
 A reduction sees every element of its tensor once by `accumulate`, from any thread and in any order, and is asked by
 `finish` whether it is done. If not, it sees every element once more by `refine`. Where the tensor is not kept in
@@ -34,35 +34,35 @@ SCORED_ELEMENTS = 64 * 1024
 
 
 class Reduction(Protocol):
-    """One tensor-wide quantity under construction."""
+    """Computes one tensor-wide quantity from the blocks it is given."""
 
     def survey(self, block: RawBlock) -> None:
-        """Look at a sample block, before any `accumulate`."""
+        """Process a sample block, before any `accumulate`."""
         ...
 
     def narrow(self) -> None:
-        """Use what the survey saw."""
+        """Narrow the search by the surveyed sample."""
         ...
 
     def accumulate(self, block: RawBlock) -> None:
-        """Take in a block; every element exactly once."""
+        """Add a block; every element is added exactly once."""
         ...
 
     def finish(self) -> bool:
-        """Whether the result is known; if not, every block must be shown to `refine`, then `finish` be asked again."""
+        """Whether the result is known; if not, pass every block to `refine`, then call `finish` again."""
         ...
 
     def refine(self, block: RawBlock) -> None:
-        """Take in a block a second time."""
+        """Add a block a second time."""
         ...
 
     def result(self) -> Reduced:
-        """The answer, once `finish` said True."""
+        """Return the answer, after `finish` returned True."""
         ...
 
 
 def make_reduction(request: ReductionRequest, n_elements: int, n_experts: int) -> Reduction:
-    """The reduction that answers `request`."""
+    """Make the reduction that answers `request`."""
     match request:
         case MagnitudeCut(kept_E):
             return MagnitudeCuts(kept_E, n_elements)
@@ -93,7 +93,7 @@ class MagnitudeCuts:
         self._search_E = [RankSearch(set(wanted), n_elements) for wanted in ranks]
 
     def _each(self, block: RawBlock, step: Callable[[RankSearch, RawBlock, int], None]) -> None:
-        """Do a step for every open expert, starting at a different one for each block: threads seldom meet."""
+        """Run a step for every open expert, starting at another one for each block: threads seldom contend."""
         shift = block.first_element // GRAIN_ELEMENTS
         n = len(block.present_E)
         for i in range(n):
@@ -129,7 +129,7 @@ class MagnitudeCuts:
 
 
 class OnePass:
-    """What reductions have in common that learn nothing from a sample and need each block once."""
+    """Base of reductions that need no sample and each block once."""
 
     def survey(self, block: RawBlock) -> None:
         """Nothing to learn from a sample."""
@@ -142,7 +142,7 @@ class OnePass:
         return True
 
     def refine(self, block: RawBlock) -> None:
-        """Never called, but in company of other reductions."""
+        """Called only beside other reductions; does nothing."""
 
 
 class InnerProductSums(OnePass):
@@ -218,7 +218,7 @@ class ColumnGrams(OnePass):
 
 
 def _both_triangles(upper_GFF: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A symmetric matrix from its upper triangle."""
+    """Complete a symmetric matrix from its upper triangle."""
     return np.triu(upper_GFF) + np.triu(upper_GFF, 1).transpose(0, 2, 1)
 
 
@@ -277,7 +277,7 @@ class ScoreCuts:
 
 
 def join_products(base_C: NDArray[np.float64], cells_EC2: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Totals over cells: per expert <base, base>, <delta, delta>, <base, delta>."""
+    """Sum over cells: per expert <base, base>, <delta, delta>, <base, delta>."""
     products_E3 = np.empty((len(cells_EC2), 3), np.float64)
     products_E3[:, 0] = base_C.sum()
     products_E3[:, 1:] = cells_EC2.sum(axis=1)

@@ -1,4 +1,4 @@
-"""Places a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute.
+"""Lay out a segment in its buffer: byte ranges to read, joined where they touch, then tensors to compute.
 
 Pure planning: no file is opened.
 """
@@ -49,7 +49,7 @@ class Computation:
 
     @property
     def key(self) -> tuple[int, bool]:
-        """Tells what can be opened as one while its source is alive."""
+        """Equal for computations that share one opened source, while that source is alive."""
         return id(self.source), self.on_base
 
     @property
@@ -57,7 +57,7 @@ class Computation:
         return self.span.n_elements * self.source.dtype.itemsize
 
     def place_in(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Where in the buffer the elements go."""
+        """Return the part of the buffer that the elements go to."""
         return buffer[self.buffer_offset : self.buffer_offset + self.nbytes]
 
 
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Everything needed to fill, merge and write one buffer."""
+    """The reads, computations and pieces that fill, merge and write one buffer."""
 
     shape: SegmentShape
     reads: tuple[Read, ...]
@@ -82,8 +82,8 @@ class SegmentLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A source's elements that a segment needs; `base` is the place of the base's in the list of all that is wanted."""
+class _NeededElements:
+    """A source's elements that a segment needs; `base` is the index of the base's elements in the same list."""
 
     source: Readable
     span: Span
@@ -95,15 +95,15 @@ def lay_out(
     shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
 ) -> SegmentLayout:
     """Place a segment's sources in its buffer: byte ranges, joined where they touch, then computed tensors."""
-    wanted: list[_Wanted] = []
+    wanted: list[_NeededElements] = []
     for run in shape.runs:
         task, base = tasks[run.task_index], len(wanted)
         if run.reused is not None:
-            wanted.append(_Wanted(run.reused, run.span, Purpose.REUSE, base))
+            wanted.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
             continue
-        wanted.append(_Wanted(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
+        wanted.append(_NeededElements(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
         experts = [run.source(task, e) for e in run.read_experts]
-        wanted.extend(_Wanted(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
+        wanted.extend(_NeededElements(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
     reads, places = _join(wanted, alignment_of)
     end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
     computations = _place_computed(wanted, places, end)
@@ -126,7 +126,7 @@ def is_on_base(source: Readable, base: Readable) -> bool:
     return isinstance(source, NeedsBase) and source.encoded_on == base
 
 
-def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int) -> tuple[Computation, ...]:
+def _place_computed(wanted: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
     """Give computed tensors their places after `position`."""
     computations = []
     for i, each in enumerate(wanted):
@@ -148,8 +148,8 @@ def _place_computed(wanted: Sequence[_Wanted], places: list[int], position: int)
     return tuple(each for each in computations if each.span.n_elements)
 
 
-def _join(wanted: Sequence[_Wanted], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
-    """Requests that cover all stored ranges, and for each of them the buffer offset of its first byte."""
+def _join(wanted: Sequence[_NeededElements], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
+    """Return requests that cover all stored ranges, and the buffer offset of each range's first byte."""
     entries = [(i, each.source) for i, each in enumerate(wanted) if isinstance(each.source, TensorEntry)]
     starts = {i: entry.offset + wanted[i].span.start * entry.dtype.itemsize for i, entry in entries}
     entries.sort(key=lambda each: (wanted[each[0]].purpose, str(each[1].file), starts[each[0]]))

@@ -1,4 +1,4 @@
-"""Cuts the work into segments: what is read together into one buffer, merged there and written in order.
+"""Cut the work into segments: runs that are read into one buffer, merged there and written in order.
 
 Pure planning: no file is opened. A segment holds either a run of one tensor or several whole small tensors.
 """
@@ -48,7 +48,7 @@ class Run:
     levels: tuple[tuple[int, int], ...] = ()
 
     def source(self, task: MergeTask, expert: int) -> Readable:
-        """What is read of an expert, at its level."""
+        """Return the source that is read of an expert, at its level."""
         source = task.experts[expert]
         if isinstance(source, Unchanged):
             raise ValueError(f"{source.name} is not changed by this expert: there is nothing to read")
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def read_experts(self) -> tuple[int, ...]:
-        """The experts whose bytes are read, each once."""
+        """List the experts whose bytes are read, each once."""
         return tuple(dict.fromkeys(self.sources))
 
 
@@ -67,7 +67,7 @@ RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 
 def graded(source: Source) -> Graded:
-    """The source as one with levels.
+    """Cast a source to `Graded`; raise if it has no levels.
 
     Raises:
         ValueError: it has none.
@@ -78,7 +78,7 @@ def graded(source: Source) -> Graded:
 
 
 def at_level(source: Readable, level: int) -> Readable:
-    """What is read of a source at a level: itself at 0."""
+    """Return the source at a level: itself at 0."""
     return graded(source).at_level(level) if level else source
 
 
@@ -86,7 +86,7 @@ Levels = tuple[tuple[int, int], ...]
 
 
 def full_access(task_index: int, task: MergeTask, span: Span | None = None, levels: Levels = ()) -> tuple[Run]:
-    """Every expert everywhere (in `span`), but for those that are known not to change the tensor."""
+    """Return the run that reads every expert (in `span`), except those known not to change the tensor."""
     unchanged = tuple(e for e, source in enumerate(task.experts) if isinstance(source, Unchanged))
     others = tuple(e for e in range(len(task.experts)) if e not in unchanged)
     return (Run(task_index, span or Span(0, task.base.n_elements), others, others, unchanged, levels=levels),)
@@ -94,7 +94,7 @@ def full_access(task_index: int, task: MergeTask, span: Span | None = None, leve
 
 @dataclass(frozen=True, slots=True)
 class Reusable:
-    """Spans of one output tensor whose result stands in `entry` already: sorted, disjoint, between allowed cuts."""
+    """Spans of one output tensor whose result is already stored in `entry`: sorted, disjoint, between allowed cuts."""
 
     entry: TensorEntry
     spans: tuple[Span, ...]
@@ -106,7 +106,7 @@ class Reusable:
 
 
 def with_reuse(runs_of: RunsOf, reusable: Mapping[str, Reusable]) -> RunsOf:
-    """The same runs, but for spans whose result is known."""
+    """Replace runs by reuse where the result is known."""
 
     def reusing(task_index: int, task: MergeTask) -> Iterable[Run]:
         known = reusable.get(task.name)
@@ -165,7 +165,7 @@ def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> in
 
 
 def _widest_item_bytes(source: Source) -> int:
-    """Bytes of an element at whatever level."""
+    """Return the largest bytes per element at any level."""
     is_stored = isinstance(source, TensorEntry | Unchanged)  # first: looking for a protocol takes microseconds
     is_graded = not is_stored and isinstance(source, Graded)
     return max(source.dtype.itemsize, F32.itemsize) if is_graded else source.dtype.itemsize
@@ -183,7 +183,7 @@ CutOf = Callable[[MergeTask], int]
 
 
 def cut_everywhere(cut_elements: int) -> CutOf:
-    """The same cuts for every task."""
+    """Return the same cuts for every task."""
     return lambda _: cut_elements
 
 
@@ -191,13 +191,13 @@ CUT_AT_GRAINS = cut_everywhere(GRAIN_ELEMENTS)
 
 
 def _encoded_elements(source: Source) -> int:
-    """Elements of one encoded block; 1 for what is not encoded."""
+    """Return the elements of one encoded block; 1 for unencoded sources."""
     is_stored = isinstance(source, TensorEntry | Unchanged)
     return source.cut_elements if not is_stored and isinstance(source, NeedsBase) else 1
 
 
 def uncut_blocks(cut_of: CutOf, tasks: Sequence[MergeTask], memory_bytes: int) -> CutOf:
-    """The same cuts, but none through the encoded blocks of sources, so that no block is decoded twice.
+    """Restrict the cuts to those between encoded blocks, so that no block is decoded twice.
 
     Where buffers for that do not fit into `memory_bytes`, the cuts stay.
     """
@@ -236,7 +236,7 @@ def choose_buffer_sizes(
 
 
 def fits_memory(tasks: Sequence[MergeTask], memory_bytes: int, cut_of: CutOf) -> bool:
-    """Whether `choose_buffer_sizes` would find a size."""
+    """Whether `choose_buffer_sizes` finds a size."""
     return memory_bytes >= FEWEST_BUFFERS * sum(_smallest_buffer(tasks, cut_of))
 
 
@@ -307,7 +307,7 @@ class _Packer:
         return has_bytes and (not self.runs or self._counted + self._pairs(runs) <= MOST_COUNTED)
 
     def _pairs(self, runs: Sequence[Run]) -> int:
-        """How many experts the tensors of some runs have."""
+        """Count the experts of some runs' tensors."""
         return sum(len(self._tasks[index].experts) for index in {run.task_index for run in runs})
 
     def add(self, runs: Sequence[Run]) -> None:
@@ -345,7 +345,7 @@ class _Packer:
         return JobShape((index,), tuple(segments))
 
     def _furthest(self, run: Run, start: int) -> int:
-        """Where a piece of `run` from `start` on can end in this segment: its own end, or a cut; `start` if nowhere."""
+        """Return where a piece of `run` from `start` can end in this segment: its end, or a cut; `start` if nowhere."""
         if self.has_room((replace(run, span=Span(start, run.span.stop)),)):
             return run.span.stop
         cut = self._cut_of(self._tasks[run.task_index])

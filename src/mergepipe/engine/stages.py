@@ -1,4 +1,4 @@
-"""All that an operator needs of one whole tensor, stage by stage: each stage may depend on what came before."""
+"""Gather what an operator needs of a whole tensor in stages, each of which may depend on earlier ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Complete = Callable[[Reduced], Reduced]
 
 
 def nothing_known(_: ReductionRequest) -> None:
-    """An `Answer`: all is to be gathered."""
+    """Answer nothing: every quantity has to be gathered."""
     return
 
 
@@ -28,7 +28,7 @@ def _as_it_is(reduced: Reduced) -> Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What `operator` needs of a tensor.
+    """The stages of quantities that `operator` needs of a tensor.
 
     `answer` gives what is known without looking at the tensor; what is `left` of a request is gathered, and
     `complete` joins it with what was known of the rest.
@@ -41,7 +41,7 @@ class Needs:
     complete: Complete = _as_it_is
 
     def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
-        """Go as far as what is known allows: all that is known then, and what to gather next, if anything.
+        """Advance as far as known quantities allow; return them, and the next request to gather, if any.
 
         Raises:
             ValueError: an operator asks again for what it was told.

@@ -1,4 +1,4 @@
-"""Statistics of every expert's tensor, gathered while its blocks pass by: the reduction behind ANALYZE.
+"""Gather statistics of every expert's tensor while its blocks are read: the reduction behind ANALYZE.
 
 A merge that reads everything anyway gathers them on the way; the operator's own tensor-wide needs are answered from
 the same counts.
@@ -56,7 +56,7 @@ class TensorSummary:
         self._local = threading.local()
 
     def survey(self, block: RawBlock) -> None:
-        """No sample is needed: what cannot be decided from one pass is decided by a second."""
+        """Ignore samples: what one pass cannot decide, a second one decides."""
 
     def narrow(self) -> None:
         """See `survey`."""
@@ -100,7 +100,7 @@ class TensorSummary:
             self._fine_E[e] += fine
 
     def _scratch(self) -> NDArray[np.int64]:
-        """A cleared histogram of this thread's own."""
+        """Return a cleared thread-local histogram."""
         from mergepipe.kernels.reduce import COARSE_BINS
 
         if not hasattr(self._local, "counts_B"):
@@ -133,7 +133,7 @@ class TensorSummary:
         return np.array([s.threshold_bits(rank) for s, rank in zip(self._search_E, rank_E, strict=True)], np.uint32)
 
     def statistics(self, e: int) -> TensorStatistics:
-        """The statistics of one expert, once `finish` said True."""
+        """Return the statistics of one expert, after `finish` returned True."""
         n = self._grid.n_elements
         bits = [self._search_E[e].threshold_bits(rank_of_density(density, n)) for density in self._densities]
         return TensorStatistics(

@@ -1,1 +1,1 @@
-"""One user job a module, named by its verb."""
+"""Run the user's jobs, one per module, named by its verb."""

@@ -1,4 +1,4 @@
-"""ANALYZE: one streaming pass over a base and its experts that fills the catalog, resumable tensor by tensor."""
+"""Analyze experts: one streaming pass over base and experts that fills the catalog, resumable by tensor."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.inputs import open_path
-from mergepipe.runs.pack_request import Candidate, along_plan, refusals
+from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 
 
 @dataclass(frozen=True, slots=True)
 class AnalysisOptions:
-    """What to gather: the block grid, the densities whose exact cuts are wanted, or the share of a probe (0: all).
+    """Options of an analysis: block grid, densities whose exact cuts are recorded, fraction of a probe (0: all).
 
-    Experts are packed into `pack` on the way.
+    With `pack` the experts are packed there while they are read.
     """
 
     block_elements: int
@@ -39,7 +39,7 @@ class AnalysisOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """One expert with what of it can be compared with the base, and what is still unknown."""
+    """One expert: its tensors that can be compared with the base, and those without statistics."""
 
     checkpoint: Checkpoint
     row: ModelRow
@@ -69,29 +69,29 @@ def run_analysis(
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
         total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
-        candidates = [Candidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
-        along = along_plan(base_checkpoint, candidates, tasks, options.pack)
+        candidates = [PackCandidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
+        pack_request = request_packs(base_checkpoint, candidates, tasks, options.pack)
 
-        def tell(notices: tuple[str, ...] = ()) -> None:
+        def report_progress(notices: tuple[str, ...] = ()) -> None:
             if on_progress is not None:
                 on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
-        tell(refusals(along))
+        report_progress(refusal_notices(pack_request))
         everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
         opening = open_files(store, files_of(everything), (base_checkpoint, *checkpoints))
-        with along.begun(engine.threads, tell) as packing, opening as files:
+        with pack_request.open_packer(engine.threads, report_progress) as packer, opening as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:
                 work = AnalysisWork(
                     tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction,
-                    packing.tap,
+                    packer.tap,
                 )  # fmt: skip
-                execute_analysis(work, files, engine, tell)
+                execute_analysis(work, files, engine, report_progress)
             check_unchanged((base_checkpoint, *checkpoints))
-            packing.finish()
+            packer.finish()
             recorder.flush()
-            packed = packing.publish()
+            packed = packer.publish()
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=base,
@@ -106,7 +106,7 @@ def run_analysis(
         seconds=time.perf_counter() - started,
         is_probe=options.probe_fraction > 0,
         packed=packed,
-        not_packed=along.refused,
+        not_packed=pack_request.refused,
     )
 
 
@@ -140,7 +140,7 @@ def _can_compare(base: Readable, expert: Readable | None) -> bool:
 def _tasks(
     base: Checkpoint, subjects: Sequence[_Subject], recorder: StatisticsRecorder, *, apart: bool
 ) -> tuple[MergeTask, ...]:
-    """One task per tensor with the experts that need it, or one per expert: a probe samples each one's own pages."""
+    """Build one task per tensor for all experts that need it, or, for a probe, one per expert and tensor."""
     wanted: dict[str, list[int]] = defaultdict(list)
     for index, subject in enumerate(subjects):
         for name in subject.missing:

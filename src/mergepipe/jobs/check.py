@@ -1,4 +1,4 @@
-"""What a merge would do, told without reading any tensor data."""
+"""Report what a merge would do, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mergepipe.runs.sidecars import sidecar_bytes
 
 
 def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
-    """What a merge of these inputs would do."""
+    """Report what a merge of these inputs would do."""
     recipe, resolution = inputs.recipe, inputs.resolution
     return CheckReport(
         recipe=str(recipe.path),
@@ -29,7 +29,7 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
 
 
 def _use_of(inputs: Inputs, model: int, text: str) -> ModelUse:
-    """How many tensors of a model are read, and their bytes."""
+    """Count the tensors of a model that are read, and their bytes."""
     tasks = inputs.resolution.tasks
     used = [task.base.nbytes for task in tasks if task.base_model == model]
     for task in tasks:

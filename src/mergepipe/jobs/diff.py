@@ -1,4 +1,4 @@
-"""Compares two snapshots: how they were made, from what, and which tensors came out differently, by how much."""
+"""Compare two snapshots: settings, inputs, and which tensors differ by how much."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _recipe_diff(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def _settings(a: Manifest, b: Manifest) -> Iterator[str]:
-    """What differs of how they were made, a line each."""
+    """List the settings that differ, one line each."""
     facts_a, facts_b = _facts(a), _facts(b)
     for name in facts_a:
         if facts_a[name] != facts_b[name]:
@@ -78,7 +78,7 @@ def _coverage_facts(coverage: Coverage | None) -> dict[str, str]:
 
 
 def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
-    """Inputs that are in one only, or were other files."""
+    """List the inputs that only one snapshot has, or whose files differ."""
     in_a, in_b = ({record.path: record for record in each.inputs} for each in (a, b))
     for path in sorted(in_a.keys() | in_b.keys()):
         if path not in in_b:
@@ -94,7 +94,7 @@ def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
 
 
 def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:
-    """Tensors that are not the same, by their digests, and how many are."""
+    """List the tensors whose digests differ, and count the equal ones."""
     in_a, in_b = ({tensor.name: tensor for tensor in each.tensors} for each in (a, b))
     changes = []
     for name in sorted(in_a.keys() | in_b.keys()):
@@ -117,7 +117,7 @@ def _kind(a: OutputTensor | None, b: OutputTensor | None) -> str:
 def _measured(
     a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
 ) -> Iterator[TensorChange]:
-    """The changes with `||A - B||` and `||A||` where both are floats of one shape."""
+    """Add `||A - B||` and `||A||` to the changes where both are floats of one shape."""
     store, done = LocalStore(), [0]
     first, second = open_checkpoint(store, a), open_checkpoint(store, b)
     comparable = [c.name for c in changes if c.kind == "values" or c.kind.startswith("dtype")]
@@ -130,9 +130,9 @@ def _measured(
 
     norms = tensor_norms(store, first, second, comparable, advance)
     for change in changes:
-        found = norms.get(change.name)
-        if found is None:
+        norm_pair = norms.get(change.name)
+        if norm_pair is None:
             yield change
         else:
-            distance, norm = found
+            distance, norm = norm_pair
             yield TensorChange(change.name, change.kind, distance, distance / norm if norm else None)

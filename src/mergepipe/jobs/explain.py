@@ -1,4 +1,4 @@
-"""Explains a plan or a snapshot: which experts are where and why, planned against realized. Reads no tensor data."""
+"""Explain a plan or a snapshot: which experts are read where and why, planned and realized. Reads no tensor data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mergepipe.planning.plan import (
     format_runs,
 )
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.planning.policies import layer_of
+from mergepipe.planning.selection_order import layer_of
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
@@ -35,7 +35,7 @@ READ, SHARED, FREE, OMITTED = "read", "shared", "free", "omitted"
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is explained: a plan, a manifest, or a manifest with the plan in it."""
+    """The explained object: a plan, a manifest, or a manifest that contains its plan."""
 
     path: Path
     plan: Plan | None
@@ -55,7 +55,7 @@ class _Tensor:
     experts: tuple[int, ...]
 
     def touched(self) -> Runs:
-        """Blocks that some expert's bytes went into."""
+        """Runs of blocks that at least one expert contributed to."""
         present = [access for access in self.access if access is not None]
         own = chain.from_iterable(access.blocks for access in present)
         served = ((start, stop) for access in present for start, stop, _ in access.shared)
@@ -63,7 +63,7 @@ class _Tensor:
 
 
 def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
-    """Explain a snapshot (its directory, sid or first digits of it) or a stored plan.
+    """Explain a snapshot (its directory, sid or prefix of the sid) or a stored plan.
 
     `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
 
@@ -89,7 +89,7 @@ def _snapshot(path: Path) -> _Subject:
 
 
 def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pattern: str | None) -> Explanation:
-    """Explain a plan, a manifest, or a manifest with the plan in it.
+    """Explain a plan, a manifest, or a manifest that contains its plan.
 
     Raises:
         NotFoundError: `explain.tensor`.
@@ -97,7 +97,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
     source = plan if plan is not None else manifest
     if source is None:
         raise ValueError("neither a plan nor a manifest")
-    tensors = _planned(plan) if plan is not None else _everything(manifest) if manifest is not None else ()
+    tensors = _planned(plan) if plan is not None else _full_merge_tensors(manifest) if manifest is not None else ()
     models = _models(plan, manifest)
     reasons = _reasons(plan, models)
     bound = plan.bound if plan is not None else None
@@ -130,7 +130,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
 
 
 def _decisions(fallbacks: Iterable[Fallback]) -> tuple[Decision, ...]:
-    return tuple(Decision(each.where, each.decision, each.reason) for each in fallbacks)
+    return tuple(Decision(fallback.where, fallback.decision, fallback.reason) for fallback in fallbacks)
 
 
 def _planned(plan: Plan) -> tuple[_Tensor, ...]:
@@ -144,20 +144,20 @@ def _planned(plan: Plan) -> tuple[_Tensor, ...]:
     )
 
 
-def _everything(manifest: Manifest) -> tuple[_Tensor, ...]:
-    """A full merge: every block of every expert, on the default grid."""
+def _full_merge_tensors(manifest: Manifest) -> tuple[_Tensor, ...]:
+    """List the tensors of a full merge: every block of every expert, on the default grid."""
     n_experts = sum(source.role == "expert" for source in manifest.inputs)
-    found = []
+    tensors = []
     for tensor in manifest.tensors:
         if tensor.action == Action.MERGE.value:
             n_blocks = -(-element_count(tensor.shape) // DEFAULT_BLOCK_ELEMENTS)
             access = Access(((0, n_blocks),) if n_blocks else ())
-            found.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
-    return tuple(found)
+            tensors.append(_Tensor(tensor.name, n_blocks, (access,) * n_experts, tuple(range(n_experts))))
+    return tuple(tensors)
 
 
 def _models(plan: Plan | None, manifest: Manifest | None) -> tuple[tuple[str, str], ...]:
-    """Name and path of every expert."""
+    """Return name and path of every expert."""
     if plan is not None:
         return tuple((model.model, model.path) for model in plan.models if model.role == "expert")
     inputs = () if manifest is None else manifest.inputs
@@ -172,7 +172,7 @@ def _expert_shares(
     shares = []
     for e, (model, path) in enumerate(models):
         counts = [_counts(tensor, e) for tensor in tensors]
-        read, shared, free, omitted = (sum(each[kind] for each in counts) for kind in range(4))
+        read, shared, free, omitted = (sum(count[kind] for count in counts) for kind in range(4))
         shares.append(
             ExpertShare(
                 model=model,
@@ -193,7 +193,7 @@ def _expert_shares(
 
 
 def _accesses(tensors: Iterable[_Tensor], e: int) -> list[Access]:
-    """What is read of an expert, where it takes part."""
+    """Yield the accesses of an expert, for the tensors it contributes to."""
     return [access for tensor in tensors if (access := tensor.access[e]) is not None]
 
 
@@ -207,7 +207,7 @@ def _counts(tensor: _Tensor, e: int) -> tuple[int, int, int, int]:
 
 
 def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShare, ...]:
-    """In numeric order, tensors outside of layers last."""
+    """Sum the shares by layer, in numeric order, tensors outside layers last."""
     by_layer: dict[str, list[_Tensor]] = {}
     for tensor in tensors:
         by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
@@ -229,7 +229,7 @@ def _layer_shares(tensors: Sequence[_Tensor], n_experts: int) -> tuple[LayerShar
 
 @dataclass(frozen=True, slots=True)
 class _Reasons:
-    """Why blocks are used as they are, in words."""
+    """The reasons why blocks are read, shared or omitted, as texts."""
 
     read: str
     omitted: str
@@ -289,24 +289,24 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The union of half-open runs: sorted, disjoint, joined where they touch."""
-    found: list[tuple[int, int]] = []
+    """Return the union of half-open runs: sorted, disjoint, joined where they touch."""
+    union: list[tuple[int, int]] = []
     for start, stop in sorted(runs):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            union.append((start, stop))
+    return tuple(union)
 
 
 def _gaps(runs: Runs, n_blocks: int) -> Runs:
-    """What `runs` (sorted, disjoint) leave of `[0, n_blocks)`."""
+    """Return the parts of `[0, n_blocks)` outside `runs` (sorted, disjoint)."""
     edges = [0, *chain.from_iterable(runs), n_blocks]
     return joined((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
 
 def _gaps_inside(runs: Runs, start: int, stop: int) -> Runs:
-    """What `runs` leave of `[start, stop)`."""
+    """Return the parts of `[start, stop)` outside `runs`."""
     inside = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
     return tuple((a + start, b + start) for a, b in _gaps(tuple(inside), stop - start))
 

@@ -1,4 +1,4 @@
-"""Finds and removes what nobody needs: staging of dead runs, and catalog rows of what is gone. Never anything live."""
+"""Collect garbage: remove staging of dead runs, and catalog rows of deleted snapshots and models."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 
 
 def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs under `roots` and beside known snapshots, and rows of what is gone for good.
+    """Remove staging of dead runs under `roots` and beside known snapshots, and rows of deleted files.
 
-    What lies on a disk that is not mounted now is not taken for gone: a row goes only if the folder that held its
+    Files on a disk that is not mounted do not count as deleted: a row goes only if the folder that held its
     files is there and they are not. What another snapshot was made from keeps its row.
 
     Raises:
@@ -42,7 +42,7 @@ def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcRe
 
 
 def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Path]:
-    """Where staging may lie: beside every known snapshot, and in and below the roots."""
+    """List the directories that may hold staging: beside every known snapshot, and in and below the roots."""
     folders = {snapshot.path.parent for snapshot in snapshots if snapshot.path.parent.is_dir()}
     for root in roots:
         for folder, children, _ in os.walk(root):
@@ -60,7 +60,7 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             nbytes = _allocated_bytes(found.directory)
             state = read_journal(found.directory / JOURNAL_NAME)
             durable = len(state.digests) if state is not None else 0
-            reason = f"left by a dead run, {durable} tensors could be gone on with" if durable else "left by a dead run"
+            reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
             is_removed = not dry_run and remove_dead(found.directory)
             if not is_removed and not is_dead(found.directory):
                 continue  # another process removed it, or works there by now
@@ -73,7 +73,7 @@ def _allocated_bytes(directory: Path) -> int:
 
 
 def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
-    """Rows of snapshots that are gone, and that no other snapshot was made from."""
+    """Find rows of deleted snapshots that no other snapshot was made from."""
     rows = catalog.snapshots()
     needed = {source.sid for row in rows for source in row.inputs if source.sid is not None}
     for row in rows:
@@ -85,7 +85,7 @@ def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
 
 
 def _model_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
-    """Rows of models, with their statistics, that describe files which are no more."""
+    """Find rows of models, with their statistics, whose files no longer exist."""
     for stale in catalog.stale_models():
         if stale.staleness is Staleness.MISSING and not stale.model.root.parent.is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Makes the whole snapshot that an overlay stands for, every block checked, and publishes it in one step."""
+"""Materialise an overlay: write the full snapshot, check every block, publish it atomically."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MaterialiseSettings:
-    """How to run, and where to remember: `home` is the catalog's, None for a run that uses none.
+    """Settings of a materialisation. `home` is the catalog's directory; None runs without a catalog.
 
     `base` is the directory in which the base's files are by now, None where they have stayed.
     """
@@ -44,7 +44,7 @@ class MaterialiseSettings:
 def materialise_overlay(
     path: Path, out: Path, settings: MaterialiseSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MaterialiseReport:
-    """Make the whole snapshot of the overlay at `path`; where `out` is the same place, in its stead.
+    """Write the full snapshot of the overlay at `path` to `out`, replacing the overlay if they are the same.
 
     Raises:
         ConflictError: `overlay.base-changed`: a file of the base is gone or holds other bytes.
@@ -82,7 +82,7 @@ def materialise_overlay(
 
 
 def _digests(overlay: Overlay) -> BlockTable:
-    """The digests of all blocks, and the headers that belong to them.
+    """Return the digests of all blocks, and the shard headers.
 
     Raises:
         CorruptError: `overlay.header`, a header cannot be made again; `blocks.*`.
@@ -96,7 +96,7 @@ def _digests(overlay: Overlay) -> BlockTable:
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardLayout, ...]:
-    """The weight files that a manifest tells of, with the headers that this version writes."""
+    """Lay out the weight files of a manifest, with the headers that this version writes."""
     shards = []
     for file in manifest.files:
         specs = tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file.name)
@@ -112,25 +112,25 @@ def _write_weights(
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> None:
-    """Write every weight file, refusing the first block that is not what the overlay's manifest says."""
+    """Write every weight file; raise for the first block that does not match the overlay's manifest."""
     total = sum(tensor.nbytes for tensor in overlay.layout.tensors)
     done = 0
     with ShardWriter(directory, shards_of(overlay.manifest), store.ledger) as writer:
-        for found in read_blocks(overlay, store, threads):
-            if found.content is None or found.digest != digests.tensors[found.block.tensor.index][found.block.index]:
-                raise _wrong_block(overlay, found)
-            writer.append(found.content)
-            done += len(found.content)
+        for block in read_blocks(overlay, store, threads):
+            if block.content is None or block.digest != digests.tensors[block.block.tensor.index][block.block.index]:
+                raise _wrong_block(overlay, block)
+            writer.append(block.content)
+            done += len(block.content)
             if on_progress is not None:
                 on_progress(Progress("materialise", done, total))
         writer.finish()
 
 
-def _wrong_block(overlay: Overlay, found: FoundBlock) -> MergePipeError:
-    where, block = overlay.file_of(found.place), found.block
-    reason = found.failure or f"the bytes from {found.place.offset} on are not what the overlay was made with"
+def _wrong_block(overlay: Overlay, read_block: FoundBlock) -> MergePipeError:
+    where, block = overlay.file_of(read_block.place), read_block.block
+    reason = read_block.failure or f"the bytes from {read_block.place.offset} on are not what the overlay was made with"
     message = f"block {block.index} of '{block.tensor.name}': {reason}"
-    if found.place.is_stored:
+    if read_block.place.is_stored:
         return CorruptError.of("overlay.damaged", where, message, "merge again, or `mergepipe replay` the overlay")
     return ConflictError.of("overlay.base-changed", where, message, "put the base back as it was, or name it: --base")
 
@@ -141,25 +141,25 @@ def _wrong_block(overlay: Overlay, found: FoundBlock) -> MergePipeError:
 def scan_overlay(
     overlay: Overlay, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: Callable[[int], None]
 ) -> tuple[Scan, tuple[Damage, ...]]:
-    """Read every block from where it stands; say what is not what `table` tells, by tensor and file.
+    """Read every block of an overlay and report those that do not match `table`, by tensor and file.
 
     Without a table tensors are compared as a whole.
     """
     headers: list[bytes | None] = [block_digest(shard.header) for shard in shards_of(overlay.manifest)]
     scan = Scan([[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors], headers)
     wrong: dict[tuple[str, Path], list[FoundBlock]] = {}
-    for found in read_blocks(overlay, LocalStore(), threads):
-        tensor, index = found.block.tensor, found.block.index
-        scan.blocks[tensor.index][index] = found.digest
-        if found.n_not_finite:
-            scan.not_finite[tensor.name] = scan.not_finite.get(tensor.name, 0) + found.n_not_finite
-        n_bytes = found.block.stop - found.block.start
-        if found.content is not None:
+    for read_block in read_blocks(overlay, LocalStore(), threads):
+        tensor, index = read_block.block.tensor, read_block.block.index
+        scan.blocks[tensor.index][index] = read_block.digest
+        if read_block.n_not_finite:
+            scan.not_finite[tensor.name] = scan.not_finite.get(tensor.name, 0) + read_block.n_not_finite
+        n_bytes = read_block.block.stop - read_block.block.start
+        if read_block.content is not None:
             scan.n_bytes += n_bytes
         on_bytes(n_bytes)
-        if found.digest is None or (table is not None and found.digest != table.tensors[tensor.index][index]):
-            bare = replace(found, content=None)
-            wrong.setdefault((tensor.name, overlay.file_of(found.place)), []).append(bare)
+        if read_block.digest is None or (table is not None and read_block.digest != table.tensors[tensor.index][index]):
+            bare = replace(read_block, content=None)
+            wrong.setdefault((tensor.name, overlay.file_of(read_block.place)), []).append(bare)
     roots = () if table is not None else _wrong_roots(layout, scan)
     return scan, (*_header_damages(overlay, table, scan), *_damages(overlay, wrong), *roots)
 

@@ -1,4 +1,4 @@
-"""Merge as a recipe says, and publish the result."""
+"""Merge by a recipe, and publish the snapshot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs
-from mergepipe.runs.merge_run import MergeSettings, Stages, publish_merge
+from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
 from mergepipe.storage.local import LocalStore
 
 
@@ -17,6 +17,6 @@ def run_merge(
 ) -> MergeReport:
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
-    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
-        inputs = open_inputs(recipe, store, settings.allow_dropped, stages.make)
+    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
+        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

@@ -1,4 +1,4 @@
-"""PACK: experts into delta stores beside their base, together in one streaming pass, each published all or nothing."""
+"""Pack experts into delta stores beside their base in one streaming pass; each store is published atomically."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def pack(
     threads: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> PackReport:
-    """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+    """Pack each expert losslessly into a store `out/NAME`; existing stores are kept.
 
     All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
-    packed. What a killed run left is gone on with.
+    packed. A killed run is resumed.
 
     Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
 
@@ -62,7 +62,7 @@ def pack(
     store = LocalStore()
     workers = threads_asked(threads)
     base_checkpoint = open_base(store, Path(base))
-    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(each)), Path(out)) for each in experts]
+    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(expert)), Path(out)) for expert in experts]
     check_names(jobs)
     if replace:
         for job in jobs:
@@ -91,7 +91,7 @@ def pack(
 def _pack_together(
     store: LocalStore, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
 ) -> dict[Path, PackedExpert]:
-    """Pack some experts in one pass, and publish each; if one cannot be, the others are all the same.
+    """Pack some experts in one pass and publish each; if one fails, the others are still published.
 
     Raises:
         MergePipeError: the first one's, once all others are published.
@@ -131,7 +131,7 @@ def _published(builders: Sequence[StoreBuilder]) -> tuple[list[StoreBuilder], li
 
 
 class _Counter:
-    """Reports bytes of experts as they are packed."""
+    """Reports packed bytes of experts as progress."""
 
     def __init__(self, on_progress: ProgressCallback | None, done_bytes: int, total_bytes: int) -> None:
         self._on_progress = on_progress
@@ -145,7 +145,7 @@ class _Counter:
 
 
 def _check_removable(job: PackJob) -> None:
-    """Refuse to replace what is only linked from here, and what belongs to the base.
+    """Refuse to replace an expert that is a symbolic link, or that contains the base.
 
     Raises:
         RecipeError: naming the file.
@@ -165,7 +165,7 @@ def _check_removable(job: PackJob) -> None:
 
 
 def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
-    """See that a store gives its original back to the byte, and is durable: nothing is removed before.
+    """Check that a store restores its original exactly and is durable, before the original is removed.
 
     Raises:
         CorruptError: the store is damaged.

@@ -1,4 +1,4 @@
-"""Plans: made from a recipe, the catalog and a budget; stored, read back, and run against unchanged inputs."""
+"""Make plans from a recipe, the catalog and a budget; read stored plans and run them on unchanged inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_parameters
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
-from mergepipe.runs.reuse.blocks import Snapshots, candidates
+from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.speeds import BY_BYTES, PriceRequest
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
@@ -40,7 +40,7 @@ PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for. Without `block_elements`, blocks are of the size that suits the experts."""
+    """The request for a plan. Without `block_elements` the block size follows the experts."""
 
     budget: BudgetRequest
     policy: Policy
@@ -59,7 +59,7 @@ def make_plan(
     replaced: Path | None = None,
     speeds: Speeds | None = None,
 ) -> Plan:
-    """Plan a merge of opened inputs from what the catalog knows; reads no tensor data but indices of packed experts.
+    """Plan a merge of opened inputs from the catalog; reads no tensor data except indices of packed experts.
 
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
     With `speeds` steps are priced in seconds.
@@ -69,9 +69,9 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    known = link.use(lambda catalog: _what_is_known(catalog, inputs))
+    known = link.use(lambda catalog: _lookup_known(catalog, inputs))
     if known is None:
-        known = _Known((None,) * len(models), ({},) * len(inputs.expert_models))
+        known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
@@ -85,7 +85,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.options)
-    earlier = Snapshots(LocalStore(), candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else ())
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -95,8 +95,8 @@ def make_plan(
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
 
 
-def _suitable_block(inputs: Inputs, known: _Known) -> int:
-    """Larger blocks where all experts are packed and nothing else is known of them: fewer ends of pages are read."""
+def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
+    """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
@@ -105,14 +105,14 @@ def _suitable_block(inputs: Inputs, known: _Known) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """Content ids by model, and statistics by expert and task."""
+class _KnownFacts:
+    """Known content ids by model, and statistics by expert and task."""
 
     content_ids: tuple[str | None, ...]
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
+def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
     rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
@@ -121,7 +121,7 @@ def _what_is_known(catalog: Catalog, inputs: Inputs) -> _Known:
             found = pairs.of(task, slot)
             if found is not None:
                 by_model[model][task.name] = found
-    return _Known(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
+    return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Plan:
@@ -212,9 +212,9 @@ def _vocabulary(inputs: Inputs) -> str | None:
     return None if inputs.alignment is None else inputs.alignment.digest
 
 
-def _changes(model: PlannedModel, found: Checkpoint) -> Sequence[Problem]:
-    """Files that are not what the plan was made from."""
-    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in found.files}
+def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
+    """List the files that changed since the plan was made."""
+    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in checkpoint.files}
     then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [

@@ -1,4 +1,4 @@
-"""Repairs a snapshot: makes what is damaged again from the inputs, checks it, and writes only the damaged bytes."""
+"""Repair a snapshot: recompute damaged tensors from the inputs, check them, write only the damaged bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergepipe.engine.execute import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
-from mergepipe.runs.rebuild import Rebuilt, open_recorded, rebuild_keys, rebuild_tensors
+from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.sidecars import sidecar_contents
 from mergepipe.runs.snapshots import read_manifest_value
@@ -36,11 +36,11 @@ _STAGED_NAME = "mended"
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """Bytes to be put at `offset` of a file."""
+    """Bytes to write at `offset` of a file."""
 
     file: PlacedFile
     offset: int
-    source: Rebuilt | bytes
+    source: RebuiltTensor | bytes
     source_offset: int
     nbytes: int
 
@@ -48,7 +48,7 @@ class _Patch:
 def repair_snapshot(
     path: Path, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
 ) -> RepairReport:
-    """Mend whatever `verify` finds in the snapshot at `path`; what is sound is not written to.
+    """Repair all damage that `verify` finds in the snapshot at `path`; sound bytes are not rewritten.
 
     Nothing is written before all of it was made again and is what the manifest says. Times of files stay as they are,
     so that what was made from the snapshot knows it again.
@@ -64,35 +64,39 @@ def repair_snapshot(
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
     refuse_overlay(path, read_manifest_value(path), "mended")
-    found = examine(path, engine.threads, on_progress)
+    examination = examine(path, engine.threads, on_progress)
     written = 0
-    names = found.damaged
-    if found.damages:
-        sizes = {tensor.name: tensor.nbytes for tensor in found.layout.tensors}
+    names = examination.damaged
+    if examination.damages:
+        sizes = {tensor.name: tensor.nbytes for tensor in examination.layout.tensors}
         check_free_space(path, sum(sizes[name] for name in names))
         with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
-            rebuilt = rebuild_tensors(found.manifest, names, staging.path, engine) if names else ()
-            small = _small_files(found)
-            patches = [*_header_patches(found), *_block_patches(found, {r.digest.name: r for r in rebuilt})]
-            written = _apply(path, found.layout, patches, staging.directory)
+            rebuilt = rebuild_tensors(examination.manifest, names, staging.path, engine) if names else ()
+            small = _small_files(examination)
+            patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
+            written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
             written += _mend_table(path, engine, staging.directory)
         _check_mended(examine(path, engine.threads, on_progress))
-    return RepairReport(path, found.manifest.sid, found.damages, names, written, time.perf_counter() - started)
+    return RepairReport(
+        path, examination.manifest.sid, examination.damages, names, written, time.perf_counter() - started
+    )
 
 
 # --- what is to be written ---
 
 
-def _header_patches(found: Examination) -> Iterator[_Patch]:
-    for damage in found.damages:
+def _header_patches(examination: Examination) -> Iterator[_Patch]:
+    for damage in examination.damages:
         if damage.kind not in ("header", "missing"):
             continue
-        file = next(file for file in found.layout.files if file.name == damage.file)
-        header = header_of(_specs(found.manifest, file.name), {})
-        if len(header) != file.data_start or (found.table and block_digest(header) != found.table.headers[file.index]):
+        file = next(file for file in examination.layout.files if file.name == damage.file)
+        header = header_of(_specs(examination.manifest, file.name), {})
+        if len(header) != file.data_start or (
+            examination.table and block_digest(header) != examination.table.headers[file.index]
+        ):
             message = "its header was written by another version, and cannot be made again"
-            raise CorruptError.of("repair.impossible", found.path / file.name, message, _HINT)
+            raise CorruptError.of("repair.impossible", examination.path / file.name, message, _HINT)
         yield _Patch(file, 0, header, 0, len(header))
 
 
@@ -100,14 +104,14 @@ def _specs(manifest: Manifest, file: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(t.name, DTYPES[t.dtype], t.shape) for t in manifest.tensors if t.file == file)
 
 
-def _block_patches(found: Examination, rebuilt: Mapping[str, Rebuilt]) -> Iterator[_Patch]:
-    """The damaged bytes of every damaged tensor, each made again and found to be what the manifest says."""
-    placed = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
+def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor]) -> Iterator[_Patch]:
+    """Return patches of every damaged tensor, recomputed and checked against the manifest."""
+    placed = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
         message = "made again from the inputs it is not what the manifest says: an input has other values by now"
         raise ConflictError(*(Problem("repair.differs", name, message, "put the inputs back") for name in wrong))
-    for damage in found.damages:
+    for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:
             file, tensor = placed[damage.tensor]
             made = rebuilt[damage.tensor]
@@ -116,11 +120,11 @@ def _block_patches(found: Examination, rebuilt: Mapping[str, Rebuilt]) -> Iterat
             )
 
 
-def _small_files(found: Examination) -> dict[str, bytes]:
-    """The damaged small files, made again."""
-    manifest = found.manifest
+def _small_files(examination: Examination) -> dict[str, bytes]:
+    """Rebuild the damaged small files."""
+    manifest = examination.manifest
     records = {record.name: record for record in manifest.sidecars}
-    wanted = [each.file for each in found.damages if each.kind in ("small-file", "index", "config")]
+    wanted = [damage.file for damage in examination.damages if damage.kind in ("small-file", "index", "config")]
     if not wanted:
         return {}
     inputs = open_recorded(manifest, LocalStore())
@@ -130,7 +134,7 @@ def _small_files(found: Examination) -> dict[str, bytes]:
     if KEYS_NAME in wanted:
         contents[KEYS_NAME] = rebuild_keys(manifest, inputs, LocalStore())
     impossible = [
-        Problem("repair.impossible", str(found.path / name), "cannot be made again from the inputs", _HINT)
+        Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted
         if name not in contents or (name in records and small_digest(contents[name]) != records[name].blake3)
     ]
@@ -147,7 +151,7 @@ def _shards(manifest: Manifest) -> tuple[ShardLayout, ...]:
 
 
 def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], beside: Path) -> int:
-    """Write the patches file by file and make them durable; also give every file its size."""
+    """Write the patches file by file, set every file's size, and make them durable."""
     written = 0
     for file in layout.files:
         own = [patch for patch in patches if patch.file.name == file.name]
@@ -159,7 +163,7 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], b
 
 
 def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path) -> int:
-    """Patch a file in its place; a missing one, a link or a file with another name is replaced by a new one."""
+    """Patch a file in place; replace a missing file, a link, or a file with another hard link."""
     path = directory / file.name
     try:
         try:
@@ -184,7 +188,7 @@ def _patch_file(directory: Path, file: PlacedFile, patches: Sequence[_Patch], be
 
 @contextlib.contextmanager
 def _linked(path: Path) -> Iterator[int | None]:
-    """Open what a link leads to for reading; None where that is no regular file, or nothing."""
+    """Open a link's target for reading; None if it is no regular file or missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -206,7 +210,7 @@ def _patch(descriptor: int, file: PlacedFile, patches: Sequence[_Patch]) -> int:
 def _replace_file(
     directory: Path, file: PlacedFile, patches: Sequence[_Patch], beside: Path, source: int | None
 ) -> int:
-    """Make a file anew in the folder `beside`, from the bytes of `source` and the patches, and put it in its place."""
+    """Write a new file in the folder `beside`, from the bytes of `source` and the patches, and move it into place."""
     staged = beside / _STAGED_NAME
     check_free_space(directory, file.size_bytes)
     copied = 0
@@ -243,7 +247,7 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> int:
 
 
 def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -> int:
-    """Replace small files, each in one step; of a link, the link itself."""
+    """Replace small files, each atomically; a link is replaced itself, not its target."""
     for name, content in contents.items():
         path, staged = directory / name, beside / _STAGED_NAME
         try:
@@ -257,10 +261,10 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
 
 
 def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
-    """Write the table of block digests again where it is damaged, once all blocks are what the roots say."""
+    """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
     found = examine(path, engine.threads, None)
     record = found.manifest.blocks
-    if not any(each.kind == "blocks-file" for each in found.damages):
+    if not any(damage.kind == "blocks-file" for damage in found.damages):
         return 0
     blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in found.scan.blocks)
     headers = tuple(header for header in found.scan.headers if header is not None)

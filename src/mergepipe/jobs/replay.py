@@ -1,4 +1,4 @@
-"""Makes a snapshot again from its manifest alone, and publishes it only if it is the same to the byte."""
+"""Replay a snapshot from its manifest alone; publish the result only if it is byte-identical."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from mergepipe.errors import ConflictError, Problem
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.merge_run import MergeSettings, Stages, publish_merge
+from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
 from mergepipe.runs.rebuild import open_recorded, recorded_plan
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import layout_of
@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 def replay_snapshot(
     path: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MergeReport:
-    """Make the snapshot in the directory `path` again at `out`; of `settings`, seed and shards are the manifest's.
+    """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`.
 
     Raises:
         NotFoundError: `replay.input-gone`.
@@ -32,8 +32,8 @@ def replay_snapshot(
     manifest = read_manifest_value(path)
     store = LocalStore()
     settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
-    with closing(CatalogLink(settings.home)) as link, Stages(out, settings, store) as stages:
-        inputs = open_recorded(manifest, store, stages.make)
+    with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
+        inputs = open_recorded(manifest, store, intermediates.write)
         plan = recorded_plan(manifest)
         return publish_merge(
             inputs, None if plan is None else plan.without_reuse(), out, settings, store, link, started, on_progress,
@@ -42,14 +42,14 @@ def replay_snapshot(
 
 
 def shard_bytes_of(manifest: Manifest, where: Path) -> int:
-    """A limit on the size of files that cuts the tensors as they are cut in this snapshot."""
+    """Find a shard size limit that reproduces the snapshot's distribution of tensors over files."""
     files = layout_of(manifest, where).files
     shared = [file.size_bytes - file.data_start for file in files if len(file.tensors) > 1]
     return max([1, *shared])
 
 
 def _check_same(recorded: Manifest, made: Manifest, out: Path) -> None:
-    """Refuse a result that is not what was recorded, naming tensors and what may be to blame."""
+    """Refuse a result that differs from the record, naming tensors and possible causes."""
     if made.files == recorded.files:
         return
     then = {tensor.name: tensor.blake3 for tensor in recorded.tensors}
@@ -70,7 +70,7 @@ def _blame(recorded: Manifest, made: Manifest) -> str:
 
 
 def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:
-    """Files of an input that were written to since."""
+    """List the files of an input that were modified since."""
     versions = {file.name: file.version for file in before.files}
     return [
         Problem("replay.input-touched", f"{after.path}/{file.name}", "was written to since the snapshot was made")

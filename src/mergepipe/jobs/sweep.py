@@ -1,4 +1,4 @@
-"""Merges one recipe in full and under several budgets, and measures what each budget costs in fidelity."""
+"""Sweep budgets: merge one recipe in full and under each budget, and measure the loss of fidelity."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mergepipe.storage.prices import Speeds
 
 @dataclass(frozen=True, slots=True)
 class SweepBudget:
-    """A budget as it was written, and what it means."""
+    """A budget as the user wrote it, and its parsed value."""
 
     text: str
     request: BudgetRequest
@@ -40,7 +40,7 @@ class SweepBudget:
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """The full merge that all others are compared with."""
+    """The full merge that all budgeted merges are compared with."""
 
     full: Checkpoint
     report: MergeReport
@@ -122,7 +122,7 @@ class _Sweep:
             return make_plan(inputs, request, link, self._settings.seed, speeds=self._speeds)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
-        """Merge everything; the catalog keeps the statistics, and forgets an output that is about to go."""
+        """Merge in full; the catalog keeps the statistics but not the temporary output."""
         out = self._directory / "full"
         settings = replace(self._settings, home=self._home, gathers=True)  # plans need what it learns
         started = time.perf_counter()
@@ -174,7 +174,7 @@ class _Sweep:
         return report
 
     def _meter(self, label: str, *checkpoints: Checkpoint) -> Callable[[int], None]:
-        total, done = sum(each.tensor_bytes for each in checkpoints), 0
+        total, done = sum(checkpoint.tensor_bytes for checkpoint in checkpoints), 0
 
         def advance(nbytes: int) -> None:
             nonlocal done

@@ -1,4 +1,4 @@
-"""UNPACK: a delta store back to the files it was made from, byte for byte; and proof that it can be."""
+"""Unpack a delta store into its original files, byte for byte, and verify that a store can be unpacked."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unpack(
 
 
 def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) -> None:
-    """Decode everything in the store at `path`, and hold it against the digests of what was packed.
+    """Decode everything in the store at `path`, and compare it with the digests of the originals.
 
     Raises:
         CorruptError: something in it is not what was packed.
@@ -112,12 +112,12 @@ def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Che
 
 def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Path]:
     own = {kept.name for kept in opened.header.kept}
-    yield from (opened.root / each.name for each in opened.fingerprints if each.name not in own)
+    yield from (opened.root / fingerprint.name for fingerprint in opened.fingerprints if fingerprint.name not in own)
     yield from (base.root / file.name for file in base.files)
 
 
 class _Counter:
-    """Reports bytes as they are restored."""
+    """Reports restored bytes as progress."""
 
     def __init__(self, on_progress: ProgressCallback | None, total_bytes: int) -> None:
         self._on_progress = on_progress
@@ -131,7 +131,7 @@ class _Counter:
 
 
 class _Reader:
-    """Reads a store in order, decoding ahead in threads. Memory: `2 * threads` blocks."""
+    """Reads a store in order, decoding ahead in several threads. Memory: `2 * threads` blocks."""
 
     def __init__(self, opened: OpenedStore, checkpoint: Checkpoint, threads: int) -> None:
         self.opened = opened
@@ -139,7 +139,7 @@ class _Reader:
         self._threads = threads
 
     def file_header(self, files: Mapping[Path, RangeFile], number: int) -> RawBytes:
-        """The header of weight file `number`, checked."""
+        """Read and check the header of weight file `number`."""
         packed = self.opened.header.files
         start = sum(each.header_bytes for each in packed[:number])
         path = self.opened.root / HEADERS_NAME
@@ -149,7 +149,7 @@ class _Reader:
         return content
 
     def read(self, files: Mapping[Path, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
-        """Give the blocks of one tensor to `sink` in order, each held against the digest of the original."""
+        """Pass the blocks of one tensor to `sink` in order, each checked against the original's digest."""
         tensor = self._checkpoint.tensors[entry.name]
         pending: deque[Future[RawBytes]] = deque()
         with ThreadPoolExecutor(self._threads) as pool:
@@ -205,7 +205,7 @@ def _write_kept(opened: OpenedStore, directory: Path, store: LocalStore) -> None
 
 
 def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: LocalStore) -> Iterator[bytes]:
-    """The content of a kept file, checked once all of it was given."""
+    """Yield the content of a kept file; check its digest at the end."""
     hasher = blake3()
     for part in file_parts(store, opened.root / name, size_bytes):
         hasher.update(part)

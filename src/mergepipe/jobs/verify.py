@@ -1,4 +1,4 @@
-"""Verifies a snapshot against its manifest: every block, every digest above it, every other file; reads it all once."""
+"""Verify a snapshot against its manifest: blocks, digests and small files; reads everything once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All that verifying found out about a snapshot; what repairing works from.
+    """The result of verifying a snapshot, from which it can be repaired.
 
     `table` is the table of block digests if it is sound. `damaged` are the tensors with a wrong block.
     """
@@ -62,13 +62,13 @@ class Examination:
     @property
     def damaged(self) -> tuple[str, ...]:
         """Names of the tensors that have a damaged block, in the manifest's order."""
-        return tuple(dict.fromkeys(each.tensor for each in self.damages if each.kind == "block"))
+        return tuple(dict.fromkeys(damage.tensor for damage in self.damages if damage.kind == "block"))
 
 
 def verify_snapshot(
     path: Path, engine: EngineOptions, deep_fraction: float, *, started: float, on_progress: ProgressCallback | None
 ) -> VerifyReport:
-    """Verify the snapshot or composite in a directory; make `deep_fraction` of it again from the inputs and compare.
+    """Verify the snapshot or composite at a path; recompute `deep_fraction` of it from the inputs and compare.
 
     Raises:
         NotFoundError: there is no manifest, or for `deep_fraction` an input is gone.
@@ -100,7 +100,7 @@ def verify_snapshot(
 
 
 def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
-    """Read everything and compare it with the manifest."""
+    """Read a whole snapshot and compare it with the manifest."""
     manifest = read_manifest_value(path)
     damages: list[Damage] = []
     table: BlockTable | None = None
@@ -141,7 +141,7 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
 def _scan_overlay(
     path: Path, manifest: Manifest, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: OnBytes
 ) -> tuple[Scan, tuple[Damage, ...]]:
-    """The blocks of an overlay; nothing is known of them where its table is damaged."""
+    """Scan the blocks of an overlay; finds nothing where its table is damaged."""
     try:
         overlay = open_overlay(path, manifest)
     except (CorruptError, NotFoundError) as error:
@@ -180,7 +180,7 @@ def _file_damages(
 def _header_damages(
     store: LocalStore, path: Path, file: PlacedFile, table: BlockTable | None, scan: Scan
 ) -> Iterator[Damage]:
-    """The header by its digest; where there is none, by what it says."""
+    """Check a header by its digest, or, without one, by its content."""
     if table is not None:
         if scan.headers[file.index] != table.headers[file.index]:
             yield _damage("header", file.name, 0, file.data_start, "its digest is not what was written")
@@ -199,7 +199,7 @@ def _header_damages(
 def _tensor_damages(
     file: PlacedFile, tensor: PlacedTensor, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
 ) -> Iterator[Damage]:
-    """Runs of damaged blocks; without a table a tensor is damaged as a whole."""
+    """Report runs of damaged blocks; without a table the whole tensor."""
     found = scan.blocks[tensor.index]
     whole = [digest for digest in found if digest is not None]
     reason = scan.unreadable.get(file.name, "")
@@ -219,7 +219,7 @@ def _tensor_damages(
 
 
 def _joined(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open runs of consecutive numbers."""
+    """Join consecutive numbers into half-open runs."""
     start = None
     for position, number in enumerate(numbers):
         start = number if start is None else start
@@ -244,7 +244,7 @@ def _small_damages(directory: Path, manifest: Manifest) -> Iterator[Damage]:
 
 
 def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[Damage]:
-    """The kept sums, where there are any, by the digests that the manifest binds."""
+    """Check the kept sums, if any, by their recorded digests."""
     if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
         return
     kept = read_totals(directory, manifest)
@@ -277,7 +277,7 @@ def _index_trouble(path: Path, manifest: Manifest) -> str:
 
 
 def _strangers(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that the merge did not write."""
+    """List files that the merge did not write."""
     known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
     known |= {MANIFEST_NAME, manifest.blocks.name}
     known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
@@ -297,7 +297,7 @@ def _notices(scan: Scan) -> Iterator[str]:
 
 
 def _replayed(found: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
-    """Make tensors again from the inputs, and compare them with what the manifest says."""
+    """Recompute tensors from the inputs, and compare them with the manifest."""
     by_name = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
     with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
         for made in rebuild_tensors(found.manifest, names, Path(work), engine):

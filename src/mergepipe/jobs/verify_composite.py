@@ -1,4 +1,4 @@
-"""Verifies a composite of tailor: every file that was written, by the digest of all its bytes."""
+"""Verify a composite of tailor: every written file, by its digest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Recorded:
 
 
 def is_composite(path: Path) -> bool:
-    """Whether the manifest in a directory says that it is a composite's."""
+    """Whether a directory holds the manifest of a composite."""
     try:
         return f'"format": "{_FORMAT}"'.encode() in read_head(path / MANIFEST_NAME, _HEAD_BYTES)
     except MergePipeError:

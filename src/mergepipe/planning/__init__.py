@@ -1,1 +1,1 @@
-"""Planning: statistics, a recipe and a budget give a plan. Pure: no tensor bytes, no clock."""
+"""Plan a merge from statistics, a recipe and a budget. Pure: no tensor bytes, no clock."""

@@ -1,4 +1,4 @@
-"""All blocks of all merged tensors side by side, and what reading each of them costs."""
+"""Lay out the blocks of all merged tensors as columns of one array, and compute what reading each costs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Columns:
         return len(self.slot_ET)
 
     def source(self, expert: int, tensor: int) -> TensorEntry | ComputedTensor | None:
-        """What would be read of an expert for a tensor; None where it has no part, changes nothing, or is unread."""
+        """Return what is read of an expert for a tensor; None if it contributes nothing or is unread."""
         return None if expert in self.unread else self._source(expert, tensor)
 
     def _source(self, expert: int, tensor: int) -> TensorEntry | ComputedTensor | None:
@@ -52,18 +52,18 @@ class Columns:
         return None if isinstance(source, Unchanged) else source
 
     def participants(self, tensor: int) -> list[int]:
-        """The experts of a task, in its own order."""
+        """Return the experts of a task, in the task's order."""
         slots_E = self.slot_ET[:, tensor]
         experts = np.flatnonzero(slots_E != ABSENT)
         return [int(e) for e in experts[np.argsort(slots_E[experts])]]
 
     def silent_ET(self) -> NDArray[np.bool_]:
-        """Where there is nothing to be read, whatever is known."""
+        """Mark tensors of which there is nothing to read."""
         silent = [[self._source(e, t) is None for t in range(len(self.tasks))] for e in range(self.n_experts)]
         return np.array(silent, np.bool_).reshape(self.slot_ET.shape)
 
     def by_expert(self, tensor: int, values_S: NDArray[np.float64], absent: float) -> NDArray[np.float64]:
-        """Values of a task's own experts, placed among all experts."""
+        """Spread values of a task's own experts (S) over all experts (E)."""
         slots_E = self.slot_ET[:, tensor]
         placed_E = np.full(self.n_experts, absent, np.float64)
         present_E = slots_E != ABSENT
@@ -71,7 +71,7 @@ class Columns:
         return placed_E
 
     def of_tensor(self, tensor: int) -> slice:
-        """The columns of one tensor."""
+        """Return the slice of columns of one tensor."""
         return slice(int(self.first_T[tensor]), int(self.first_T[tensor + 1]))
 
 
@@ -81,7 +81,7 @@ def lay_out_columns(
     block_elements: int,
     unread: frozenset[int] = frozenset(),
 ) -> Columns:
-    """The columns of `tasks` in blocks of `block_elements`, for the experts that are `expert_models`.
+    """Lay out `tasks` in blocks of `block_elements`, for the experts `expert_models`.
 
     Raises:
         UnsupportedError: `plan.model-twice`, a task merges two tensors of one model, which a mask cannot tell apart.
@@ -108,7 +108,7 @@ def _slots(tasks: Sequence[MergeTask], expert_models: Sequence[int]) -> NDArray[
 
 
 def read_costs(columns: Columns, known: Collection[tuple[int, int]] = ()) -> NDArray[np.int64]:
-    """`cost_EB`: bytes requested to read each block alone; of a tensor that is read as a unit, with its first block.
+    """Compute `cost_EB`: bytes requested to read each block alone; a tensor read as a unit costs with its first block.
 
     What is `known` already, by expert and tensor, is left at 0.
     """

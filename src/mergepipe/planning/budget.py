@@ -1,4 +1,4 @@
-"""What a user states of bytes: a budget, as a number or a share of everything, and how fast storage is."""
+"""Parse what users state in bytes: a budget, as a number or a share of the full cost, and the speed of storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ByteBudget:
             raise ValueError(f"not a budget: {self.nbytes} bytes")
 
     def limit_bytes(self, full_cost_bytes: int) -> int:
-        """The cap for a merge whose full cost is `full_cost_bytes`."""
+        """Return the cap in bytes for a merge with this full cost."""
         return self.nbytes
 
 
@@ -38,7 +38,7 @@ class ShareBudget:
             raise ValueError(f"not a share: {self.fraction}")
 
     def limit_bytes(self, full_cost_bytes: int) -> int:
-        """The cap for a merge whose full cost is `full_cost_bytes`; a fraction of a byte is cut off."""
+        """Return the cap in bytes for a merge with this full cost; a fraction of a byte is cut off."""
         return int(self.fraction * full_cost_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The policy `conflict`: prefer what other experts do not already say, by cosines between experts' deltas.
+"""Order items by the policy `conflict`: prefer deltas that other experts' deltas do not already cover, by cosines.
 
 The estimated error of a block while the experts outside S are omitted is `sum_(i, j not in S) g_i g_j c_ij`, with `g`
 the signed square roots of the scores and `c` the cosines. Taking expert e next lowers it by `g_e^2 + 2 g_e sum_j g_j
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mergepipe.operators.statistics import N_SKETCH
 from mergepipe.planning.block_columns import Columns
 from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.policies import Order, descending
 from mergepipe.planning.problem import PlanningProblem
+from mergepipe.planning.selection_order import Order, descending_order
 
 SKETCH_STEP = 2.0**-8
 MOST_POOLED_BLOCKS = 64
@@ -23,7 +23,7 @@ _NOISE_DEVIATIONS = 2.0
 
 
 def tensor_cosines(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """`cosine_TEE`: cosines between experts' deltas, pooled over up to 64 blocks of each tensor, every block alike.
+    """Compute `cosine_TEE`: cosines between experts' deltas, pooled over up to 64 equally weighted blocks per tensor.
 
     Zero where nothing is known. Sketches are rounded to whole steps, so that sums of products are exact in float64 and
     the same on every machine.
@@ -54,38 +54,38 @@ def _cosines(sketch_EX: NDArray[np.float16]) -> NDArray[np.float64]:
 
 
 def pooled_blocks(n_blocks: int) -> int:
-    """How many blocks of a tensor its cosines are taken from."""
+    """Return how many blocks of a tensor its cosines are computed from."""
     return min(n_blocks, MOST_POOLED_BLOCKS)
 
 
-def shrunk(cosine_TEE: NDArray[np.float64], columns: Columns) -> NDArray[np.float64]:
-    """Cosines less two standard deviations of their noise, `2 / sqrt(16 blocks)`, so that noise selects nothing."""
+def shrink_cosines(cosine_TEE: NDArray[np.float64], columns: Columns) -> NDArray[np.float64]:
+    """Shrink cosines by two standard deviations of noise, `2 / sqrt(16 blocks)`, so that noise selects nothing."""
     blocks_T = np.minimum(np.maximum(1, np.diff(columns.first_T)), MOST_POOLED_BLOCKS)
     noise_T = _NOISE_DEVIATIONS / np.sqrt(N_SKETCH * blocks_T)
     size_TEE = np.clip(np.abs(cosine_TEE) - noise_T[:, None, None], 0.0, 1.0)
     return np.asarray(np.copysign(size_TEE, cosine_TEE), np.float64)
 
 
-def by_conflict(
+def conflict_order(
     items: Items,
     candidates: Candidates,
     amplitude_EB: NDArray[np.float64],
     cosine_TEE: NDArray[np.float64],
 ) -> Order:
-    """Highest gain per byte first; whole tensors by their own score. Memory: 40 bytes per candidate."""
+    """Order items by falling gain per price; whole tensors by their own score. Memory: 40 bytes per candidate."""
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
     price_BE = np.where(taking_part_EB, candidates.price_EB, 1.0).T  # what is closed may cost nothing
-    rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrunk(cosine_TEE, columns), columns)
+    rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
     rate_I[single] = rate_BE[items.column_I[single], items.expert_I[single]] * items.steepness_I[single]
-    return descending(rate_I)
+    return descending_order(rate_I)
 
 
 def _joint(candidates: Candidates, amplitude_EB: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Blocks that serve others carry their amplitudes too."""
+    """Add to serving blocks the amplitudes of the blocks they serve."""
     experts, columns, serving = candidates.followers()
     if not len(experts):
         return amplitude_EB
@@ -101,7 +101,7 @@ def _greedy_rates(
     cosine_TEE: NDArray[np.float64],
     columns: Columns,
 ) -> NDArray[np.float64]:
-    """The gain by price with which each expert of a block is taken, never more than that of the one taken before."""
+    """Compute the gain by price of each expert of a block, taken greedily; it never rises along that order."""
     n_columns, n_experts = amplitude_BE.shape
     every = np.arange(n_columns)
     gain_BE = amplitude_BE * amplitude_BE

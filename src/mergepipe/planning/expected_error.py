@@ -1,4 +1,4 @@
-"""What a selection is expected to leave out, from scores: for people, and for those who ask for an error."""
+"""Estimate from scores the energy that a selection leaves out, for reports and for target errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.items import Candidates
-from mergepipe.planning.selection import Selection
+from mergepipe.planning.prefix_selection import Selection
 
 
 def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What is left out of each block's score (a square): all, nothing, or what the level leaves."""
+    """Compute what is left out of each block's score (a square): all, nothing, or the remainder of its level."""
     present_EB = selection.read_EB | selection.served_EB | candidates.free_EB
     left_EB = np.where(present_EB, 0.0, score_EB)
     for (e, t), ladder in candidates.ladders.items():
@@ -26,7 +26,7 @@ def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[
 def energies_by_tensor(
     candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """`energy_ET2`: by expert and tensor what is left, and all of it."""
+    """Compute `energy_ET2`: by expert and tensor the energy left out, and the total."""
     left_EB = energy_left(candidates, selection, score_EB)
     all_EB = np.where(candidates.free_EB, 0.0, score_EB)
     tensor_B, n_tensors = candidates.columns.tensor_B, len(candidates.columns.tasks)
@@ -38,7 +38,7 @@ def energies_by_tensor(
 
 
 def norms_left(candidates: Candidates, selection: Selection) -> NDArray[np.float64]:
-    """||what is left of a delta|| of blocks that are read in part, else 0; for rules that keep all of every delta."""
+    """Compute the norm of the unread part of each partly read block, else 0; for rules that keep every element."""
     left_EB = np.zeros(candidates.cost_EB.shape)
     for (e, t), ladder in candidates.ladders.items():
         inside = candidates.columns.of_tensor(t)

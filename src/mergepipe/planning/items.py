@@ -1,4 +1,4 @@
-"""What can be selected: single blocks, and whole tensors where it must be all or nothing; each with cost and score."""
+"""Build the items of a selection: single blocks, level steps, whole tensors; each with cost and score."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.known_statistics import Knowledge
-from mergepipe.planning.levels import ALL, NO_LADDERS, Ladders, find_steps
+from mergepipe.planning.known_statistics import KnownStatistics
+from mergepipe.planning.level_ladders import ALL, NO_LADDERS, Ladders, ladder_steps
 from mergepipe.planning.pricing import BY_BYTES, Pricing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Every (expert, block), and how they hang together.
+    """Every (expert, block) with its cost, and which of them share bytes or are read together.
 
     Attributes:
         cost_EB: bytes requested to read the block.
@@ -38,7 +38,7 @@ class Candidates:
 
     @property
     def price_EB(self) -> NDArray[np.float64]:
-        """What reading each block is priced at."""
+        """The price of reading each block."""
         price_EB = np.asarray(self.cost_EB * self.price_of_byte, np.float64)
         return price_EB if self.extra_price_EB is None else price_EB + self.extra_price_EB
 
@@ -47,14 +47,14 @@ class Candidates:
         return len(self.cost_EB)
 
     def own_EB(self) -> NDArray[np.bool_]:
-        """Where reading costs something, and can be chosen: not free, not served by another expert, not unread."""
+        """Mark blocks that can be selected: not free, not served by another expert, not of an unread expert."""
         own_E1 = np.arange(self.n_experts, dtype=np.int16)[:, None]
         own_EB = ~self.free_EB & (self.served_by_EB == own_E1)
         own_EB[list(self.columns.unread)] = False
         return np.asarray(own_EB, np.bool_)
 
     def followers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Experts, columns and serving experts of the blocks that another expert's bytes serve."""
+        """Return experts, columns and serving experts of the blocks that another expert's bytes serve."""
         own_E1 = np.arange(self.n_experts, dtype=np.int16)[:, None]
         experts, columns = np.nonzero(self.served_by_EB != own_E1)
         return experts, columns, self.served_by_EB[experts, columns].astype(np.int64)
@@ -63,26 +63,28 @@ class Candidates:
 def find_candidates(
     columns: Columns,
     cost_EB: NDArray[np.int64],
-    knowledge: Knowledge,
+    known_statistics: KnownStatistics,
     whole_ET: NDArray[np.bool_],
     ladders: Ladders = NO_LADDERS,
     pricing: Pricing = BY_BYTES,
     extra_price_EB: NDArray[np.float64] | None = None,
 ) -> Candidates:
-    """Blocks of tensors that are read whole neither serve others nor are served."""
-    served_by_EB = knowledge.same_as_EB
+    """Build the candidates; blocks of tensors that are read whole neither serve others nor are served."""
+    served_by_EB = known_statistics.same_as_EB
     if whole_ET.any():
         own_EB = np.repeat(np.arange(len(cost_EB), dtype=np.int16)[:, None], columns.n_columns, axis=1)
         whole_EB = whole_ET[:, columns.tensor_B]
         serving_whole_EB = np.take_along_axis(whole_EB, served_by_EB.astype(np.int64), axis=0)
         served_by_EB = np.where(whole_EB | serving_whole_EB, own_EB, served_by_EB)
     price = pricing.price_of_byte
-    return Candidates(columns, cost_EB, knowledge.free_EB, served_by_EB, whole_ET, ladders, price, extra_price_EB)
+    return Candidates(
+        columns, cost_EB, known_statistics.free_EB, served_by_EB, whole_ET, ladders, price, extra_price_EB
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """What is selected as one: first single blocks in order of expert and column, then whole tensors by cost.
+    """Units of selection: first single blocks in order of expert and column, then whole tensors by cost.
 
     A block that can be read in part is several items, one for each step to a higher level, in order.
 
@@ -91,7 +93,7 @@ class Items:
         cost_I: bytes; of a step what it costs on top of those before.
         rate_I: score by price.
         tensor_I: index of the tensor.
-        level_I: the level that is reached; `ALL` for what is read as it is.
+        level_I: the level after the step; `ALL` for blocks that are read unencoded.
         steepness_I: `rate_I` by that of reading all of the block at once.
         n_single: how many are (steps of) single blocks.
     """
@@ -119,7 +121,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Singles:
-    """Items that are blocks or steps; columns as those of `Items`."""
+    """Items that are single blocks or level steps; arrays as in `Items`."""
 
     flat_I: NDArray[np.int64]
     cost_I: NDArray[np.int64]
@@ -129,7 +131,7 @@ class _Singles:
 
 
 def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: NDArray[np.bool_]) -> Items:
-    """Score of a block that serves other experts too: the square of the sum of their scores' square roots.
+    """Build the items; a serving block scores the square of the sum of the square roots of all scores it serves.
 
     The score of a step is the share of the block's score that it takes from what is left of the block.
     """
@@ -139,7 +141,7 @@ def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: 
     singles = _singles(candidates, score_EB, own_EB & ~candidates.whole_ET[:, columns.tensor_B])
     wholes = _whole_items(candidates, own_EB, score_EB, known_ET)
     rest = np.array([each[:3] for each in wholes], np.int64).reshape(-1, 3)
-    levels = [_top_level(candidates, each[1] // n_columns, each[2]) for each in wholes]
+    levels = [_top_level(candidates, whole[1] // n_columns, whole[2]) for whole in wholes]
     return Items(
         flat_I=np.concatenate([singles.flat_I, rest[:, 1]]),
         cost_I=np.concatenate([singles.cost_I, rest[:, 0]]),
@@ -153,13 +155,13 @@ def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: 
 
 
 def _top_level(candidates: Candidates, e: int, t: int) -> int:
-    """The level at which a whole tensor is read."""
+    """Return the level at which a whole tensor is read."""
     ladder = candidates.ladders.get((e, t))
     return ALL if ladder is None else ladder.levels_K[-1]
 
 
 def _singles(candidates: Candidates, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_]) -> _Singles:
-    """Blocks that are read or not, and the steps of the others, sorted by block."""
+    """Build items of blocks without levels, and level steps of the others, sorted by block."""
     columns = candidates.columns
     raw_EB = single_EB.copy()
     for e, t in candidates.ladders:
@@ -187,7 +189,7 @@ def _steps(
     candidates: Candidates, e: int, t: int, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_]
 ) -> _Singles:
     ladder, inside = candidates.ladders[e, t], candidates.columns.of_tensor(t)
-    steps = find_steps(ladder)
+    steps = ladder_steps(ladder)
     score_B, price_B = score_EB[e, inside], ladder.price_KB[-1]
     weight_B = np.divide(score_B, ladder.unread_B, out=np.zeros_like(score_B), where=ladder.unread_B > 0)
     whole_rate_B = np.divide(ladder.unread_B, price_B, out=ladder.unread_B.copy(), where=price_B > 0)

@@ -1,4 +1,4 @@
-"""What statistics say of every candidate, gathered into arrays: norms, blocks equal to the base, equal blocks."""
+"""Gather known statistics of all candidates into arrays: norms, blocks equal to the base, equal blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, TensorStatistics
 from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.levels import NO_LADDERS, Ladder, Ladders
+from mergepipe.planning.level_ladders import NO_LADDERS, Ladder, Ladders
 from mergepipe.planning.problem import PlanningProblem
 
 REASON_MISSING = "no statistics: not analysed against this base"
@@ -26,7 +26,7 @@ _LARGEST_NORM = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Knowledge:
+class KnownStatistics:
     """Arrays over experts (E) and blocks (B), or tensors (T); zeros where `known_ET` is False.
 
     Attributes:
@@ -49,12 +49,14 @@ class Knowledge:
 
     @property
     def usable_norm_EB(self) -> NDArray[np.float64]:
-        """Norms to calculate with: the largest float32 for those that are not finite."""
+        """Finite norms: the largest float32 in place of those that are not finite."""
         return np.minimum(self.norm_EB, _LARGEST_NORM)
 
 
-def find_usable(problem: PlanningProblem, columns: Columns) -> tuple[NDArray[np.bool_], dict[tuple[int, int], str]]:
-    """`known_ET`: where there are statistics of the right grid; and why not, by (expert, tensor), elsewhere."""
+def match_statistics(
+    problem: PlanningProblem, columns: Columns
+) -> tuple[NDArray[np.bool_], dict[tuple[int, int], str]]:
+    """Find the tensors with statistics on the plan's grid (`known_ET`), and the reason for each other one."""
     known_ET = np.zeros((columns.n_experts, len(columns.tasks)), np.bool_)
     reasons: dict[tuple[int, int], str] = {}
     for e, of_expert in enumerate(problem.statistics):
@@ -72,21 +74,21 @@ def find_usable(problem: PlanningProblem, columns: Columns) -> tuple[NDArray[np.
     return known_ET, reasons
 
 
-def gather_knowledge(
+def gather_statistics(
     problem: PlanningProblem,
     columns: Columns,
     known_ET: NDArray[np.bool_],
     ladders: Ladders = NO_LADDERS,
     *,
     with_octaves: bool,
-) -> Knowledge:
-    """Copy what is needed out of the statistics, and for want of them out of what `ladders` record.
+) -> KnownStatistics:
+    """Copy norms, free and equal blocks from the statistics, or from what `ladders` record where there are none.
 
     Memory: 30 bytes per candidate, 20 more with octaves.
     """
     n_experts, n_columns = columns.n_experts, columns.n_columns
     silent_ET = columns.silent_ET()
-    found = Knowledge(
+    gathered = KnownStatistics(
         known_ET=known_ET,
         informed_ET=known_ET.copy(),
         exact_ET=silent_ET.copy(),
@@ -100,55 +102,59 @@ def gather_knowledge(
     high_EB = np.zeros((n_experts, n_columns), np.uint64)
     for e, t in np.argwhere(known_ET).tolist():
         statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
-        _copy(found, e, inside, statistics)
-        found.exact_ET[e, t] = not statistics.is_estimate
+        _copy(gathered, e, inside, statistics)
+        gathered.exact_ET[e, t] = not statistics.is_estimate
         words_B = statistics.blocks_B.view(_HASH_WORDS)
         low_EB[e, inside] = words_B["low"]
         high_EB[e, inside] = words_B["high"]
-    np.copyto(found.norm_EB, np.inf, where=np.isnan(found.norm_EB))
+    np.copyto(gathered.norm_EB, np.inf, where=np.isnan(gathered.norm_EB))
     for (e, t), ladder in ladders.items():
-        _take_record(found, e, t, columns.of_tensor(t), ladder)
-    _keep_units_together(found, columns)
-    _find_same(found, columns, low_EB, high_EB, ladders)
-    return found
+        _apply_ladder_record(gathered, e, t, columns.of_tensor(t), ladder)
+    _keep_units_together(gathered, columns)
+    _match_equal_blocks(gathered, columns, low_EB, high_EB, ladders)
+    return gathered
 
 
-def _take_record(found: Knowledge, e: int, t: int, columns: slice, ladder: Ladder) -> None:
-    """A block of which nothing is stored equals the base's. Values that are not finite are not in the record."""
-    found.free_EB[e, columns] |= ladder.cost_KB[-1] + ladder.square_B == 0
-    if not found.known_ET[e, t]:
-        found.norm_EB[e, columns] = np.sqrt(ladder.square_B) * _ROUNDED_UP
-    found.informed_ET[e, t] = True
+def _apply_ladder_record(gathered: KnownStatistics, e: int, t: int, columns: slice, ladder: Ladder) -> None:
+    """Apply a ladder's record: a block of which nothing is stored equals the base's; infinities are not recorded."""
+    gathered.free_EB[e, columns] |= ladder.cost_KB[-1] + ladder.square_B == 0
+    if not gathered.known_ET[e, t]:
+        gathered.norm_EB[e, columns] = np.sqrt(ladder.square_B) * _ROUNDED_UP
+    gathered.informed_ET[e, t] = True
 
 
-def _copy(found: Knowledge, e: int, columns: slice, statistics: TensorStatistics) -> None:
+def _copy(gathered: KnownStatistics, e: int, columns: slice, statistics: TensorStatistics) -> None:
     blocks_B = statistics.blocks_B
-    found.norm_EB[e, columns] = blocks_B["norm"]
-    np.equal(blocks_B["changed"], 0, out=found.free_EB[e, columns])
-    if found.octaves_EOB.shape[2]:
-        found.largest_EB[e, columns] = blocks_B["largest"]
-        found.octaves_EOB[e, :, columns] = blocks_B["octaves"].T
+    gathered.norm_EB[e, columns] = blocks_B["norm"]
+    np.equal(blocks_B["changed"], 0, out=gathered.free_EB[e, columns])
+    if gathered.octaves_EOB.shape[2]:
+        gathered.largest_EB[e, columns] = blocks_B["largest"]
+        gathered.octaves_EOB[e, :, columns] = blocks_B["octaves"].T
 
 
-def _find_same(
-    found: Knowledge, columns: Columns, low_EB: NDArray[np.uint64], high_EB: NDArray[np.uint64], ladders: Ladders
+def _match_equal_blocks(
+    gathered: KnownStatistics,
+    columns: Columns,
+    low_EB: NDArray[np.uint64],
+    high_EB: NDArray[np.uint64],
+    ladders: Ladders,
 ) -> None:
-    """Compare every expert's hashes with those of the experts before it. What is encoded serves nobody else."""
-    comparable_ET = found.known_ET.copy()
+    """Compare every expert's block hashes with those of earlier experts. Encoded blocks never serve another expert."""
+    comparable_ET = gathered.known_ET.copy()
     for e, t in ladders:
         comparable_ET[e, t] = False
     dtypes = [[_dtype(columns, e, t) for t in range(len(columns.tasks))] for e in range(len(low_EB))]
-    known = [e for e in range(len(low_EB)) if found.known_ET[e].any()]
-    for position, e in enumerate(known):
-        for earlier in known[:position]:
+    analysed = [e for e in range(len(low_EB)) if gathered.known_ET[e].any()]
+    for position, e in enumerate(analysed):
+        for earlier in analysed[:position]:
             equal_B = low_EB[e] == low_EB[earlier]
             if not equal_B.any():
                 continue
             comparable_T = comparable_ET[e] & comparable_ET[earlier]
             comparable_T &= np.array([a == b for a, b in zip(dtypes[e], dtypes[earlier], strict=True)], np.bool_)
             equal_B &= (high_EB[e] == high_EB[earlier]) & comparable_T[columns.tensor_B]
-            equal_B &= ~(found.free_EB[e] | found.free_EB[earlier]) & (found.same_as_EB[e] == e)
-            found.same_as_EB[e, equal_B] = earlier
+            equal_B &= ~(gathered.free_EB[e] | gathered.free_EB[earlier]) & (gathered.same_as_EB[e] == e)
+            gathered.same_as_EB[e, equal_B] = earlier
 
 
 def _dtype(columns: Columns, e: int, t: int) -> str:
@@ -156,15 +162,15 @@ def _dtype(columns: Columns, e: int, t: int) -> str:
     return "" if source is None else source.dtype.name
 
 
-def _keep_units_together(found: Knowledge, columns: Columns) -> None:
-    """A tensor that is read as a unit is free in all its blocks or in none."""
+def _keep_units_together(gathered: KnownStatistics, columns: Columns) -> None:
+    """Make a tensor that is read as a unit free in all its blocks or in none."""
     for e, t in units(columns):
         inside = columns.of_tensor(t)
-        found.free_EB[e, inside] = found.free_EB[e, inside].all()
+        gathered.free_EB[e, inside] = gathered.free_EB[e, inside].all()
 
 
 def units(columns: Columns) -> list[tuple[int, int]]:
-    """Experts and tensors whose stored bytes are read all at once or not at all."""
+    """List (expert, tensor) pairs whose stored bytes are read all at once or not at all."""
     return [
         (e, t)
         for e in range(columns.n_experts)

@@ -1,4 +1,4 @@
-"""How much of the experts a plan reads in which form: blocks by level, errors by layer and expert."""
+"""Count the blocks that a plan reads at each level."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES = (*(level.name.lower().replace("_", " ") for level in Level if Level.NOTH
 
 
 def level_name(level: int) -> str:
-    """What people call a level below the last."""
+    """Return the display name of a level below the last."""
     return NAMES[level - 1] if 0 < level < len(Level) - 1 else str(level)
 
 
 def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
-    """Blocks read in each form, from the least on; `whole` are those read as they are."""
+    """Count blocks by level, lowest first; `whole` are those read unencoded."""
     found = Counter[str]()
     for access in accesses:
         found[WHOLE] += access.n_blocks

@@ -1,4 +1,4 @@
-"""What omission can cost at most, for operators with fixed coefficients or renormalised ones."""
+"""Bound the error of omission, for operators with fixed or renormalised coefficients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.known_statistics import Knowledge
+from mergepipe.planning.known_statistics import KnownStatistics
 from mergepipe.planning.operator_rules import Rules
 from mergepipe.planning.plan import OmissionBound
 from mergepipe.planning.problem import OnOmit
@@ -20,14 +20,14 @@ _RELATIVE_DIGITS = 4
 
 @dataclass(frozen=True, slots=True)
 class NoBound:
-    """Why there is no bound."""
+    """The reason why there is no bound."""
 
     reason: str
 
 
 def omission_bound(
     columns: Columns,
-    knowledge: Knowledge,
+    known_statistics: KnownStatistics,
     rules: Rules,
     present_EB: NDArray[np.bool_],
     left_EB: NDArray[np.float64],
@@ -47,20 +47,20 @@ def omission_bound(
     divisor_B = _present_weight(columns, rules, present_EB) if on_omit is OnOmit.RENORMALIZE else None
     for e in range(len(present_EB)):
         drift_B = _drift(e, columns, rules, present_EB[e], divisor_B)
-        unknown += int(np.count_nonzero((drift_B != 0) & ~knowledge.exact_ET[e][columns.tensor_B]))
+        unknown += int(np.count_nonzero((drift_B != 0) & ~known_statistics.exact_ET[e][columns.tensor_B]))
         kept_B = np.abs(rules.coefficient_ET[e][columns.tensor_B]) + drift_B
         total_B += np.multiply(kept_B, left_EB[e], out=np.zeros_like(total_B), where=left_EB[e] != 0)
-        total_B += np.multiply(drift_B, knowledge.norm_EB[e], out=np.zeros_like(total_B), where=drift_B != 0)
+        total_B += np.multiply(drift_B, known_statistics.norm_EB[e], out=np.zeros_like(total_B), where=drift_B != 0)
     if unknown:
         return NoBound(f"the norms of {unknown} omitted blocks are not known, or only estimated")
     absolute = math.sqrt(math.fsum(np.square(total_B).tolist())) * (1 + SAFETY)
     if not math.isfinite(absolute):
         return NoBound("an omitted delta is not finite")
-    return OmissionBound(absolute, _relative(absolute, columns, knowledge, rules, cosine_TEE))
+    return OmissionBound(absolute, _relative(absolute, columns, known_statistics, rules, cosine_TEE))
 
 
 def _present_weight(columns: Columns, rules: Rules, present_EB: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """`w_anchor + sum of the present w` per block, 1 where that is zero."""
+    """Compute `w_anchor + sum of the present w` per block, 1 where that is zero."""
     anchor_T = np.array([0.0 if each is None else each.anchor_weight for each in rules.average_T])
     weight_TE = np.array([[] if each is None else each.weights_E for each in rules.average_T])
     sum_B = anchor_T[columns.tensor_B]
@@ -72,7 +72,7 @@ def _present_weight(columns: Columns, rules: Rules, present_EB: NDArray[np.bool_
 def _drift(
     e: int, columns: Columns, rules: Rules, present_B: NDArray[np.bool_], divisor_B: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """`|alpha_e - alpha'_e|` per block."""
+    """Compute `|alpha_e - alpha'_e|` per block."""
     full_B = rules.coefficient_ET[e][columns.tensor_B]
     if divisor_B is None:
         return np.where(present_B, 0.0, np.abs(full_B))
@@ -82,17 +82,17 @@ def _drift(
 
 
 def _relative(
-    absolute: float, columns: Columns, knowledge: Knowledge, rules: Rules, cosine_TEE: NDArray[np.float64]
+    absolute: float, columns: Columns, known_statistics: KnownStatistics, rules: Rules, cosine_TEE: NDArray[np.float64]
 ) -> float | None:
-    """`absolute` over an estimate of ||M_full - M_0||: norms of all blocks, and cosines from sketches.
+    """Divide `absolute` by an estimate of ||M_full - M_0|| from block norms and sketched cosines.
 
     `||M_full - M_0||^2 ~ sum_b sum_ij alpha_i alpha_j ||delta_i,b|| ||delta_j,b|| c_ij`, with `c_ii = 1`.
     """
-    if not knowledge.exact_ET[:, columns.tensor_B].all() or bool((rules.anchor_scale_T != 1).any()):
+    if not known_statistics.exact_ET[:, columns.tensor_B].all() or bool((rules.anchor_scale_T != 1).any()):
         return None
     square = 0.0
     for t in range(len(columns.tasks)):
-        signed_EB = rules.coefficient_ET[:, t, None] * knowledge.norm_EB[:, columns.of_tensor(t)]
+        signed_EB = rules.coefficient_ET[:, t, None] * known_statistics.norm_EB[:, columns.of_tensor(t)]
         cosine_EE = cosine_TEE[t].copy()
         np.fill_diagonal(cosine_EE, 1.0)
         square += float((cosine_EE * (signed_EB @ signed_EB.T)).sum())

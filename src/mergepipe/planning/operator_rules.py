@@ -1,4 +1,4 @@
-"""What the operator does to each expert's tensors, and the tensor-wide quantities that statistics spare it."""
+"""Evaluate the operator on every expert's tensor, and take tensor-wide quantities from statistics where possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Products = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """The operator at work on every tensor (T) of every expert (E).
+    """The operator evaluated on every tensor (T) of every expert (E).
 
     Attributes:
         coefficient_ET, energy_factor_ET, trims, is_additive, anchor_scale_T: see `Influence`.
@@ -59,18 +59,18 @@ class Rules:
 
     @property
     def elects(self) -> bool:
-        """Whether what is lost is more than what experts bring, and is worked out."""
+        """Whether the operator elects signs, so that its expected loss is computed from sampled elements."""
         return any(each is not None for each in self.elections_T)
 
 
 def operator_input(task: MergeTask) -> OperatorInput:
-    """What the operator knows of a tensor, but for its random streams."""
+    """Build the operator's input for a task, random streams excluded."""
     given = task.parameters
     return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
 
 
-def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
-    """Ask the operator about every tensor, and the statistics (where `known_ET`) for what it wants reduced."""
+def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
+    """Evaluate the operator on every tensor, answering its reductions from statistics where `known_ET`."""
     n_experts, tasks = len(problem.experts), columns.tasks
     cut_bits_ET = np.full((n_experts, len(tasks)), UNKNOWN, np.int64)
     products: dict[tuple[int, int], _Products] = {}
@@ -105,17 +105,17 @@ def work_out_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
                         lacking[e, t] = REASON_NO_PRODUCTS
             case _:
                 pass
-        why = why_whole(operator, given, request, problem.block_elements)
+        why = whole_tensor_reason(operator, given, request, problem.block_elements)
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
         found.append(influences.of(task, [products.get((e, t)) for e in experts]))
     return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares)
 
 
-def why_whole(
+def whole_tensor_reason(
     operator: Operator, given: OperatorInput, request: ReductionRequest | None, block_elements: int
 ) -> str | None:
-    """Why an expert's tensor must be read whole or not at all, though `request` be answered; None if it need not."""
+    """Return why a tensor must be read whole or not at all even if `request` is answered; None if it need not."""
     granularity = operator.granularity(given)
     if granularity > 1 and block_elements % granularity and given.n_elements > block_elements:
         return REASON_ROWS
@@ -133,7 +133,7 @@ def why_whole(
 
 
 def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -> int:
-    """Bits of the magnitude of the `kept`-th largest |delta|, `UNKNOWN` if no density known has that rank."""
+    """Return the bits of the `kept`-th largest |delta|, `UNKNOWN` if no recorded density has that rank."""
     if kept == 0:
         return NOTHING_KEPT_BITS
     if kept >= n_elements:
@@ -145,7 +145,7 @@ def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -
 
 
 def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:
-    """About which share of the elements is no smaller than a cut that several densities have; None for others.
+    """Estimate the share of elements at or above a cut that several densities share; None for other cuts.
 
     Deltas on the grid of a short float are often equal: the share is between the largest density of that cut and the
     next one.
@@ -160,14 +160,14 @@ def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float
 
 
 class _Influences:
-    """Influences by parameters: most tensors share them."""
+    """Caches influences by parameters, which most tensors share."""
 
     def __init__(self, operator: str) -> None:
         self._operator = operator
         self._known: dict[int, Influence] = {}
 
     def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
-        known = [each for each in products if each is not None]
+        known = [product for product in products if product is not None]
         if known:
             return influence_of(self._operator, operator_input(task), np.array(known, np.float64))
         key = id(task.parameters)  # the tasks keep it alive
@@ -192,7 +192,7 @@ def _rules(
         trims=any(each.trims for each in found),
         is_additive=all(each.is_additive for each in found),
         anchor_scale_T=np.array([each.anchor_scale for each in found], np.float64),
-        average_T=tuple(_among_all(columns, t, each.average) for t, each in enumerate(found)),
+        average_T=tuple(_average_over_all_experts(columns, t, each.average) for t, each in enumerate(found)),
         cut_bits_ET=cut_bits_ET,
         products=products,
         lacking=lacking,
@@ -200,8 +200,8 @@ def _rules(
     )
 
 
-def _among_all(columns: Columns, t: int, average: Average | None) -> Average | None:
-    """An average over a task's own experts, with no weight for the others."""
+def _average_over_all_experts(columns: Columns, t: int, average: Average | None) -> Average | None:
+    """Spread an average of a task's own experts over all experts, with weight 0 for the others."""
     if average is None:
         return None
     return Average(columns.by_expert(t, average.weights_E, 0.0), average.anchor_weight)

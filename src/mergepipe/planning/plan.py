@@ -1,4 +1,4 @@
-"""The plan: which blocks of which expert are read, with which parameters, at which cost; frozen, digested, reusable."""
+"""The plan as a frozen, digested value: which blocks of which expert are read, with which parameters, at which cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so no
 
 @dataclass(frozen=True, slots=True)
 class FileBinding:
-    """An input file as the plan found it. Not part of the digest: another machine has other times."""
+    """An input file as it was when planned. Not part of the digest: modification times differ between machines."""
 
     name: str
     size_bytes: int
@@ -36,7 +36,7 @@ class FileBinding:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """An input of the plan. `identity` is what the digest knows it by: its content id, or its headers' digest.
+    """An input of the plan. `identity` identifies it in the digest: its content id, or its headers' digest.
 
     `side_bytes` of `planned_bytes` are what reading its index costs.
     """
@@ -58,7 +58,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class TimePrice:
-    """Seconds in place of bytes as what a step is divided by: from which speeds, and what the plan is expected to take.
+    """Pricing in seconds instead of bytes: the speeds used, and the plan's expected duration.
 
     A plan without it was made by bytes alone, and is the same on every machine.
     """
@@ -69,7 +69,7 @@ class TimePrice:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is read of one tensor from one expert.
+    """The access to one tensor of one expert: blocks read, free, shared, and levels.
 
     `blocks` are half-open runs of block indices to be read, sorted and disjoint. `free` are runs that need no read
     because they equal the base. `shared` maps runs to the expert (an index) whose identical bytes serve them.
@@ -113,7 +113,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class ReusedSnapshot:
-    """An earlier snapshot that results are taken from, and what that saves: bytes of each of the plan's experts.
+    """An earlier snapshot whose blocks are reused, and the bytes that this saves for each of the plan's experts.
 
     Its path is true on one machine only, so not in the digest.
     """
@@ -141,13 +141,13 @@ class PlannedTensor:
     reused: SharedRuns = ()
 
     def access_of(self, expert: int) -> Access | None:
-        """What is read of one of the plan's experts; None if it has no part in this tensor."""
+        """Return the access of one of the plan's experts; None if it does not contribute to this tensor."""
         return self.access[self.models.index(expert)] if expert in self.models else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A decision that was made for want of something better, and why."""
+    """A decision that deviates from the request, and the reason."""
 
     where: str
     decision: str
@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """32 hex digits: BLAKE3-128 of the canonical JSON without what is true on one machine only. Worked out anew."""
+        """32 hex digits: BLAKE3-128 of the canonical JSON without machine-specific keys. Computed on each call."""
         content = _content(self)
         content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
         if self.reuse:
@@ -218,16 +218,16 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """What need not be read of experts, because the result stands in an earlier snapshot."""
+        """Expert bytes that are not read because an earlier snapshot holds the result."""
         return sum(sum(each.saved_bytes) for each in self.reuse)
 
     @property
     def expected_error(self) -> float | None:
-        """What is expected to be left out, relative to what the full merge changes; None if the plan does not say."""
+        """Expected error relative to what the full merge changes; None if the plan records none."""
         return expected_error_of(access for tensor in self.tensors for access in tensor.access)
 
     def without_reuse(self) -> Plan:
-        """The same result from the inputs alone, whatever the budget."""
+        """Return the plan of the same result from the inputs alone, ignoring the budget."""
         if not self.reuse:
             return self
         saved = iter([sum(column) for column in zip(*(each.saved_bytes for each in self.reuse), strict=True)])
@@ -249,12 +249,12 @@ class Plan:
         return (json.dumps(self.content(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def content(self) -> dict[str, object]:
-        """What `to_json` writes, as plain values."""
+        """Return the content of `to_json` as plain values."""
         return {"digest": self.digest, **_content(self)}
 
 
 def expected_error_of(accesses: Iterable[Access]) -> float | None:
-    """The same of some accesses, as if what experts bring were unrelated."""
+    """Compute the expected error of some accesses, as if deltas were uncorrelated."""
     energy = energy_of(accesses)
     if energy is None:
         return None
@@ -263,8 +263,8 @@ def expected_error_of(accesses: Iterable[Access]) -> float | None:
 
 
 def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
-    """What some accesses are expected to leave out, and all that they bring, as squares; None if no plan says."""
-    energies = [each.energy for each in accesses if each.energy is not None]
+    """Sum the energy that some accesses leave out, and their total energy; None if none is recorded."""
+    energies = [access.energy for access in accesses if access.energy is not None]
     if not energies:
         return None
     return math.fsum(left for left, _ in energies), math.fsum(whole for _, whole in energies)
@@ -278,7 +278,7 @@ def _check_shared(runs: SharedRuns, kind: str) -> None:
 
 
 def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> None:
-    """One snapshot for one tensor, and it is known."""
+    """Check that a tensor's reused blocks are of one known snapshot."""
     _check_shared(tensor.reused, "reused")
     if tensor.reused and tensor.reused[-1][1] > n_blocks:
         raise ValueError(f"{tensor.name}: a run of reused blocks ends past the last of {n_blocks} blocks")
@@ -288,7 +288,7 @@ def _check_reused(tensor: PlannedTensor, n_blocks: int, n_snapshots: int) -> Non
 
 
 def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
-    """Runs lie in the grid and are disjoint over the kinds; shared blocks are read from the expert that serves them."""
+    """Check that runs lie in the grid and are disjoint, and that the serving expert reads every shared block."""
     for expert, access in enumerate(tensor.access):
         if any(runs and runs[-1][1] > n_blocks for runs in (access.blocks, access.free, access.shared)):
             raise ValueError(f"{tensor.name}: a run of blocks ends past the last of {n_blocks} blocks")
@@ -309,7 +309,7 @@ def _check_runs(tensor: PlannedTensor, n_blocks: int) -> None:
 
 
 def _content(plan: Plan) -> dict[str, object]:
-    """The plan but its digest, in the order in which a reader wants it."""
+    """Return the plan's JSON content without its digest, in reading order."""
     parameters = _ParameterTable()
     n_experts = sum(model.role == "expert" for model in plan.models)
     tensors = [_tensor_content(tensor, parameters.index_of(tensor), n_experts) for tensor in plan.tensors]
@@ -334,8 +334,8 @@ def _content(plan: Plan) -> dict[str, object]:
         "planned_bytes": plan.planned_bytes,
         "full_cost_bytes": plan.full_cost_bytes,
         "bound": None if bound is None else _bound_content(bound),
-        "fallbacks": [_fallback_content(each) for each in plan.fallbacks],
-        "adjustments": [_fallback_content(each) for each in plan.adjustments],
+        "fallbacks": [_fallback_content(fallback) for fallback in plan.fallbacks],
+        "adjustments": [_fallback_content(adjustment) for adjustment in plan.adjustments],
         "models": [_model_content(model) for model in plan.models],
         **optional,
         "recipe": plan.recipe,
@@ -345,7 +345,7 @@ def _content(plan: Plan) -> dict[str, object]:
 
 
 class _ParameterTable:
-    """The distinct sets of parameters, in order of first use: most tensors have the same."""
+    """The distinct sets of parameters, in order of first use."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, object]] = []
@@ -355,7 +355,7 @@ class _ParameterTable:
         row: dict[str, object] = {
             "globals": _scalars(tensor.globals),
             "anchor": _scalars(tensor.anchor),
-            "experts": [_scalars(each) for each in tensor.experts],
+            "experts": [_scalars(expert) for expert in tensor.experts],
         }
         index = self._known.setdefault(canonical_json(row), len(self.rows))
         if index == len(self.rows):
@@ -448,7 +448,7 @@ def _without(content: Mapping[str, object], keys: Sequence[str]) -> dict[str, ob
 
 
 def format_runs(runs: Runs) -> str:
-    """Half-open runs as people write them, last block included: `((0, 4), (7, 8))` is `0-3,7`."""
+    """Format half-open runs with the last block included: `((0, 4), (7, 8))` is `0-3,7`."""
     return ",".join(_run_text(start, stop) for start, stop in runs)
 
 

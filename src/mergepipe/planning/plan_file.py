@@ -1,4 +1,4 @@
-"""Stores plans in files: written beside, then renamed, so that a file is an old plan, the new one, or not there."""
+"""Write plans to files atomically: the file holds the old plan, the new one, or does not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD_BYTES = 400
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan; of what stands there only another plan is replaced.
+    """Write a plan; refuse to replace a file that is not a plan.
 
     Raises:
         OutputError: `plan.not-a-plan`, `output.link`.

@@ -1,4 +1,4 @@
-"""Reads a stored plan: strictly, every key known, every value in range, the digest checked."""
+"""Parse a stored plan strictly: every key known, every value in range, the digest checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Parameters = tuple[dict[str, Scalar], dict[str, Scalar], tuple[dict[str, Scalar
 
 
 def parse_plan(raw: bytes, where: object = "plan") -> Plan:
-    """Read what `Plan.to_json` wrote. `where` names the file in messages.
+    """Parse what `Plan.to_json` wrote. `where` names the file in messages.
 
     Raises:
         UnsupportedError: `plan.version`, it is of another version of the format.

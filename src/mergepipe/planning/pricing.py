@@ -1,4 +1,4 @@
-"""What a planner divides by: bytes, or the seconds that reading and decoding them is expected to take."""
+"""Price reads for the planner: in bytes, or in expected seconds of reading and decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Speeds
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """The price of a byte, and of decoding, in one unit; by bytes decoding is free and nothing but bytes is known.
+    """The price of a byte and of decoding, in one unit; priced in bytes, decoding is free.
 
     `is_time`: the unit is a second.
     """
@@ -25,11 +25,11 @@ class Pricing:
 
     @classmethod
     def of(cls, speeds: Speeds | None) -> Pricing:
-        """By time where speeds are given, else by bytes."""
+        """Price in seconds if speeds are given, else in bytes."""
         return cls() if speeds is None else cls(speeds.seconds_per_byte, speeds.decoding, speeds.threads, is_time=True)
 
     def of_decoding(self, source: Graded, level: int, stretches: int) -> NDArray[np.float64]:
-        """Seconds to decode every `stretches` stretches of a source at a level, with all threads."""
+        """Compute the seconds to decode each group of `stretches` encoded blocks at a level, with all threads."""
         n_C = source.decoding_seconds(level, self.decoding) / self.threads
         joined: NDArray[np.float64] = np.add.reduceat(n_C, np.arange(0, len(n_C), stretches))
         return joined

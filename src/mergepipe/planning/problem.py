@@ -1,4 +1,4 @@
-"""What a planner is given, as values: models, tasks, statistics, and what the user chose."""
+"""The planner's input as values: models, tasks, statistics, and the user's choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergepipe.storage.prices import Speeds
 
 
 class Policy(StrEnum):
-    """How blocks are chosen; see `planner.policies`."""
+    """The policy that selects blocks; see `planning.selection_order`."""
 
     NORM = "norm"
     CONFLICT = "conflict"
@@ -23,7 +23,7 @@ class Policy(StrEnum):
 
 
 class OnOmit(StrEnum):
-    """What becomes of the coefficients where an expert is omitted."""
+    """The rule for coefficients where an expert is omitted."""
 
     KEEP = "keep"  # an omitted delta is a zero
     RENORMALIZE = "renormalize"  # weights are divided by the sum of those that were read
@@ -31,7 +31,7 @@ class OnOmit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdjustPolicy:
-    """Allows densities to fall under a tight budget, never below `min_density`; see `planner.adjust`."""
+    """Allows densities to fall under a tight budget, never below `min_density`; see `planning.density_adjustment`."""
 
     min_density: float
 
@@ -63,14 +63,14 @@ class PlanningModel:
 
     @property
     def identity(self) -> str:
-        """The content id, else a digest of the files' names, sizes and headers."""
+        """The content id if known, else a digest of the files' names, sizes and headers."""
         files = sorted((f.name, f.size_bytes, f.header_digest) for f in self.checkpoint.files)
         return self.content_id or digest_of(files)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """Everything a plan depends on. `models` are the resolution's; those that are an expert somewhere are `experts`.
+    """The complete input of a plan. `models` are the resolution's; `experts` are those that any task uses as one.
 
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry, or with statistics of another grid, is one of which nothing is known.

@@ -1,4 +1,4 @@
-"""What it costs to find out an expert's content id, which random operators are keyed by."""
+"""Compute the cost of an expert's content id, which keys random operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mergepipe.checkpoints.read_cost import range_cost_bytes
 
 
 def sample_cost_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes that `engine.identity.content_id` requests of the checkpoint's files."""
+    """Return the bytes that `checkpoints.content_id.content_id` requests of the checkpoint's files."""
     cost = 0
     for sample in samples(checkpoint):
         if isinstance(sample.tensor, TensorEntry):

@@ -1,9 +1,9 @@
-"""What rules that elect signs are expected to lose where experts are not read: worked out on drawn elements.
+"""Estimate the expected loss of sign-electing rules where experts are not read, on sampled elements.
 
-An expert that is left out takes its own elements along, but it also leaves the mean of those that agree with it to
+Omitting an expert loses its own elements, but it also leaves the mean of those that agree with it to
 others, and lets others win elections: more is lost than it brought itself. How much depends on how many experts keep an
-element, how large what they keep is, and on their weights. That is drawn: per tensor, and per pattern of what is read
-in its blocks, elements whose deltas are normal and independent between experts, with the energy that is on record.
+element, how large their kept values are, and on their weights. That is sampled: per tensor, and per access pattern
+of its blocks, elements whose deltas are normal and independent between experts, with the recorded energy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mergepipe.planning.block_columns import Columns
 from mergepipe.planning.expected_error import energies_by_tensor, energy_left
 from mergepipe.planning.items import Candidates
 from mergepipe.planning.operator_rules import Rules
-from mergepipe.planning.selection import Selection
+from mergepipe.planning.prefix_selection import Selection
 
-DRAWS = 4096
+SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512
 _SHARES_KEPT = 4096  # one for each expert's tensor, where ties at cuts differ: 16 MiB
-_LEAST_SHARE = 1e-30  # of none there are no sizes
-_DIGITS = 4  # so that the last bits of a sum do not show
+_LEAST_SHARE = 1e-30  # avoids quantiles of an empty share
+_DIGITS = 4  # so that plans do not depend on the last bits of a sum
 _SEED = 20_240_607
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draws:
-    """By what elements (E, N) are drawn, the same for every tensor, so that plans compare.
+class ElementSample:
+    """Random numbers of the sampled elements (E, N), the same for every tensor, so that plans are comparable.
 
     `rank_EN` has evenly spread numbers from 0 to 1 in an order of each expert's own: an element is kept where it is
     below the share that is kept, and how large it is follows from where below.
@@ -45,12 +45,12 @@ class Draws:
 
 
 @lru_cache(maxsize=4)
-def draws_of(n_experts: int) -> Draws:
-    """The draws for so many experts."""
+def element_sample(n_experts: int) -> ElementSample:
+    """Draw the element sample for a number of experts."""
     rng = np.random.default_rng(_SEED)
-    shape = (n_experts, DRAWS)
-    even_N = (np.arange(DRAWS) + 0.5) / DRAWS
-    return Draws(
+    shape = (n_experts, SAMPLE_ELEMENTS)
+    even_N = (np.arange(SAMPLE_ELEMENTS) + 0.5) / SAMPLE_ELEMENTS
+    return ElementSample(
         rank_EN=np.stack([rng.permutation(even_N) for _ in range(n_experts)]),
         sign_EN=rng.choice(np.array([-1.0, 1.0]), shape),
         noise_EN=rng.choice(np.array([-1.0, 1.0]), shape),
@@ -58,21 +58,21 @@ def draws_of(n_experts: int) -> Draws:
 
 
 @lru_cache(maxsize=_SHARES_KEPT)
-def tail_sizes(share: float) -> NDArray[np.float64]:
-    """Quantiles of |x| among the largest `share` of a normal sample, their mean square being 1."""
+def tail_magnitudes(share: float) -> NDArray[np.float64]:
+    """Compute quantiles of |x| among the largest `share` of a normal sample, scaled to a mean square of 1."""
     normal = NormalDist()
     middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     above_Q = max(share, _LEAST_SHARE) * (1 - middle) / 2
-    sizes_Q = np.array([-normal.inv_cdf(float(above)) for above in above_Q])
-    return np.asarray(sizes_Q / np.sqrt(np.mean(np.square(sizes_Q))), np.float64)
+    magnitude_Q = np.array([-normal.inv_cdf(float(above)) for above in above_Q])
+    return np.asarray(magnitude_Q / np.sqrt(np.mean(np.square(magnitude_Q))), np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Voters:
-    """The experts (E) of some elements: weights, shares of elements kept, energies an element, and what is read.
+class ElectionExperts:
+    """The experts (E) that contribute to a sign election: weights, shares kept, energies per element, what is read.
 
-    `noise_E` is the squared error an element that reading in part leaves; `is_read_E` is False for those left out.
-    `tail_E` is the share of the largest from which kept elements come: 1 where they are kept at random.
+    `noise_E` is the squared error per element of a partial read; `is_read_E` is False for omitted experts.
+    `tail_E` is the share of largest elements that kept ones come from: 1 where they are kept at random.
     """
 
     weight_E: NDArray[np.float64]
@@ -84,26 +84,30 @@ class Voters:
     normalize: bool
 
 
-def lost_and_all(voters: Voters) -> tuple[float, float]:
-    """Expected squares, an element, of what the rule loses by what is not read, and of its whole result."""
-    draws = draws_of(len(voters.weight_E))
-    kept_EN = draws.rank_EN < voters.share_E[:, None]
-    place_EN = draws.rank_EN / np.where(voters.share_E > 0, voters.share_E, 1.0)[:, None]
+def lost_and_total_energy(experts: ElectionExperts) -> tuple[float, float]:
+    """Estimate the squared loss per element by unread experts, and the squared result per element."""
+    sample = element_sample(len(experts.weight_E))
+    kept_EN = sample.rank_EN < experts.share_E[:, None]
+    place_EN = sample.rank_EN / np.where(experts.share_E > 0, experts.share_E, 1.0)[:, None]
     quantile_EN = np.clip(place_EN * _QUANTILES, 0, _QUANTILES - 1).astype(np.int64)
-    root_E = np.sqrt(np.divide(voters.energy_E, voters.share_E, out=np.zeros_like(voters.energy_E),
-                               where=voters.share_E > 0))  # fmt: skip
-    sizes_EN = np.stack([tail_sizes(float(tail))[at_N] for tail, at_N in zip(voters.tail_E, quantile_EN, strict=True)])
-    value_EN = np.where(kept_EN, draws.sign_EN * sizes_EN * root_E[:, None], 0.0)
-    noise_E = np.sqrt(np.divide(voters.noise_E, voters.share_E, out=np.zeros_like(voters.noise_E),
-                                where=voters.share_E > 0))  # fmt: skip
-    seen_EN = np.where(kept_EN & voters.is_read_E[:, None], value_EN + draws.noise_EN * noise_E[:, None], 0.0)
-    whole_N = elected(value_EN, voters.weight_E, normalize=voters.normalize)
-    lost_N = elected(seen_EN, voters.weight_E, normalize=voters.normalize) - whole_N
+    root_E = np.sqrt(np.divide(experts.energy_E, experts.share_E, out=np.zeros_like(experts.energy_E),
+                               where=experts.share_E > 0))  # fmt: skip
+    magnitude_EN = np.stack(
+        [tail_magnitudes(float(tail))[at_N] for tail, at_N in zip(experts.tail_E, quantile_EN, strict=True)]
+    )
+    value_EN = np.where(kept_EN, sample.sign_EN * magnitude_EN * root_E[:, None], 0.0)
+    noise_E = np.sqrt(np.divide(experts.noise_E, experts.share_E, out=np.zeros_like(experts.noise_E),
+                                where=experts.share_E > 0))  # fmt: skip
+    read_EN = np.where(kept_EN & experts.is_read_E[:, None], value_EN + sample.noise_EN * noise_E[:, None], 0.0)
+    whole_N = ties_consensus(value_EN, experts.weight_E, normalize=experts.normalize)
+    lost_N = ties_consensus(read_EN, experts.weight_E, normalize=experts.normalize) - whole_N
     return float(np.mean(np.square(lost_N))), float(np.mean(np.square(whole_N)))
 
 
-def elected(value_EN: NDArray[np.float64], weight_E: NDArray[np.float64], *, normalize: bool) -> NDArray[np.float64]:
-    """The consensus of TIES (2306.01708, algorithm 1): the weighted sum, or mean, of those of the elected sign."""
+def ties_consensus(
+    value_EN: NDArray[np.float64], weight_E: NDArray[np.float64], *, normalize: bool
+) -> NDArray[np.float64]:
+    """Merge by TIES consensus (2306.01708, algorithm 1): weighted sum, or mean, of values of the elected sign."""
     weighted_EN = value_EN * weight_E[:, None]
     is_up_N = weighted_EN.sum(axis=0) >= 0
     agrees_EN = (value_EN != 0) & ((weighted_EN > 0) == is_up_N)
@@ -117,24 +121,24 @@ def elected(value_EN: NDArray[np.float64], weight_E: NDArray[np.float64], *, nor
 def expected_energies(
     candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
-    """`energy_ET2`: by expert and tensor what is expected to be left out, and all, as if deltas were unrelated."""
+    """Estimate `energy_ET2` by expert and tensor: (energy left out, total), as if deltas were uncorrelated."""
     if rules.elects:
-        return elected_energies(candidates, selection, score_EB, rules)
+        return election_energies(candidates, selection, score_EB, rules)
     return energies_by_tensor(candidates, selection, score_EB)
 
 
 def expected_error(energy_ET2: NDArray[np.float64]) -> float:
-    """The error relative to what the full merge changes."""
+    """Compute the error relative to what the full merge changes."""
     left, whole = energy_ET2.sum(axis=(0, 1))
     return float(np.sqrt(left / whole)) if whole > 0 else 0.0
 
 
-def elected_energies(
+def election_energies(
     candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64], rules: Rules
 ) -> NDArray[np.float64]:
-    """`energy_ET2`: by expert and tensor what is lost, and all; experts share a tensor's by what they are without.
+    """Estimate `energy_ET2` of tensors with sign elections: (loss, total), split over experts by their own parts.
 
-    For tensors whose rule elects (`rules.elections_T`); zeros for others.
+    Zero for tensors without an election (`rules.elections_T`).
     """
     energy_ET2 = np.zeros((candidates.n_experts, len(candidates.columns.tasks), 2))
     left_EB = energy_left(candidates, selection, score_EB)
@@ -143,32 +147,32 @@ def elected_energies(
         if election is None or inside.start == inside.stop:
             continue
         lost = whole = 0.0
-        for voters, n_elements in _patterns(candidates, selection, score_EB, left_EB, rules, t):
-            square, square_of_all = lost_and_all(voters)
+        for experts, n_elements in _access_patterns(candidates, selection, score_EB, left_EB, rules, t):
+            square, square_of_all = lost_and_total_energy(experts)
             weight = n_elements * election.scale**2
             lost, whole = lost + square * weight, whole + square_of_all * weight
         is_free_EB = candidates.free_EB[:, inside]
         for column, total, parts_EB in ((0, lost, left_EB), (1, whole, score_EB)):
             part_E = np.where(is_free_EB, 0.0, parts_EB[:, inside]).sum(axis=1)
-            energy_ET2[:, t, column] = _shared_out(total, part_E)
+            energy_ET2[:, t, column] = _distributed(total, part_E)
     return energy_ET2
 
 
-def _shared_out(total: float, part_E: NDArray[np.float64]) -> NDArray[np.float64]:
+def _distributed(total: float, part_E: NDArray[np.float64]) -> NDArray[np.float64]:
     whole = part_E.sum()
     rounded = float(f"{total:.{_DIGITS}g}")
     return rounded * part_E / whole if whole > 0 else np.zeros_like(part_E)
 
 
-def _patterns(
+def _access_patterns(
     candidates: Candidates,
     selection: Selection,
     score_EB: NDArray[np.float64],
     left_EB: NDArray[np.float64],
     rules: Rules,
     t: int,
-) -> Iterator[tuple[Voters, int]]:
-    """Blocks of a tensor of which the same is read, as one; with their number of elements."""
+) -> Iterator[tuple[ElectionExperts, int]]:
+    """Group the blocks of a tensor by access pattern; yield each group's experts and number of elements."""
     election, columns = rules.elections_T[t], candidates.columns
     if election is None:
         return
@@ -188,7 +192,7 @@ def _patterns(
         n_elements = int(columns.n_B[inside][own_B].sum())
         is_read_E = form_EB[:, own_B][:, 0] != 0
         yield (
-            Voters(
+            ElectionExperts(
                 weight_E=columns.by_expert(t, election.weight_E, 0.0),
                 share_E=share_E,
                 energy_E=energy_EB[:, own_B].sum(axis=1) / n_elements,
@@ -202,23 +206,23 @@ def _patterns(
 
 
 def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The shares of elements that are kept, ties at the cut included where they are on record."""
-    found_E, n_elements = share_E.copy(), columns.tasks[t].base.n_elements
+    """Return the shares of elements kept, ties at the cut included where recorded."""
+    kept_share_E, n_elements = share_E.copy(), columns.tasks[t].base.n_elements
     for e in columns.participants(t):
         source = columns.source(e, t)
         if (e, t) in rules.shares_kept:
-            found_E[e] = rules.shares_kept[e, t]
+            kept_share_E[e] = rules.shares_kept[e, t]
         if source is not None and isinstance(source, Graded) and share_E[e] < 1:
             kept = source.kept_with_ties(int(share_E[e] * n_elements))
-            found_E[e] = found_E[e] if kept is None else kept / n_elements
-    return found_E
+            kept_share_E[e] = kept_share_E[e] if kept is None else kept / n_elements
+    return kept_share_E
 
 
-def is_worked_out(columns: Columns, rules: Rules) -> bool:
-    """Whether what is expected tells all that is lost.
+def is_error_complete(columns: Columns, rules: Rules) -> bool:
+    """Whether the expected error covers everything that is lost.
 
-    Not of rules of another kind, nor where an expert is trimmed inside a band of its store: there levels differ in what
-    is kept, which is not on record.
+    Not for other non-additive rules, nor where an expert is trimmed inside a band of its store: there levels differ in
+    what is kept, which is not recorded.
     """
     if not rules.elects:
         return rules.is_additive

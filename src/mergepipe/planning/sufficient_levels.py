@@ -1,4 +1,4 @@
-"""How much a rule needs to know of each expert, for experts of which less than all can be read."""
+"""Find the lowest level of each graded expert that gives the operator the same result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
 
 def sufficient_levels(operator: Operator, given: OperatorInput, task: MergeTask) -> tuple[tuple[int, int], ...]:
-    """(expert, level) of the experts of which less than all gives the same result: the least such level.
+    """Return (expert, level) for experts of which a lower level gives the same result; the lowest such level.
 
     That is so for rules that keep nothing but the largest deltas of each expert, if a level has all of these.
     """
@@ -30,6 +30,6 @@ def sufficient_levels(operator: Operator, given: OperatorInput, task: MergeTask)
 
 
 def _trims_only(operator: Operator, given: OperatorInput) -> bool:
-    """Whether nothing below the cuts matters, for other sums over the tensor neither."""
+    """Whether no value below the cuts matters, neither to other reductions."""
     known = Reduced(threshold_bits_E=np.zeros(len(given.experts), np.uint32))
     return influence_of(operator.spec.name, given, None).trims and operator.reduction(given, known) is None

@@ -1,1 +1,1 @@
-"""Recipes: from YAML to one merge task for each output tensor."""
+"""Read recipes: from YAML to one merge task per output tensor."""

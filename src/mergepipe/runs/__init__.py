@@ -1,1 +1,1 @@
-"""What every run of a merge shares: opened inputs, resuming, reuse, recording, small files."""
+"""Run a merge: opened inputs, resuming, reuse, recording, small files."""

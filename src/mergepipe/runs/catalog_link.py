@@ -1,4 +1,4 @@
-"""Hands what a run learns to the catalog: statistics in batches, content ids once, snapshots at the end."""
+"""Record what a run computes in the catalog: statistics in batches, content ids once, snapshots at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CatalogLink:
-    """A catalog that work can go on without: trouble with it becomes a notice, and from then on it is not used.
+    """An optional catalog: its first failure becomes a notice, and from then on it is not used.
 
     Where it is `required`, trouble is an error.
     """
@@ -34,7 +34,7 @@ class CatalogLink:
         self._catalog: Catalog | None = None
 
     def use(self, action: Callable[[Catalog], T]) -> T | None:
-        """Do something with the catalog, opened when it is first used; None where there is none (any more)."""
+        """Call `action` with the catalog, opening it on first use; return None where no catalog is usable."""
         if self._home is None:
             return None
         try:
@@ -57,7 +57,7 @@ class CatalogLink:
 
 
 class StatisticsRecorder:
-    """Takes statistics from the engine and commits them in batches, so that an interrupted run loses little."""
+    """Receives statistics from the engine and commits them in batches, so that an interrupted run loses few."""
 
     def __init__(self, link: CatalogLink, base: ModelRow, evidence: Evidence) -> None:
         self._link = link
@@ -70,17 +70,17 @@ class StatisticsRecorder:
 
     @property
     def expected(self) -> frozenset[str]:
-        """The tensors whose statistics are wanted."""
+        """Names of the tensors whose statistics are recorded."""
         return frozenset(name for name, _ in self._owners)
 
     def expect(self, task: MergeTask, experts: Sequence[ModelRow]) -> None:
-        """Say which models the experts of a task are."""
+        """Register the catalog rows of a task's experts."""
         for model, row in zip(task.expert_models, experts, strict=True):
             self._owners[task.name, model] = row
             self._rows[row.id] = row
 
     def take(self, task: MergeTask, e: int, statistics: TensorStatistics) -> None:
-        """Keep the statistics of one expert's tensor; an `OnStatistics`."""
+        """Queue the statistics of one expert's tensor; an `OnStatistics`."""
         row = self._owners[task.name, task.expert_models[e]]
         self._batch[row.id][task.base.name] = statistics
         self._waiting += 1
@@ -88,7 +88,7 @@ class StatisticsRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Commit what is waiting."""
+        """Commit the queued statistics."""
         for row_id, statistics in self._batch.items():
             self._put(self._rows[row_id], statistics)
         self._batch.clear()
@@ -99,7 +99,7 @@ class StatisticsRecorder:
 
 
 def known_content_id(link: CatalogLink, checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
-    """The content id of a checkpoint, read from its files only if the catalog does not know it yet."""
+    """Look up the content id of a checkpoint; read its files only if the catalog lacks it."""
     row = link.use(lambda catalog: catalog.register_model(checkpoint))
     if row is not None and row.content_id is not None:
         return row.content_id

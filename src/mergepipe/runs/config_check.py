@@ -1,4 +1,4 @@
-"""Holds a snapshot's configuration against its tensors: what contradicts them is damage or, if inherited, a notice."""
+"""Compare a snapshot's configuration with its tensors: a contradiction is damage or, if inherited, a notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def config_findings(path: Path, manifest: Manifest) -> tuple[tuple[Damage, ...], tuple[str, ...]]:
-    """What is wrong with the configuration: damage where it cannot be read at all, notices where it disagrees."""
+    """List damage where the configuration cannot be read, and notices where it contradicts the tensors."""
     try:
         content = parse_config(read_small(path, CONFIG_BYTES), path)
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""What a plan covers, in numbers: blocks read, shared and free per expert, and blocks that any expert touches."""
+"""Count what a plan covers: blocks read, shared and free per expert, and blocks that any expert contributes to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.snapshots.manifest import Coverage
 
 
 def coverage_of(plan: Plan) -> Coverage:
-    """Count over all planned tensors."""
+    """Count the blocks of all planned tensors."""
     n_experts = sum(model.role == "expert" for model in plan.models)
     blocks = touched = 0
     read_E, shared_E, free_E = (np.zeros(n_experts, np.int64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Runs the engine for one merge, with what earlier snapshots know of it: blocks that are copied, sums that go on."""
+"""Run the engine for one merge, copying blocks and continuing kept sums of earlier snapshots."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.reuse.accumulators import (
     ACCUMULATORS_NAME,
-    Kept,
+    KeptSum,
     RunningTotal,
-    continued,
-    find_kept,
+    continuation_task,
+    find_kept_sums,
     kept_entries,
-    rounded,
+    rounding_task,
     running_totals,
     total_files,
     total_output,
 )
-from mergepipe.runs.reuse.blocks import Reuse, Snapshots, as_planned, find_reuse, lost_files
+from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, find_reuse, limit_to_plan
 from mergepipe.runs.reuse.keys import KEYS_NAME, block_keys
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
@@ -33,26 +33,26 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
 
 Replaced = Mapping[str, tuple[MergeTask, BlockFunction]]
-"""By tensor the task in place of the recipe's, and the function in place of the operator's."""
+"""Maps a tensor to the task and the block function that replace the recipe's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier merges may lend: where to look, whether sums are looked for; and if sums are kept."""
+class ReuseSources:
+    """The earlier snapshots to reuse, whether their kept sums are continued, and whether this merge keeps its own."""
 
-    snapshots: Snapshots
-    goes_on: bool
+    snapshots: EarlierSnapshots
+    continues_sums: bool
     keeps_accumulators: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a merge made beside the weights: digests, what was reused, and the small files that tell of it."""
+class MergeResult:
+    """The result of a merge beside its weights: digests, reused blocks, and the small files that record them."""
 
     digests: tuple[TensorDigest, ...]
     reuse: Reuse
     small: Mapping[str, bytes]
-    continued_sids: tuple[str, ...] = ()  # snapshots on whose sums this one went on
+    continued_sids: tuple[str, ...] = ()  # snapshots whose sums this one continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Execution:
     overlay: OverlayWriter | None = None
 
     def run(
-        self, work: MergeWork, files: Mapping[Path, RangeFile], earlier: Earlier, progress: DurableProgress
-    ) -> Made:
-        """Merge, and keep sums where that is asked for.
+        self, work: MergeWork, files: Mapping[Path, RangeFile], sources: ReuseSources, progress: DurableProgress
+    ) -> MergeResult:
+        """Merge, and write the sums if they are kept.
 
         Raises:
             ConflictError: `plan.reuse-gone`.
@@ -80,45 +80,47 @@ class Execution:
         """
         tasks = self.output.tasks
         keys = block_keys(work, tasks, self.checkpoints)
-        reuse = find_reuse(work, tasks, keys, earlier.snapshots)
+        reuse = find_reuse(work, tasks, keys, sources.snapshots)
         if self.plan is not None:
-            reuse = as_planned(reuse, self.plan)
+            reuse = limit_to_plan(reuse, self.plan)
         totals: dict[str, RunningTotal] = {}
-        if earlier.keeps_accumulators or earlier.goes_on:
+        if sources.keeps_accumulators or sources.continues_sums:
             totals = running_totals(work, tasks, self.checkpoints)
-        if earlier.keeps_accumulators:
+        if sources.keeps_accumulators:
             reuse = Reuse({name: known for name, known in reuse.known.items() if name not in totals})
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
-        kept = find_kept(totals, earlier.snapshots, self.store.ledger, self.engine.threads)
+        kept = find_kept_sums(totals, sources.snapshots, self.store.ledger, self.engine.threads)
         with contextlib.ExitStack() as stack:
-            opened, reuse, kept = self._opened(stack, files, earlier.snapshots, reuse, kept)
-            replaced: Replaced = {t.name: continued(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept}
+            opened, reuse, kept = self._opened(stack, files, sources.snapshots, reuse, kept)
+            replaced: Replaced = {
+                t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept
+            }
             small = {KEYS_NAME: keys.to_bytes()}
-            if earlier.keeps_accumulators and totals:
+            if sources.keeps_accumulators and totals:
                 replaced, about = self._accumulate(work, totals, replaced, opened)
                 small |= about
                 opened |= stack.enter_context(open_files(self.store, {self.directory / ACCUMULATORS_NAME}))
             work = replace(work, reusable=reuse.reusable)
             digests = self._execute(work, self.output, replaced, opened, progress, self.overlay)
-        return Made(digests, reuse, small, tuple({each.sid for each in kept.values()}))
+        return MergeResult(digests, reuse, small, tuple({each.sid for each in kept.values()}))
 
     def _opened(
         self,
         stack: contextlib.ExitStack,
         files: Mapping[Path, RangeFile],
-        snapshots: Snapshots,
+        snapshots: EarlierSnapshots,
         reuse: Reuse,
-        kept: Mapping[str, Kept],
-    ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, Kept]]:
-        """Open what earlier snapshots lend, but for what was replaced or removed since it was looked at."""
+        kept: Mapping[str, KeptSum],
+    ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, KeptSum]]:
+        """Open the files of earlier snapshots, except those that were replaced or removed since they were matched."""
         wanted = reuse.files | {each.entry.file for each in kept.values()}
         gone = {path for path in wanted if not path.exists()}
         opened = {**files, **stack.enter_context(open_files(self.store, wanted - gone - files.keys()))}
-        lost = gone | lost_files(wanted, snapshots)
+        lost = gone | changed_files(wanted, snapshots)
         left = reuse.without(lost)
         if self.plan is not None and lost:
-            left = as_planned(left, self.plan)  # which says what is gone
+            left = limit_to_plan(left, self.plan)  # which raises for missing blocks
         return opened, left, {name: each for name, each in kept.items() if each.entry.file not in lost}
 
     def _accumulate(
@@ -128,13 +130,13 @@ class Execution:
         replaced: Replaced,
         files: Mapping[Path, RangeFile],
     ) -> tuple[Replaced, dict[str, bytes]]:
-        """Write the sums; what is left to do with them is to round, and what tells of them goes into small files."""
+        """Write the sums; return the tasks that round them to the output, and the small files that record them."""
         summed = [task for task in self.output.tasks if task.name in totals]
         output = total_output(summed)
         as_sums = {name: (replace(task, dtype=output.tasks[0].dtype), f) for name, (task, f) in replaced.items()}
         digests = self._execute(work, output, as_sums, files, None)
         entries = kept_entries(self.directory, output)
-        return {t.name: rounded(t, entries[t.name]) for t in summed}, total_files(totals, output, digests)
+        return {t.name: rounding_task(t, entries[t.name]) for t in summed}, total_files(totals, output, digests)
 
     def _execute(
         self,

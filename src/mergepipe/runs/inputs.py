@@ -1,4 +1,4 @@
-"""What a merge works on: a recipe with its models opened, every tensor paired, and what the catalog knows of pairs."""
+"""Open a merge's inputs: load the recipe, open its models, pair their tensors, look up statistics of the pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOCUMENT_MARK = "\n---\n"
 
 @dataclass(frozen=True, slots=True)
 class Intermediate:
-    """The result of an earlier document of a recipe, which is merged on.
+    """The result of an earlier document of a recipe, which a later document merges.
 
     It is worked out block by block as it is needed, or (`is_staged`) written before.
     """
@@ -49,7 +49,7 @@ Stage: TypeAlias = Callable[["Inputs"], Path]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A recipe with its opened checkpoints, in the order of `recipe.inputs()`, and what becomes of every tensor.
+    """A recipe with its opened checkpoints, in the order of `recipe.inputs()`, and its resolution into merge tasks.
 
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
     `intermediates` are those of the models that other documents make, by their place. `notices` are what the user
@@ -65,12 +65,12 @@ class Inputs:
 
     @property
     def recipe_text(self) -> str:
-        """The documents this merge depends on, each after those it needs, as YAML."""
+        """The documents that this merge depends on as YAML, each after those it needs."""
         texts = [text for each in self.intermediates.values() for text in each.inputs.recipe_text.split(DOCUMENT_MARK)]
         return DOCUMENT_MARK.join(dict.fromkeys((*texts, self.recipe.source_text)))
 
     def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
-        """Role, model and checkpoint of everything that is read: of an intermediate, what that is made from."""
+        """Yield role, model and checkpoint of every input that is read; its own inputs stand for an intermediate."""
         models = self.recipe.inputs()
         for index, (model, checkpoint) in enumerate(zip(models, self.checkpoints, strict=True)):
             made = self.intermediates.get(index)
@@ -86,11 +86,11 @@ class Inputs:
 
     @property
     def expert_models(self) -> tuple[int, ...]:
-        """The models that are an expert of some tensor."""
+        """Models that are an expert of at least one tensor."""
         return self.resolution.expert_models
 
     def dropped_rows(self) -> Iterator[DroppedTensor]:
-        """Rows of embeddings that the output does not have: of tokens it lacks, or beyond its last row."""
+        """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""
         models = self.recipe.inputs()
         lost = {each.model: each.n_tokens for each in self.alignment.dropped} if self.alignment else {}
         for task in (task for task in self.resolution.tasks if embedding_ending(task.name)):
@@ -110,9 +110,9 @@ class Inputs:
         return "expert" if model in self.expert_models else "base"
 
     def pair_name(self, task: MergeTask, slot: int) -> str | None:
-        """Under which name the catalog knows what this task merges from an expert; None if it is not such a pair.
+        """Return the catalog's tensor name for this task and expert; None if the two are not a catalogued pair.
 
-        Statistics compare tensors of one name in two checkpoints; rows gathered anew, or another layer's tensor, are
+        Statistics compare tensors of one name in two checkpoints; gathered rows, or another layer's tensor, are
         something else.
         """
         base, source = task.base, task.experts[slot]
@@ -172,7 +172,7 @@ def _opened(recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Ma
 def _vocabulary_notices(
     recipe: Recipe, models: Sequence[Checkpoint], resolution: Resolution, alignment: Alignment | None, store: Store
 ) -> tuple[str, ...]:
-    """Tokens that are lost, or merged with others."""
+    """List notices about tokens that are dropped, or merged by row number."""
     names = [model.text for model in recipe.inputs()]
     if alignment is not None:
         return alignment.notices(names)
@@ -182,7 +182,7 @@ def _vocabulary_notices(
 
 
 def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
-    """Take the result as it comes where that is possible; else have it written, if there is someone to do so."""
+    """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
@@ -200,7 +200,7 @@ def _merged(task: MergeTask, operator: Operator) -> MergedTensor:
 
 
 def open_path(store: Store, path: Path, base: Checkpoint | None = None) -> Checkpoint:
-    """Open a model that is named by its path alone: a base, or whatever kind of expert of `base`."""
+    """Open a model by its path alone: a base, or an expert of `base` of any kind."""
     return open_model(store, ModelInput(str(path), path.absolute(), {}, str(path)), base)
 
 
@@ -221,7 +221,7 @@ class PairStatistics:
         return self._rows[model]
 
     def of(self, task: MergeTask, slot: int) -> TensorStatistics | None:
-        """What is known of one expert of a task."""
+        """Look up the statistics of one expert of a task."""
         name = self._inputs.pair_name(task, slot)
         return None if name is None else self._pair(task.expert_models[slot], task.base_model).get(name)
 

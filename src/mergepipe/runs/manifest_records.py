@@ -1,4 +1,4 @@
-"""What a manifest records of one merge: tensors, files, bytes."""
+"""Build the manifest's records of one merge: tensors, files, bytes, reuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.execute import OutputPlan
-from mergepipe.runs.execution import Made
+from mergepipe.runs.execution import MergeResult
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
@@ -14,19 +14,19 @@ from mergepipe.storage.ledger import Purpose, Usage
 _REUSED_BY = "path, size, version (modification and change time, inode) and header digest of every file of the inputs"
 
 
-def reuse_facts(made: Made, usage: Usage) -> dict[str, float | int | str]:
-    """For the manifest: what was taken from which earlier snapshots."""
+def reuse_facts(result: MergeResult, usage: Usage) -> dict[str, float | int | str]:
+    """Return the manifest's facts on reuse: bytes copied, and the sids of the earlier snapshots."""
     if not usage[Purpose.REUSE]:
         return {}
     return {
         "reused_bytes": usage[Purpose.REUSE],
-        "reused_from": ",".join(sorted({*made.reuse.sids, *made.continued_sids})),
+        "reused_from": ",".join(sorted({*result.reuse.sids, *result.continued_sids})),
         "reused_by": _REUSED_BY,
     }
 
 
 def realized(usage: Usage) -> RealizedBytes:
-    """What was read and written, by purpose."""
+    """Sum the bytes read and written, by purpose."""
     return RealizedBytes(
         base=usage[Purpose.BASE],
         expert=usage[Purpose.EXPERT],
@@ -37,7 +37,7 @@ def realized(usage: Usage) -> RealizedBytes:
 
 
 def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
-    """Bytes requested of a checkpoint's tensors, headers left out; of encoded ones with what the index takes."""
+    """Sum the bytes requested of a checkpoint's tensors, headers excluded, indices of encoded ones included."""
     if checkpoint.encoded is None:
         files = {str(entry.file) for entry in stored_entries(checkpoint)}
     else:
@@ -46,7 +46,7 @@ def tensor_bytes_read(checkpoint: Checkpoint, usage: Usage) -> int:
 
 
 def tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputTensor, ...]:
-    """Every output tensor as it was written, in output order."""
+    """Record every output tensor, in output order."""
     shard_of = {spec.name: shard.name for shard in output.shards for spec in shard.tensors}
     return tuple(
         OutputTensor(
@@ -57,7 +57,7 @@ def tensor_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tup
 
 
 def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple[OutputFileRecord, ...]:
-    """Every weight file as it was written."""
+    """Record every weight file."""
     root_of = {digest.name: digest.root for digest in digests}
     return tuple(
         OutputFileRecord(

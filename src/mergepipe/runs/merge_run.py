@@ -1,4 +1,4 @@
-"""One run of a merge: opened inputs in, a published snapshot out; records, resumes and reuses on the way."""
+"""Run one merge: write the output of opened inputs to staging, resume and reuse earlier work, publish a snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.coverage import coverage_of
-from mergepipe.runs.execution import Earlier, Execution, Made
+from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
 from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.runs.manifest_records import (
     file_records,
@@ -37,10 +37,10 @@ from mergepipe.runs.manifest_records import (
     tensor_bytes_read,
     tensor_records,
 )
-from mergepipe.runs.pack_request import Along, AlongPlan, Candidate, along_plan, refusals
+from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
 from mergepipe.runs.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
-from mergepipe.runs.reuse.blocks import Snapshots, candidates
+from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import sidecar_bytes, sidecar_contents
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
@@ -67,13 +67,13 @@ SIDECAR_MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MergeSettings:
-    """How to run and where to remember; `home` is the catalog's, None for a run that uses and leaves no catalog.
+    """Settings of one merge run. `home` is the catalog's directory; None runs without a catalog.
 
-    `gathers` lets a merge in full work out the statistics of ANALYZE from what it reads anyway; with `reuse` it copies
-    what comes out the same from earlier snapshots. What a merge by a plan reuses, the plan says. With
-    `keeps_accumulators` a merge in full keeps its float32 sums, on which a later one goes on. An `overlay` stores only
-    blocks that differ from the base; it takes neither `reuse` nor kept sums, and is never resumed. Experts are packed
-    into `pack` on the way; for that all is read: nothing is reused, nor resumed.
+    `gathers` makes a full merge collect the statistics of ANALYZE from what it reads; with `reuse` it copies blocks
+    with equal keys from earlier snapshots. A planned merge reuses exactly what its plan names. With
+    `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
+    only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
+    experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
     """
 
     engine: EngineOptions
@@ -90,8 +90,8 @@ class MergeSettings:
     pack: Path | None = None
 
 
-class Stages:
-    """Writes intermediates that have to be whole before they are merged on, beside the output; removed at the end."""
+class IntermediateWriter:
+    """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
 
     def __init__(self, out: Path, settings: MergeSettings, store: LocalStore) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
@@ -101,20 +101,20 @@ class Stages:
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
-        self._made = 0
+        self._n_written = 0
 
-    def __enter__(self) -> Stages:
+    def __enter__(self) -> IntermediateWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def make(self, inputs: Inputs) -> Path:
-        """Merge one intermediate; the folder lies where nobody else looks. Nothing is made until the first one."""
-        if not self._made:
+    def write(self, inputs: Inputs) -> Path:
+        """Merge one intermediate into a private directory, which the first call creates, and return its path."""
+        if not self._n_written:
             self._stack.enter_context(self._staging)
-        self._made += 1
-        place = self._staging.path / str(self._made)
+        self._n_written += 1
+        place = self._staging.path / str(self._n_written)
         with closing(CatalogLink(None)) as link, private_outputs():
             publish_merge(inputs, None, place, self._settings, self._store, link, time.perf_counter(), None)
         return place
@@ -133,45 +133,45 @@ def publish_merge(
 ) -> MergeReport:
     """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
 
-    What `before_publish` raises about the finished manifest keeps it from being published.
+    An exception that `before_publish` raises for the finished manifest prevents publishing.
     """
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
-    weight_bytes = 0 if settings.overlay else output.total_bytes  # nobody knows how many blocks will differ
+    weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
     link.notices.extend(inputs.notices)
-    along = _plan_along(inputs, output, out, settings.pack)
-    if along.outs:
+    packs = _pack_request(inputs, output, out, settings.pack)
+    if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
-    run.tick("merge", refusals(along))  # from here on the caller may hold signals back until the next report
+    run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
-    with published_but(out), along.begun(settings.engine.threads, lambda: run.tick("pack")) as packing:
+    with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
         ):
             link.notices.extend(progress.notices)
-            manifest = run.fill(staging.path, progress, _earlier(plan, out, settings, store, link), packing)
-            packing.finish()
+            manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
+            packer.finish()
             if before_publish is not None:
                 before_publish(manifest)
             staging.publish()
         link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
-        packed = packing.publish()
+        packed = packer.publish()
         return replace(
             run.report(out, manifest),
             packed=packed,
-            not_packed=along.refused,
+            not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
-    """For the manifest: expert bytes that earlier runs may have read for this output."""
+    """Return for the manifest the expert bytes that earlier runs may have read for this output."""
     facts = {
         "earlier_runs_expert_bytes": progress.earlier_expert_bytes,  # part of what was realized
         "earlier_runs_forgiven_bytes": progress.forgiven_expert_bytes,  # no part of it
@@ -179,22 +179,22 @@ def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
     return {name: nbytes for name, nbytes in facts.items() if nbytes}
 
 
-def _plan_along(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> AlongPlan:
-    """Which experts are packed on the way of a merge in full.
+def _pack_request(inputs: Inputs, output: OutputPlan, out: Path, pack: Path | None) -> PackRequest:
+    """Decide which experts are packed while a full merge reads them.
 
     Raises:
         OutputError: the stores would lie in the output, or it in one of them.
     """
-    candidates = [_candidate(inputs, model) for model in inputs.expert_models]
-    plan = along_plan(inputs.base, candidates, output.tasks, pack)
-    for place in plan.outs:
+    candidates = [_pack_candidate(inputs, model) for model in inputs.expert_models]
+    request = request_packs(inputs.base, candidates, output.tasks, pack)
+    for place in request.outs:
         store, merged = place.resolve(), out.resolve()
         if store == merged or store in merged.parents or merged in store.parents:
             raise OutputError.of("output.overlaps-input", place, f"overlaps the output {out}", "pack somewhere else")
-    return plan
+    return request
 
 
-def _candidate(inputs: Inputs, model: int) -> Candidate:
+def _pack_candidate(inputs: Inputs, model: int) -> PackCandidate:
     named = inputs.recipe.inputs()[model]
     reason = ""
     if inputs.recipe.base is None:
@@ -203,20 +203,22 @@ def _candidate(inputs: Inputs, model: int) -> Candidate:
         reason = "another document of the recipe makes it"
     elif named.adapter is not None:
         reason = "an adapter is applied to it"
-    return Candidate(named.text, inputs.checkpoints[model], reason)
+    return PackCandidate(named.text, inputs.checkpoints[model], reason)
 
 
-def _earlier(plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink) -> Earlier:
-    """Where to look for what comes out the same: where the plan says, else in what is replaced and in the catalog."""
+def _reuse_sources(
+    plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink
+) -> ReuseSources:
+    """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
     if plan is not None:
-        snapshots = Snapshots(store, [Path(each.path) for each in plan.reuse])
-        return Earlier(snapshots, goes_on=False, keeps_accumulators=False)
-    places = candidates(link, out if settings.force else None) if settings.reuse else ()
-    return Earlier(Snapshots(store, places), settings.reuse, settings.keeps_accumulators)
+        snapshots = EarlierSnapshots(store, [Path(snapshot.path) for snapshot in plan.reuse])
+        return ReuseSources(snapshots, continues_sums=False, keeps_accumulators=False)
+    places = reuse_candidates(link, out if settings.force else None) if settings.reuse else ()
+    return ReuseSources(EarlierSnapshots(store, places), settings.reuse, settings.keeps_accumulators)
 
 
 class _Run:
-    """Fills a staging directory with a snapshot."""
+    """Writes one snapshot into a staging directory."""
 
     def __init__(
         self,
@@ -243,8 +245,8 @@ class _Run:
         if plan is not None:
             store.ledger.expert_limit_bytes = plan.planned_bytes
 
-    def fill(self, directory: Path, progress: MergeProgress, earlier: Earlier, packing: Along) -> Manifest:
-        """Write everything but the name; return the manifest that was written."""
+    def fill(self, directory: Path, progress: MergeProgress, sources: ReuseSources, packer: ExpertPacker) -> Manifest:
+        """Write all files of the snapshot; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         overlay = self._overlay(directory, checkpoints)
@@ -259,17 +261,17 @@ class _Run:
                 on_statistics=recorder.take if recorder else None,
                 statistics_of=recorder.expected if recorder else frozenset(),
                 known_of=self._known_statistics(),
-                tap=packing.tap,
+                tap=packer.tap,
             )
-            made = execution.run(work, files, earlier, progress)
+            result = execution.run(work, files, sources, progress)
         self.tick("publish")
         check_unchanged(checkpoints)
-        made.reuse.check(made.digests)
+        result.reuse.check(result.digests)
         if recorder:
             recorder.flush()
         if overlay is not None:
             self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, made, ids, progress, overlay)
+        return self._write_small_files(directory, result, ids, progress, overlay)
 
     def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
         if not self._settings.overlay:
@@ -280,15 +282,15 @@ class _Run:
     def _write_small_files(
         self,
         directory: Path,
-        made: Made,
+        result: MergeResult,
         ids: Mapping[int, str],
         progress: MergeProgress,
         overlay: OverlayWriter | None,
     ) -> Manifest:
-        """Write all that holds no tensors, the manifest last; return it as it was written."""
-        blocks = table_of(self._output.shards, made.digests).to_bytes()
-        unfinished = self._manifest(made, ids, progress, record_of(BLOCKS_NAME, blocks))
-        contents = {**sidecar_contents(self._inputs, self._store, unfinished), **made.small}
+        """Write every file that holds no tensors, the manifest last; return the manifest."""
+        blocks = table_of(self._output.shards, result.digests).to_bytes()
+        unfinished = self._manifest(result, ids, progress, record_of(BLOCKS_NAME, blocks))
+        contents = {**sidecar_contents(self._inputs, self._store, unfinished), **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
@@ -303,40 +305,40 @@ class _Run:
         return manifest
 
     def _content_ids(self, files: Mapping[Path, RangeFile]) -> dict[int, str]:
-        """What randomness is keyed by, by model; an expert that a plan leaves out is not looked at."""
+        """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
         if not self._operator.is_random:
             return {}
         wanted, known = self._inputs.expert_models, {}
         if self._plan is not None:
             identities = [model.content_id for model in self._plan.models]
             known = {model: identity for model, identity in enumerate(identities) if identity is not None}
-            wanted = tuple(wanted[e] for e in sorted(_taking_part(self._plan)))
+            wanted = tuple(wanted[e] for e in sorted(_used_experts(self._plan)))
         found = {model: self._content_id(model, files) for model in wanted if model not in known}
         return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
 
     def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
-        """Of an intermediate that is written nowhere, the id of what it is made from."""
+        """Return a model's content id; that of an unwritten intermediate is derived from its inputs."""
         checkpoint = self._inputs.checkpoints[model]
         is_made = model in self._inputs.intermediates
         return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
 
     def _known_statistics(self) -> Callable[[MergeTask], Sequence[TensorStatistics | None]] | None:
-        """Exact statistics of a task's experts, for a merge in full; a plan holds what it needs."""
+        """Look up exact statistics of a task's experts for a full merge; a plan already holds what it needs."""
         if self._plan is not None:
             return None
         known = self._link.use(lambda catalog: PairStatistics(catalog, self._inputs, (Evidence.EXACT,)))
         if known is None:
             return None
-        return lambda task: self._link.use(lambda _: _all_known(known, task)) or (None,) * len(task.experts)
+        return lambda task: self._link.use(lambda _: _statistics_of_task(known, task)) or (None,) * len(task.experts)
 
     def _recorder(self) -> StatisticsRecorder | None:
-        """Takes the statistics that a merge in full yields on the way, if the catalog lacks any."""
+        """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
         if self._plan is not None or not self._inputs.expert_models or not self._settings.gathers:
             return None
         return self._link.use(self._make_recorder)
 
     def _make_recorder(self, catalog: Catalog) -> StatisticsRecorder | None:
-        """Only for pairs with the one base: what else a recipe compares, nobody asks for."""
+        """Build the recorder for pairs of an expert with the recipe's base; other pairs are never looked up."""
         inputs = self._inputs
         base_row = catalog.register_model(inputs.base)
         rows = {model: catalog.register_model(inputs.checkpoints[model]) for model in inputs.expert_models}
@@ -348,7 +350,7 @@ class _Run:
                 continue
             if any(inputs.pair_name(task, slot) is None for slot in slots):
                 continue
-            # What was analysed stays, on whatever grid that was asked for.
+            # Exact statistics in the catalog stay, whatever their block grid.
             if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
@@ -368,7 +370,7 @@ class _Run:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
     def _manifest(
-        self, made: Made, ids: Mapping[int, str], progress: MergeProgress, blocks: SmallFileRecord
+        self, result: MergeResult, ids: Mapping[int, str], progress: MergeProgress, blocks: SmallFileRecord
     ) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
@@ -377,8 +379,8 @@ class _Run:
             recipe=self._inputs.recipe_text,
             seed=self._settings.seed if self._plan is None else self._plan.seed,
             inputs=self._input_records(ids, usage),
-            files=file_records(self._output, made.digests),
-            tensors=tensor_records(self._output, made.digests),
+            files=file_records(self._output, result.digests),
+            tensors=tensor_records(self._output, result.digests),
             dropped=tuple(
                 DroppedRecord(d.model, d.tensor, d.reason)
                 for d in (*self._inputs.resolution.dropped, *self._inputs.dropped_rows())
@@ -391,7 +393,7 @@ class _Run:
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
-                **reuse_facts(made, usage),
+                **reuse_facts(result, usage),
                 **_earlier_run_facts(progress),
             },
             blocks=blocks,
@@ -415,12 +417,12 @@ class _Run:
         )
 
     def _budget_notices(self) -> tuple[str, ...]:
-        """What the plan says of the budget as a whole: that it reads nothing, or leaves some unspent."""
+        """Return the plan's notices about its budget: it reads nothing, or some of it stays unspent."""
         fallbacks = () if self._plan is None else self._plan.fallbacks
-        return tuple(f"{each.decision}: {each.reason}" for each in fallbacks if each.where == "budget")
+        return tuple(f"{fallback.decision}: {fallback.reason}" for fallback in fallbacks if fallback.where == "budget")
 
     def report(self, out: Path, manifest: Manifest) -> MergeReport:
-        """What was done, up to now."""
+        """Report the merge as it stands now."""
         usage = realized(self._store.ledger.usage())
         resolution = self._inputs.resolution
         return MergeReport(
@@ -444,8 +446,8 @@ class _Run:
         )
 
 
-def _taking_part(plan: Plan) -> set[int]:
-    """The plan's experts of which anything is used."""
+def _used_experts(plan: Plan) -> set[int]:
+    """Return the plan's experts of which any block is used."""
     return {
         e
         for tensor in plan.tensors
@@ -454,5 +456,5 @@ def _taking_part(plan: Plan) -> set[int]:
     }
 
 
-def _all_known(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
+def _statistics_of_task(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
     return tuple(known.of(task, slot) for slot in range(len(task.experts)))

@@ -1,4 +1,4 @@
-"""Whatever a recipe names as a model, opened as a checkpoint."""
+"""Open the models that a recipe names as checkpoints, adapters and deltas included."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMAT_BYTES = 64  # a manifest's format is its first key
 
 
 class NamedModel(Protocol):
-    """What a recipe says of one model: where it is, an adapter to apply to it, that it holds differences."""
+    """A model as a recipe names it: its path, the adapter to apply, whether it holds deltas."""
 
     @property
     def path(self) -> Path: ...
@@ -43,7 +43,7 @@ class NamedModel(Protocol):
 
 
 def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_weights: bool = False) -> Checkpoint:
-    """Open one model of a recipe; reads headers, configurations and names, of a delta's base a few samples.
+    """Open one model of a recipe; reads headers and configurations, and a few samples of a delta's base.
 
     `base` is what deltas and adapters are taken against and whose layout of fused tensors is followed; None for the
     base itself, which must be full weights. An adapter that is applied to the base is taken for its differences alone,
@@ -71,7 +71,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
 
 
 def _open(store: Store, path: Path, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
-    """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
+    """Open the checkpoint at `path`; with `is_delta` plain weights are taken as deltas, whatever their files say."""
     if is_store(path):
         from mergepipe.deltastore.checkpoint import open_store  # compiled: nothing else that opens waits for it
 
@@ -94,7 +94,7 @@ def _open(store: Store, path: Path, base: Checkpoint | None, *, is_delta: bool =
 
 
 def _as_delta(weights: Checkpoint) -> Checkpoint:
-    """The same tensors as differences; their files are told apart from the same files read as weights."""
+    """Mark the tensors as deltas; header digests differ from those of the same files read as weights."""
     tensors = {
         name: replace(tensor, is_delta=True)
         if isinstance(tensor, TensorEntry) and tensor.dtype.kind is DTypeKind.FLOAT

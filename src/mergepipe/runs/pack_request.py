@@ -1,4 +1,4 @@
-"""Packing on the way as a merge or an analysis sees it: nothing of it is loaded where nothing is packed."""
+"""Request that a merge or an analysis packs the experts it reads; compiled code is loaded only if some are packed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mergepipe.reports import NotPacked, PackedExpert
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """An expert that may be packed, as the user names it; `reason` says why not, where that is known already."""
+class PackCandidate:
+    """An expert considered for packing, as the user names it; a non-empty `reason` excludes it."""
 
     text: str
     checkpoint: Checkpoint
     reason: str = ""
 
 
-class Along(Protocol):
-    """Packs while the engine reads."""
+class ExpertPacker(Protocol):
+    """Packs experts from the bytes that the engine reads."""
 
     @property
     def tap(self) -> Tap | None:
-        """What the engine shows its bytes to."""
+        """The tap through which the engine passes on the bytes it reads; None if nothing is packed."""
         ...
 
     def finish(self) -> None:
@@ -41,35 +41,35 @@ class Along(Protocol):
         ...
 
 
-class AlongPlan(Protocol):
-    """Who is packed, and who is not; decided before anything is read."""
+class PackRequest(Protocol):
+    """The experts that a run packs and those it does not, decided before anything is read."""
 
     @property
     def outs(self) -> tuple[Path, ...]:
-        """Where the stores go."""
+        """The directories of the stores."""
         ...
 
     @property
     def refused(self) -> tuple[NotPacked, ...]:
-        """Who is not packed, and why."""
+        """The experts that are not packed, with reasons."""
         ...
 
-    def begun(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[Along]:
-        """Pack while the context lasts; nothing stays but what was published.
+    def open_packer(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[ExpertPacker]:
+        """Open a packer for the duration of the context; stores that were not published are removed on exit.
 
-        What the engine will not read is read first, in `threads`; `on_tick` is called on the way.
+        Tensors that the engine will not read are packed first, by `threads`; `on_tick` is called periodically.
         """
         ...
 
 
-class NothingPacked:
-    """The plan, and the packing, of a run that packs nothing."""
+class NoPacks:
+    """Request and packer of a run that packs nothing."""
 
     tap = None
     outs = ()
     refused = ()
 
-    def begun(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[Along]:
+    def open_packer(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[ExpertPacker]:
         """Do nothing."""
         return contextlib.nullcontext(self)
 
@@ -77,27 +77,27 @@ class NothingPacked:
         """Do nothing."""
 
     def publish(self) -> tuple[PackedExpert, ...]:
-        """There is nothing."""
+        """Return no stores."""
         return ()
 
 
-def along_plan(
-    base: Checkpoint, candidates: Sequence[Candidate], tasks: Sequence[MergeTask], out: Path | None
-) -> AlongPlan:
-    """Decide who is packed into `out` while `tasks` are run, each of which reads all of its tensors.
+def request_packs(
+    base: Checkpoint, candidates: Sequence[PackCandidate], tasks: Sequence[MergeTask], out: Path | None
+) -> PackRequest:
+    """Decide which experts are packed into `out` while `tasks` run, each of which reads all of its tensors.
 
-    Without `out` nobody is.
+    Without `out` no expert is packed.
 
     Raises:
         UnsupportedError, CorruptError, NotFoundError: an expert's directory cannot be packed, as in `packing.job_of`.
     """
     if out is None:
-        return NothingPacked()
-    from mergepipe.runs.pack_tap import plan_along  # compiled
+        return NoPacks()
+    from mergepipe.runs.pack_tap import request_tap_packs  # compiled
 
-    return plan_along(base, candidates, tasks, out)
+    return request_tap_packs(base, candidates, tasks, out)
 
 
-def refusals(plan: AlongPlan) -> tuple[str, ...]:
-    """Who is not packed and why, in a sentence each."""
-    return tuple(f"{each.expert} is not packed: {each.reason}" for each in plan.refused)
+def refusal_notices(request: PackRequest) -> tuple[str, ...]:
+    """Return one sentence for each expert that is not packed, with the reason."""
+    return tuple(f"{refusal.expert} is not packed: {refusal.reason}" for refusal in request.refused)

@@ -1,4 +1,4 @@
-"""Packs experts while a merge or an analysis reads them, so that they are read from disk once."""
+"""Pack experts from the bytes that a merge or an analysis reads, so that each is read from disk once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mergepipe.errors import OutputError
 from mergepipe.options import threads_asked
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert
-from mergepipe.runs.pack_request import Along, Candidate, NothingPacked
+from mergepipe.runs.pack_request import ExpertPacker, NoPacks, PackCandidate
 from mergepipe.runs.packed_facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.storage.contract import RangeFile
@@ -33,11 +33,11 @@ from mergepipe.storage.local import LocalStore
 
 
 @dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """Which experts are packed on the way, and why others are not; decided before anything is read.
+class TapPackRequest:
+    """The experts to pack during a run and the reasons against the others, decided before anything is read.
 
-    `routes` say, by task, which of its experts is whose tensor: place among the experts, job, number of the tensor.
-    Tensors that no task reads are read by packing itself.
+    `routes` maps a task to its packed experts: (index among the task's experts, index of the job, index of the tensor).
+    Tensors that no task reads are read by the packer itself.
     """
 
     jobs: tuple[PackJob, ...]
@@ -46,16 +46,18 @@ class PackingPlan:
 
     @property
     def outs(self) -> tuple[Path, ...]:
-        """Where the stores go."""
+        """The directories of the stores."""
         return tuple(job.out for job in self.jobs)
 
-    def begun(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[Along]:
-        """Pack while the context lasts."""
-        return _packing_along(self, threads, on_tick) if self.jobs else NothingPacked().begun(threads, on_tick)
+    def open_packer(self, threads: int, on_tick: Callable[[], None]) -> AbstractContextManager[ExpertPacker]:
+        """Open a packer for the duration of the context."""
+        return _tap_packer(self, threads, on_tick) if self.jobs else NoPacks().open_packer(threads, on_tick)
 
 
-def plan_along(base: Checkpoint, candidates: Iterable[Candidate], tasks: Sequence[MergeTask], out: Path) -> PackingPlan:
-    """Decide who is packed into `out` while `tasks` are run, each of which reads all of its tensors.
+def request_tap_packs(
+    base: Checkpoint, candidates: Iterable[PackCandidate], tasks: Sequence[MergeTask], out: Path
+) -> TapPackRequest:
+    """Decide which experts are packed into `out` while `tasks` run, each of which reads all of its tensors.
 
     Raises:
         UnsupportedError, CorruptError, NotFoundError: an expert's directory cannot be packed, as in `packing.job_of`.
@@ -64,19 +66,19 @@ def plan_along(base: Checkpoint, candidates: Iterable[Candidate], tasks: Sequenc
     store = LocalStore()
     jobs: dict[Path, PackJob] = {}
     refused: list[NotPacked] = []
-    for each in candidates:
-        found = each.reason or _reason_against(base, each.checkpoint)
+    for candidate in candidates:
+        reason = candidate.reason or _reason_against(base, candidate.checkpoint)
         job = None
-        if not found:
-            job, found = _job(store, base, each.checkpoint, out)
+        if not reason:
+            job, reason = _job(store, base, candidate.checkpoint, out)
         if job is not None:
-            found = _taken(jobs, job)
-        if found:
-            refused.append(NotPacked(each.text, found))
+            reason = _name_conflict(jobs, job)
+        if reason:
+            refused.append(NotPacked(candidate.text, reason))
         elif job is not None:
             jobs[job.out] = job
     chosen = tuple(jobs.values())
-    return PackingPlan(chosen, tuple(refused), _routes(chosen, streams))
+    return TapPackRequest(chosen, tuple(refused), _routes(chosen, streams))
 
 
 def _reason_against(base: Checkpoint, expert: Checkpoint) -> str:
@@ -96,7 +98,7 @@ def _is_stored(checkpoint: Checkpoint) -> bool:
 
 
 def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> tuple[PackJob | None, str]:
-    """The job, or why its place is taken."""
+    """Return the job, or the reason why its directory cannot be used."""
     try:
         job = job_of(base, expert, out)
         return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_asked(None)) else (job, "")
@@ -104,7 +106,7 @@ def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> 
         return None, str(error)
 
 
-def _taken(jobs: Mapping[Path, PackJob], job: PackJob) -> str:
+def _name_conflict(jobs: Mapping[Path, PackJob], job: PackJob) -> str:
     other = jobs.get(job.out)
     if other is None:
         return ""
@@ -114,17 +116,17 @@ def _taken(jobs: Mapping[Path, PackJob], job: PackJob) -> str:
 
 
 Streams = Mapping[int, tuple[MergeTask, int]]
-"""By the identity of an expert's tensor the task that reads it, and its place among the task's experts."""
+"""Maps the `id` of an expert's tensor to the task that reads it and to its index among the task's experts."""
 
 
 def _streams(base: Checkpoint, tasks: Sequence[MergeTask]) -> Streams:
-    found: dict[int, tuple[MergeTask, int]] = {}
+    streams: dict[int, tuple[MergeTask, int]] = {}
     for task in tasks:
         for e, source in enumerate(task.experts):
             own = base.tensors.get(source.name)
             if isinstance(source, TensorEntry) and task.base is own:
-                found.setdefault(id(source), (task, e))
-    return found
+                streams.setdefault(id(source), (task, e))
+    return streams
 
 
 def _routes(jobs: Sequence[PackJob], streams: Streams) -> dict[str, tuple[tuple[int, int, int], ...]]:
@@ -134,12 +136,12 @@ def _routes(jobs: Sequence[PackJob], streams: Streams) -> dict[str, tuple[tuple[
             if place.entry.n_elements and id(place.entry) in streams:
                 task, e = streams[id(place.entry)]
                 routes.setdefault(task.name, []).append((e, j, number))
-    return {name: tuple(found) for name, found in routes.items()}
+    return {name: tuple(entries) for name, entries in routes.items()}
 
 
 @contextlib.contextmanager
-def _packing_along(plan: PackingPlan, threads: int, on_tick: Callable[[], None]) -> Iterator[PackingAlong]:
-    """Builders for the experts of a plan while the context lasts; nothing of them stays but what was published.
+def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None]) -> Iterator[TapPacker]:
+    """Open a store builder for each expert of the request; stores that were not published are removed on exit.
 
     Memory: 16 MiB an expert, less where there are more than eight, and that of `pack_all` before anything else is read.
 
@@ -155,19 +157,19 @@ def _packing_along(plan: PackingPlan, threads: int, on_tick: Callable[[], None])
         builders = tuple(
             stack.enter_context(building(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
         )
-        checkpoints = [each for job in plan.jobs for each in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in plan.jobs for checkpoint in (job.base, job.expert)]
         files = stack.enter_context(open_files(store, inputs, checkpoints))
         streamed = {id(plan.jobs[j].places[number]) for route in plan.routes.values() for _, j, number in route}
         for first in range(0, len(builders), EXPERTS_AT_ONCE):
             some = builders[first : first + EXPERTS_AT_ONCE]
             pack_all(some, files, threads, lambda _: on_tick(), lambda place: id(place) not in streamed)
-        yield PackingAlong(plan, builders, files)
+        yield TapPacker(plan, builders, files)
 
 
-class PackingAlong:
-    """Takes the bytes of experts as the engine has read them, and builds their stores."""
+class TapPacker:
+    """Builds delta stores from the bytes of experts that the engine has read."""
 
-    def __init__(self, plan: PackingPlan, builders: Sequence[StoreBuilder], files: Mapping[Path, RangeFile]) -> None:
+    def __init__(self, plan: TapPackRequest, builders: Sequence[StoreBuilder], files: Mapping[Path, RangeFile]) -> None:
         self._plan = plan
         self._builders = builders
         self._bands = BandChooser(files)
@@ -175,12 +177,12 @@ class PackingAlong:
 
     @property
     def tap(self) -> Tap:
-        """Shows the engine's bytes to the builders."""
+        """The tap that passes the engine's bytes to the builders."""
         return Tap(frozenset(self._plan.routes), BLOCK_ELEMENTS, self._look)
 
     def _look(self, task: MergeTask, piece: Piece, buffer: NDArray[np.uint8]) -> None:
         if not piece.run.present:
-            return  # a sum of this tensor that was kept a moment ago, being rounded
+            return  # this pass rounds a kept sum and reads no expert
         span = piece.run.span
         offsets = dict(zip(piece.run.present, piece.expert_offsets, strict=True))
         base = buffer[piece.base_offset : piece.base_offset + span.n_elements * task.base.dtype.itemsize]
@@ -208,14 +210,14 @@ class PackingAlong:
             builder.finish()
 
     def publish(self) -> tuple[PackedExpert, ...]:
-        """Make the stores visible, once what they were packed on the way of is.
+        """Publish the stores, after the run that they were packed in has published.
 
         Raises:
-            ConflictError, StorageError: as `Staging.publish`; those before it are visible.
+            ConflictError, StorageError: as `Staging.publish`; stores before the failing one stay published.
         """
         for builder in self._builders:
             builder.publish()
         seconds = time.perf_counter() - self._started
         total = sum(job.expert.tensor_bytes for job in self._plan.jobs)
         facts = [packed_facts(LocalStore(), job, is_new=True) for job in self._plan.jobs]
-        return tuple(replace(each, seconds=seconds * each.tensor_bytes / max(total, 1)) for each in facts)
+        return tuple(replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1)) for expert in facts)

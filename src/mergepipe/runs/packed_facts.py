@@ -1,4 +1,4 @@
-"""What is told of a packed expert: sizes, its blocks by codec, and why some are not in bands."""
+"""Report a packed expert: sizes, number of blocks by codec, reasons for blocks outside bands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mergepipe.storage.local import LocalStore
 
 
 def packed_facts(store: LocalStore, job: PackJob, *, is_new: bool) -> PackedExpert:
-    """Look at header and index of the store of a job.
+    """Read header and index of a job's store.
 
     Raises:
         CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
@@ -35,14 +35,14 @@ def packed_facts(store: LocalStore, job: PackJob, *, is_new: bool) -> PackedExpe
 
 
 def blocks_by_codec(opened: OpenedStore) -> dict[str, int]:
-    """How many blocks have which codec."""
+    """Count the blocks of each codec."""
     codecs, counts = np.unique(opened.index.rows["codec"], return_counts=True)
     named = zip((Codec(int(codec)).name.lower() for codec in codecs), counts, strict=True)
     return {name: int(count) for name, count in sorted(named)}
 
 
 def blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:
-    """How many blocks of the simpler codecs there are for which reason."""
+    """Count the blocks of the simpler codecs by reason."""
     reasons: Counter[str] = Counter()
     for tensor in opened.header.tensors:
         for block, span in enumerate(BlockGrid(element_count(tensor.shape), BLOCK_ELEMENTS).spans()):

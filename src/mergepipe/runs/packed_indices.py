@@ -1,4 +1,4 @@
-"""Which packed experts a budget lets a planner look at: their indices are read before anything is chosen."""
+"""Decide which packed experts' indices a budget can pay for; they are read before blocks are selected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mergepipe.runs.inputs import Inputs
 
 
 def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
-    """The experts whose index the budget does not hold beside those of experts before them.
+    """Return the experts whose index does not fit the budget after the indices of the experts before them.
 
     Of a share the least that everything can cost is taken, since what it does cost is in the indices.
     """
@@ -27,7 +27,7 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
 
 
 def _least_full_cost(inputs: Inputs, sides: list[EncodedSide | None]) -> int:
-    """What reading all experts costs at least, as far as it is known without any index."""
+    """Compute a lower bound on the cost of reading all experts that needs no index."""
     packed = {model for model, side in zip(inputs.expert_models, sides, strict=True) if side is not None}
     others = sum(
         source.nbytes

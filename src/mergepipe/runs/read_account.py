@@ -1,4 +1,4 @@
-"""The account of expert bytes read for one output: kept in its staging directory over all runs that lead to it."""
+"""Keep the account of expert bytes read for one output, in its staging directory, across all runs that write it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOING = "writing the account of what is read"
 @dataclass(frozen=True, slots=True)
 class ReadTotals:
     """Expert bytes requested for one output: no more than `expert_bytes` count; `forgiven_bytes` were read before a
-    run was told to begin anew with the whole budget."""
+    run started over with the whole budget."""
 
     expert_bytes: int = 0
     forgiven_bytes: int = 0
@@ -36,15 +36,15 @@ class ReadTotals:
             raise ValueError(f"negative bytes: {self}")
 
     def forgiven(self) -> ReadTotals:
-        """What counts once a run begins anew with the whole budget."""
+        """Return the totals of a run that restarts with the whole budget: earlier bytes are forgiven."""
         return ReadTotals(0, self.forgiven_bytes + self.expert_bytes)
 
 
 class ReadAccount:
-    """An open account, to which records are appended. The last whole record counts."""
+    """An open account; records are appended, and the last complete one is valid."""
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
-        """Open or make the account in a staging directory; with `is_durable` every record survives a loss of power."""
+        """Open or create the account in a staging directory; with `is_durable` every record survives a power loss."""
         self._path = directory / ACCOUNT_NAME
         self._is_durable = is_durable
         flags = os.O_WRONLY | os.O_APPEND
@@ -64,7 +64,7 @@ class ReadAccount:
             raise
 
     def record(self, totals: ReadTotals) -> None:
-        """Record what may have been read in all, before it is, or what was read exactly by a run that ends.
+        """Append the bytes that may have been read in total: before reading a reservation, at the end the exact number.
 
         Raises:
             StorageError: it could not be written.
@@ -88,7 +88,7 @@ class ReadAccount:
 
 
 def read_totals(directory: Path) -> ReadTotals:
-    """Read what earlier runs account for in a staging directory; nothing where there is no account.
+    """Read the totals of earlier runs from a staging directory; zeros without an account.
 
     A torn last record tells of reads that were never made.
 
@@ -109,7 +109,7 @@ def read_totals(directory: Path) -> ReadTotals:
         if totals is not None:
             return totals
     if len(lines) > 1 or (lines and raw.endswith(b"\n")):
-        hint = "begin anew with --no-resume, which counts nothing of it"
+        hint = "start over with --no-resume, which counts nothing of it"
         raise CorruptError.of("resume.account", path, "the account of what was read is damaged", hint)
     return ReadTotals()
 

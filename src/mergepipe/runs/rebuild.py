@@ -1,4 +1,4 @@
-"""Makes tensors of a snapshot again, from its inputs by its manifest alone."""
+"""Recompute tensors of a snapshot from its recorded inputs, given its manifest alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
-from mergepipe.runs.merge_run import MergeSettings, Stages
+from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.reuse.keys import block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
@@ -34,8 +34,8 @@ _HINT = "put the input back as it was"
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """A tensor that was made again: its digests, and where its bytes are."""
+class RebuiltTensor:
+    """A recomputed tensor: its digests, and the location of its bytes."""
 
     digest: TensorDigest
     file: Path
@@ -43,7 +43,7 @@ class Rebuilt:
 
 
 def recorded_plan(manifest: Manifest) -> Plan | None:
-    """The plan that a snapshot was made by, reading what it took from earlier snapshots; None for a merge in full.
+    """Return the recorded plan without its reuse of earlier snapshots; None for a full merge.
 
     Raises:
         CorruptError, UnsupportedError: as `parse_plan`.
@@ -59,11 +59,11 @@ def recorded_plan(manifest: Manifest) -> Plan | None:
 
 
 def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = None) -> Inputs:
-    """Open the inputs of a snapshot where they were; `stage` writes intermediates that must be whole.
+    """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete.
 
     Raises:
-        NotFoundError: `replay.input-gone`, naming every input that is not there any more.
-        ConflictError: `replay.input-changed`, naming every file that is not what it was.
+        NotFoundError: `replay.input-gone`, naming every input that no longer exists.
+        ConflictError: `replay.input-changed`, naming every file that has changed.
     """
     gone = [
         Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
@@ -74,22 +74,22 @@ def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = N
     if gone:
         raise NotFoundError(*gone)
     recipes = reload_recipes(manifest.recipe, {record.model: Path(record.path) for record in manifest.inputs})
-    inputs = open_recipes(recipes, store, ("*",), stage)  # whatever is dropped was accepted when it was made
+    inputs = open_recipes(recipes, store, ("*",), stage)  # the original merge accepted every dropped tensor
     leaves = tuple(inputs.leaves())
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"
         raise NotFoundError.of("replay.inputs", "the manifest", message, "merge again by the recipe")
     pairs = zip(manifest.inputs, leaves, strict=True)
-    changed = [problem for record, (_, _, found) in pairs for problem in _changes(record, found)]
+    changed = [problem for record, (_, _, checkpoint) in pairs for problem in _changes(record, checkpoint)]
     if changed:
         raise ConflictError(*changed)
     plan = recorded_plan(manifest)
     return inputs if plan is None else with_parameters(inputs, plan)
 
 
-def _changes(record: InputRecord, found: Checkpoint) -> list[Problem]:
-    """Files that differ from what was read. Times may differ: a header that is the same says enough to try."""
-    now = {file.name: (file.size_bytes, file.header_digest) for file in found.files}
+def _changes(record: InputRecord, checkpoint: Checkpoint) -> list[Problem]:
+    """List the files whose size or header differs from the record. Times may differ."""
+    now = {file.name: (file.size_bytes, file.header_digest) for file in checkpoint.files}
     then = {file.name: (file.size_bytes, file.header_blake3) for file in record.files}
     return [
         Problem("replay.input-changed", f"{record.path}/{name}", "is not what the snapshot was made from", _HINT)
@@ -99,7 +99,7 @@ def _changes(record: InputRecord, found: Checkpoint) -> list[Problem]:
 
 
 def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
-    """Names of tensors with at least this share of the bytes, the same every time; at least one of each kind."""
+    """Sample tensors that make up at least `fraction` of the bytes, at least one per action; seeded by the sid."""
     order = random.Random(manifest.sid).sample(manifest.tensors, len(manifest.tensors))
     sizes = {t.name: element_count(t.shape) * DTYPES[t.dtype].itemsize for t in manifest.tensors}
     wanted = fraction * sum(sizes.values())
@@ -114,22 +114,22 @@ def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
 
 def rebuild_tensors(
     manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
-) -> tuple[Rebuilt, ...]:
-    """Make the named tensors again, in a file in `directory`, which may take as many bytes as they have.
+) -> tuple[RebuiltTensor, ...]:
+    """Recompute the named tensors into one file in `directory`.
 
     Raises:
         NotFoundError, ConflictError: as `open_recorded`.
-        ConflictError: `input.changed`, an input changed meanwhile.
+        ConflictError: `input.changed`, an input changed during the run.
     """
     store = LocalStore()
     settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
-    with Stages(directory / "made", settings, store) as stages:
-        inputs = open_recorded(manifest, store, stages.make)
+    with IntermediateWriter(directory / "made", settings, store) as intermediates:
+        inputs = open_recorded(manifest, store, intermediates.write)
         wanted = set(names)
         output = plan_output([task for task in inputs.resolution.tasks if task.name in wanted], _ONE_FILE)
         missing = sorted(wanted - {task.name for task in output.tasks})
         if missing:
-            raise _not_made(missing)
+            raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
         with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
             work = _work(manifest, inputs, output.tasks, files)
@@ -138,19 +138,21 @@ def rebuild_tensors(
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
     for digest, spec in zip(digests, shard.tensors, strict=True):
-        rebuilt.append(Rebuilt(digest, directory / shard.name, offset))
+        rebuilt.append(RebuiltTensor(digest, directory / shard.name, offset))
         offset += spec.nbytes
     return tuple(rebuilt)
 
 
 def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes:
-    """The block keys of a snapshot, from its opened inputs: as they were when it was made, whatever their times."""
+    """Recompute the block keys of a snapshot from its opened inputs, with the file versions that it recorded."""
     by_name = {task.name: task for task in inputs.resolution.tasks}
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
     pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
     checkpoints = [
-        replace(found, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files))
-        for r, (_, _, found) in pairs
+        replace(
+            checkpoint, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files)
+        )
+        for r, (_, _, checkpoint) in pairs
     ]
     with open_files(store, _paths(inputs, tasks)) as files:
         work = _work(manifest, inputs, tasks, files)
@@ -158,7 +160,7 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
 
 
 def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
-    """The files that the tasks read, and those that content ids are taken of."""
+    """Collect the files that the tasks and the content ids read."""
     encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
     paths = files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
     if operator_named(inputs.recipe.operator.name).is_random:
@@ -167,7 +169,7 @@ def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
     return paths
 
 
-def _not_made(names: Sequence[str]) -> MergePipeError:
+def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     message = "by its recipe the inputs have no such tensor"
     return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
 

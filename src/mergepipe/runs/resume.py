@@ -1,4 +1,4 @@
-"""Goes on with an interrupted merge: recognises what it left, counts what it read, notes what is durable meanwhile."""
+"""Resume an interrupted merge: check what it left, charge what it read, journal what becomes durable."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import ACCOUNT_NAME
 
 INTERVAL_BYTES = 1 << 30
-"""About how much is written between two records: what a crash costs at most, beside the tensor that was open."""
+"""About how much is written between two records: the most that a crash costs, beside the unfinished tensor."""
 RESERVED_BYTES = 64 << 20
-"""How much is reserved at a time under a budget, at most: what a crash wastes of it."""
+"""Largest reservation under a budget: the most that a crash wastes of it."""
 RESERVED_FRACTION = 0.05
 """The same as a share of the budget, if that is less."""
 _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
@@ -45,21 +45,21 @@ _EARLIER = "(earlier runs)"
 
 
 class Resume(StrEnum):
-    """Whether to continue what an interrupted run left, and whether what earlier runs read counts."""
+    """Whether to resume an interrupted run, and whether its expert bytes count against the budget."""
 
-    AUTO = "auto"  # where it is the same merge, else begin anew
+    AUTO = "auto"  # resume the same merge, else start over
     REQUIRED = "required"
-    ANEW = "anew"  # there is no way to continue; what earlier runs read counts
-    NEVER = "never"  # begin anew with the whole budget
+    RESTART = "restart"  # start over; bytes of earlier runs count
+    NEVER = "never"  # start over with the whole budget
 
     @property
     def without_continuing(self) -> Resume:
-        """The same for a merge that is made in one run or not at all."""
-        return Resume.NEVER if self is Resume.NEVER else Resume.ANEW
+        """The same choice for a merge that cannot be resumed."""
+        return Resume.NEVER if self is Resume.NEVER else Resume.RESTART
 
 
 def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) -> str:
-    """What has to be the same for one run to go on with what another wrote."""
+    """Digest everything that must be equal for one run to resume another."""
     return digest_of({
         "version": mergepipe.__version__,
         "recipe": inputs.recipe_text,
@@ -78,7 +78,7 @@ def run_key(inputs: Inputs, plan: Plan | None, output: OutputPlan, seed: int) ->
 class MergeProgress:
     """The durable progress of one merge: a `DurableProgress` that writes the journal. Used from many threads.
 
-    The journal begins with the first record of durable tensors: before that there is nothing to continue. The account
+    The journal begins with the first record of durable tensors: before that there is nothing to resume. The account
     of expert bytes begins with the first read of one: they are reserved in it before they are read, so that whatever
     happens no read is forgotten, by this run or by those that follow it.
     """
@@ -101,11 +101,11 @@ class MergeProgress:
         self.earlier_expert_bytes = 0
         self.notices: list[str] = []
 
-    # --- what was there ---
+    # --- state of earlier runs ---
 
     @property
     def done(self) -> tuple[TensorDigest, ...]:
-        """The tensors that an earlier run made durable, in output order."""
+        """Tensors that an earlier run made durable, in output order."""
         return self._done
 
     @property
@@ -115,41 +115,41 @@ class MergeProgress:
 
     @property
     def forgiven_expert_bytes(self) -> int:
-        """Expert bytes of earlier runs that do not count, because a run was told to begin anew."""
+        """Expert bytes of earlier runs that do not count, because a run started over with the whole budget."""
         return self._totals.forgiven_bytes
 
     def can_continue(self, directory: Path) -> bool:
-        """Whether to continue what is in a staging directory; if so, it is made ready for that.
+        """Decide whether to resume the run in a staging directory; if so, prepare its files.
 
-        What earlier runs read is charged to the ledger, whether their work is continued or not.
+        Reads of earlier runs are charged to the ledger, whether their work is resumed or not.
 
         Raises:
-            NotFoundError: `resume.nothing`, resuming was asked for and there is nothing to continue.
+            NotFoundError: `resume.nothing`, resuming was required and there is nothing to resume.
             LimitError: `resume.budget`, the budget does not cover what earlier runs read and what is left to be read.
             CorruptError: `resume.account`.
         """
         if self._resume is Resume.NEVER:
-            self._forgive(directory)
+            self._forgive_earlier_reads(directory)
             return False
         totals = read_totals(directory)
-        state = None if self._resume is Resume.ANEW else read_journal(directory / JOURNAL_NAME)
-        refusal = "there is no interrupted run" if state is None else self._refusal(directory, state)
+        state = None if self._resume is Resume.RESTART else read_journal(directory / JOURNAL_NAME)
+        refusal = "there is no interrupted run" if state is None else self._resume_refusal(directory, state)
         if refusal and self._resume is Resume.REQUIRED:
-            hint = "run without --resume to begin anew"
-            raise NotFoundError.of("resume.nothing", directory, f"nothing to go on with: {refusal}", hint)
+            hint = "run without --resume to start over"
+            raise NotFoundError.of("resume.nothing", directory, f"nothing to resume: {refusal}", hint)
         usage = () if state is None else state.usage
         totals = replace(totals, expert_bytes=max(totals.expert_bytes, expert_bytes_of(usage)))
         n_durable = 0 if state is None or refusal else len(state.digests)
-        self._check_affordable(directory, totals.expert_bytes, n_durable)
+        self._check_remaining_budget(directory, totals.expert_bytes, n_durable)
         if state is None or refusal:
             self._charge_earlier(directory, totals, ())
             return False
-        _tidy(directory / CONTENT_NAME, self._output.shards, n_durable)
-        self._take_over(directory, state, totals)
+        _remove_undurable(directory / CONTENT_NAME, self._output.shards, n_durable)
+        self._resume_from(directory, state, totals)
         return True
 
-    def _forgive(self, directory: Path) -> None:
-        """Let what earlier runs read count no more, and say so for as long as this output is not published."""
+    def _forgive_earlier_reads(self, directory: Path) -> None:
+        """Forgive the bytes that earlier runs read, and record so until this output is published."""
         try:
             totals = read_totals(directory)
         except CorruptError:
@@ -160,23 +160,23 @@ class MergeProgress:
         self._charge_earlier(directory, totals.forgiven(), ())
         self._open_account().record(self._totals)
 
-    def _refusal(self, directory: Path, state: JournalState) -> str:
-        """Why what is there is of no use; empty if it is."""
+    def _resume_refusal(self, directory: Path, state: JournalState) -> str:
+        """Return the reason why an interrupted run cannot be resumed; empty if it can."""
         if state.key != self._key:
             return "the interrupted run was another merge, or its inputs have changed"
         if _identity(directory / CONTENT_NAME) != state.content:
-            return "what it had written is gone"
+            return "its output is gone"
         names = [task.name for task in self._output.tasks]
         if not state.digests or [digest.name for digest in state.digests] != names[: len(state.digests)]:
-            return "nothing that it had written is durable"
+            return "none of its output is durable"
         for shard, nbytes in _durable_files(self._output.shards, len(state.digests)):
             path = directory / CONTENT_NAME / shard.name
             if not path.is_file() or path.stat().st_size < nbytes:
                 return f"{shard.name} is shorter than it was"
         return ""
 
-    def _check_affordable(self, directory: Path, used_bytes: int, n_durable: int) -> None:
-        """Refuse to run where the budget does not cover what was read and what is left to be read."""
+    def _check_remaining_budget(self, directory: Path, used_bytes: int, n_durable: int) -> None:
+        """Refuse to run if the budget does not cover the bytes already read plus those still to be read."""
         if self._plan is None or not used_bytes:
             return
         left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable])
@@ -187,11 +187,11 @@ class MergeProgress:
             f"earlier runs may have read {used_bytes} of {budget} bytes for this output, which leaves "
             f"{max(0, budget - used_bytes)}; {left} are needed"
         )
-        hint = "begin anew with the whole budget (--no-resume), or give a larger --budget"
+        hint = "start over with the whole budget (--no-resume), or give a larger --budget"
         raise LimitError.of("resume.budget", directory, message, hint)
 
     def _charge_earlier(self, directory: Path, totals: ReadTotals, usage: Sequence[FileUse]) -> None:
-        """Charge what earlier runs used: by file where that is known, the rest of the expert bytes in one sum."""
+        """Charge the bytes of earlier runs: by file where recorded, the other expert bytes as one sum."""
         self._directory = directory
         self._totals = totals
         self._has_earlier_account = totals != ReadTotals()
@@ -206,35 +206,35 @@ class MergeProgress:
             self._ledger.charge(_EARLIER, Purpose.EXPERT, rest)
         if totals.expert_bytes and not usage:
             self.notices.append(
-                f"began anew: earlier runs may have read {totals.expert_bytes} expert bytes, which count"
+                f"started over: earlier runs may have read {totals.expert_bytes} expert bytes, which count"
             )
         if totals.forgiven_bytes:
             self.notices.append(
-                f"began anew with the whole budget (--no-resume): {totals.forgiven_bytes} expert bytes that earlier "
+                f"started over with the whole budget (--no-resume): {totals.forgiven_bytes} expert bytes that earlier "
                 "runs may have read are not counted"
             )
 
-    def _take_over(self, directory: Path, state: JournalState, totals: ReadTotals) -> None:
+    def _resume_from(self, directory: Path, state: JournalState, totals: ReadTotals) -> None:
         self._done = state.digests
         self._noted = len(state.digests)
         self._journal = Journal(directory / JOURNAL_NAME, state)
         self._charge_earlier(directory, totals, state.usage)
         written = sum(task.output_bytes for task in self._output.tasks[: self._noted])
         self.notices.append(
-            f"went on with an interrupted run: {written} of {sum(t.output_bytes for t in self._output.tasks)} bytes "
+            f"resumed an interrupted run: {written} of {sum(t.output_bytes for t in self._output.tasks)} bytes "
             f"in {self._noted} of {len(self._output.tasks)} tensors were durable"
         )
 
-    # --- on the way ---
+    # --- during the run ---
 
     @contextlib.contextmanager
     def recorded(self, staging: Staging) -> Iterator[None]:
-        """Write the journal of what happens in `staging`; if it is interrupted, let it be kept to be continued.
+        """Journal the run in `staging`; if it is interrupted, keep what can be resumed.
 
-        However a run under a budget ends without a result, the account of what it read stays.
+        If a run under a budget ends without a result, the account of its reads stays.
         """
         self._directory = staging.directory
-        self._ledger.before_expert_read = self._cover
+        self._ledger.before_expert_read = self._reserve_expert_bytes
         try:
             yield
         except BaseException as error:
@@ -249,17 +249,17 @@ class MergeProgress:
                 self._account.close()
 
     def _keep(self, staging: Staging, error: BaseException) -> None:
-        """Keep what a run that failed leaves: its work where that can be continued, else the account alone, if any."""
+        """After a failure keep the work if it can be resumed, else the account alone, if there is one."""
         is_continuable = bool(self._noted) and isinstance(error, _WORTH_KEEPING)
         has_account = self._has_earlier_account or (self._plan is not None and self._account is not None)
         if not (is_continuable or has_account):
             return
-        with contextlib.suppress(StorageError, OSError):  # then it counts as killed, which is as good
+        with contextlib.suppress(StorageError, OSError):  # then the run counts as killed, which is equivalent
             if self._account is not None:
                 self._account.record(self._totals)
         with contextlib.suppress(StorageError, OSError):
             if is_continuable:
-                self._stop(staging.path)
+                self._record_interruption(staging.path)
             else:
                 _remove_work(staging.directory)
         staging.keep()
@@ -268,19 +268,19 @@ class MergeProgress:
             error.add_note(note)
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
-        """Record that the next tensors are durable; called by the writer."""
+        """Record that the next tensors are durable. Called by the writer."""
         if self._directory is None:
             raise ValueError("not in a staging directory")
         sync_directory(self._directory / CONTENT_NAME)
         usage = self._usage()
         with self._lock:
             if self._journal is None:
-                self._journal = _begin(self._directory, self._key)
+                self._journal = _create_journal(self._directory, self._key)
             self._journal.note_durable(digests, usage)
             self._noted += len(digests)
 
-    def _cover(self, expert_bytes: int) -> None:
-        """Reserve expert bytes before they are read; called by the ledger, which is locked."""
+    def _reserve_expert_bytes(self, expert_bytes: int) -> None:
+        """Reserve expert bytes before they are read. Called by the ledger, with its lock held."""
         with self._lock:
             if expert_bytes > self._reserved_bytes:
                 reserved = self._reservation(expert_bytes)
@@ -289,7 +289,7 @@ class MergeProgress:
             self._totals = replace(self._totals, expert_bytes=expert_bytes)
 
     def _reservation(self, expert_bytes: int) -> int:
-        if self._plan is None:  # nothing to be spared: for the account only
+        if self._plan is None:  # no budget: the account only records
             return expert_bytes + INTERVAL_BYTES
         budget = self._plan.budget_bytes
         step = min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
@@ -302,12 +302,12 @@ class MergeProgress:
             self._account = ReadAccount(self._directory, is_durable=self._plan is not None)
         return self._account
 
-    def _stop(self, content: Path) -> None:
-        """Record what was used exactly, and give back the space of what is not durable."""
+    def _record_interruption(self, content: Path) -> None:
+        """Record the exact bytes used, and remove files that are not durable."""
         with self._lock:
             if self._journal is not None:
                 self._journal.stop(self._usage())
-        _tidy(content, self._output.shards, self._noted)
+        _remove_undurable(content, self._output.shards, self._noted)
 
     def _usage(self) -> tuple[FileUse, ...]:
         by_file = self._ledger.usage().by_file
@@ -315,14 +315,14 @@ class MergeProgress:
 
 
 def _remove_work(directory: Path) -> None:
-    """Remove what cannot be continued from a staging directory, and leave the account."""
+    """Remove everything that cannot be resumed from a staging directory except the account."""
     with contextlib.suppress(FileNotFoundError):
         owned.remove_file(directory / JOURNAL_NAME)
     owned.remove_tree(directory / CONTENT_NAME)
 
 
-def _begin(directory: Path, key: str) -> Journal:
-    """Make the journal, durable with all that leads to it."""
+def _create_journal(directory: Path, key: str) -> Journal:
+    """Create the journal and make it and its directory entries durable."""
     identity = _identity(directory / CONTENT_NAME)
     if identity is None:
         raise StorageError.of("storage.io", directory / CONTENT_NAME, "is gone", "run again")
@@ -342,7 +342,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tuple[ShardLayout, int]]:
-    """The files that the first `n_tensors` stand in, and how many bytes of each these and its header are."""
+    """Yield the files that hold the first `n_tensors`, with the bytes of header and those tensors in each."""
     for shard in shards:
         own = shard.tensors[:n_tensors]
         if not own:
@@ -351,14 +351,14 @@ def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tu
         yield shard, len(shard.header) + sum(spec.nbytes for spec in own)
 
 
-def _tidy(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
-    """Remove everything but what is durable of the first `n_tensors`."""
+def _remove_undurable(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
+    """Remove everything but the durable bytes of the first `n_tensors`."""
     durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
     owned.keep_only(content, durable)
 
 
 def _planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
-    """What the plan charges for reading the experts of some tasks, block by block."""
+    """Sum the planned cost of reading the experts of some tasks, block by block."""
     planned = {tensor.name: tensor for tensor in plan.tensors}
     return sum(_tensor_cost(plan, planned[task.name], task) for task in tasks if task.name in planned)
 

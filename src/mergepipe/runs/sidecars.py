@@ -1,4 +1,4 @@
-"""The small files of a snapshot: configuration, tokenizer, chat template, and a model card."""
+"""Build the small files of a snapshot: configuration, tokenizer, chat template, model card."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SECTION_SUFFIX, _TOKEN_ID_SUFFIX = "_config", "_token_id"
 
 
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
-    """Name and content of every small file but the manifest, the index and the card: known before the merge.
+    """Return the small files known before the merge, by name: all but the manifest, the index and the card.
 
     Configuration comes from the first model, the tokenizer from the one that the recipe wants.
 
@@ -67,12 +67,12 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
 
 
 def sidecar_contents(inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
-    """Name and content of every small file but the manifest and the index."""
+    """Return every small file but the manifest and the index, by name."""
     return {**planned_sidecars(inputs, store), CARD_NAME: model_card(manifest)}
 
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:
-    """The configuration of the output's dtype and layers."""
+    """Adapt the configuration to the output's dtype and layers."""
     dtype = inputs.recipe.out_dtype or inputs.recipe.dtype
     config = config if dtype is None else with_dtype(config, dtype)
     for layers in inputs.resolution.layer_counts:
@@ -81,12 +81,12 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
 
 
 def sidecar_bytes(inputs: Inputs) -> int:
-    """Bytes of the small files that a merge of these inputs writes, manifest and tables left out."""
+    """Estimate the bytes of the small files of a merge, manifest and tables excluded."""
     return sum(map(len, planned_sidecars(inputs, LocalStore()).values()))
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
-    """Name and content of every small file of a model. Memory: at most `SIDECARS_BYTES` and one more file.
+    """Read every small file of a model, by name. Memory: at most `SIDECARS_BYTES` and one more file.
 
     Raises:
         CorruptError: `storage.too-large`, one of them or all together.
@@ -111,7 +111,7 @@ def _is_tokenizers(name: str) -> bool:
 
 
 def with_dtype(config: bytes, dtype: DType) -> bytes:
-    """The configuration with its dtype set to the output's, so that loaders do not cast; else the same bytes."""
+    """Set the configuration's dtype to the output's, so that loaders do not cast; unchanged if it states none."""
     content = _parsed(config)
     if content is None:
         return config
@@ -125,7 +125,7 @@ def with_dtype(config: bytes, dtype: DType) -> bytes:
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
-    """The configuration with as many layers as slices put together, and its lists of one entry a layer drawn likewise.
+    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise.
 
     Raises:
         MismatchError: `config.layers`, nothing states the number of layers before.
@@ -152,7 +152,7 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
 
 
 def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
-    """What states the number of these layers: `decoder_layers` for those of a decoder, and what names no side."""
+    """Find the keys that state the number of these layers, such as `num_hidden_layers` or `decoder_layers`."""
     found = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
     side = next((side for side in _SIDES if side in layers.prefix), None)
     if side is None:
@@ -163,7 +163,7 @@ def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
 
 
 def _sections_of(content: Json, prefix: str) -> list[Json]:
-    """Where a model of several states the layers of this prefix: `vision_config` for `vision_tower.layers.`."""
+    """Find the sections that describe the layers of a prefix: `vision_config` for `vision_tower.layers.`."""
     named = [
         section
         for name, section in content.items()
@@ -173,7 +173,7 @@ def _sections_of(content: Json, prefix: str) -> list[Json]:
 
 
 def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lender: Checkpoint, store: Store) -> None:
-    """State the number of rows; token ids are the lender's, whose tokenizer it is."""
+    """Set the vocabulary size to the number of rows, and token ids to those of the model whose tokenizer is used."""
     if CONFIG_NAME in contents:
         contents[CONFIG_NAME] = with_vocab_size(contents[CONFIG_NAME], alignment.n_rows)
     if alignment.lender != 0:
@@ -184,7 +184,7 @@ def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lende
 
 
 def with_vocab_size(config: bytes, n_rows: int) -> bytes:
-    """The configuration with this vocabulary size wherever it states one for text; else the same bytes."""
+    """Set every text vocabulary size in the configuration; unchanged if it states none."""
     content = _parsed(config) or {}
     stating = [section for section in _text_sections(content) if VOCAB_SIZE_KEY in section]
     if all(section[VOCAB_SIZE_KEY] == n_rows for section in stating):
@@ -195,7 +195,7 @@ def with_vocab_size(config: bytes, n_rows: int) -> bytes:
 
 
 def with_token_ids(config: bytes, lent: bytes) -> bytes:
-    """The configuration with the ids of special tokens (`bos_token_id`, ...) that `lent` has; else the same bytes."""
+    """Copy the ids of special tokens (`bos_token_id`, ...) from `lent`; unchanged if there are none."""
     content, other = _parsed(config), _parsed(lent)
     if content is None or other is None:
         return config
@@ -204,7 +204,7 @@ def with_token_ids(config: bytes, lent: bytes) -> bytes:
 
 
 def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str, bytes]:
-    """The files with this chat template, where newer and where older loaders look for it."""
+    """Add this chat template in the files where newer and older loaders look for it."""
     changed = {name: content for name, content in contents.items() if name != TEMPLATE_JSON_NAME}
     changed[TEMPLATE_NAME] = template.encode()
     settings = _parsed(contents[SETTINGS_NAME]) if SETTINGS_NAME in contents else None
@@ -214,12 +214,12 @@ def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str
 
 
 def _text_sections(content: Json) -> list[Json]:
-    """The configuration and, in those of several models, that of the text model inside."""
+    """List the configuration and, for a multimodal model, its text section."""
     return [content, *(content[name] for name in _TEXT_SECTIONS if isinstance(content.get(name), dict))]
 
 
 def _parsed(raw: bytes) -> Json | None:
-    """A JSON object; None if it is none: such a file is passed on as it is."""
+    """Parse a JSON object; None if the file holds none, in which case it is copied as it is."""
     try:
         return parse_config(raw, "")
     except CorruptError:
@@ -227,7 +227,7 @@ def _parsed(raw: bytes) -> Json | None:
 
 
 def model_card(manifest: Manifest) -> bytes:
-    """A model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
+    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
     template = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line

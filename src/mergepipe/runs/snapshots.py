@@ -1,6 +1,6 @@
-"""Snapshots as users ask for them: listed, shown, found by path or sid, traced back; nothing is written.
+"""Look up snapshots for users: list, show, find by path or sid, trace lineage. Writes nothing.
 
-A catalog that is not there yet counts as empty and is not made.
+A missing catalog counts as empty and is not created.
 """
 
 from __future__ import annotations
@@ -26,43 +26,45 @@ T = TypeVar("T")
 
 
 def list_snapshots(home: Path) -> tuple[SnapshotReport, ...]:
-    """Every snapshot the catalog knows, newest first."""
+    """List every snapshot in the catalog, newest first."""
     rows = _with_catalog(home, lambda catalog: catalog.snapshots())
     return tuple(_of_row(row) for row in rows or ())
 
 
-def show_snapshot(asked: str, home: Path) -> SnapshotReport:
-    """One snapshot, from the catalog, else from its own manifest.
+def show_snapshot(reference: str, home: Path) -> SnapshotReport:
+    """Describe one snapshot from the catalog, else from its own manifest.
 
     Raises:
         NotFoundError: `snapshot.unknown`.
         RecipeError: `snapshot.ambiguous`.
     """
     try:
-        return _of_row(_recorded(asked, home))
+        return _of_row(_recorded(reference, home))
     except NotFoundError:
-        path = Path(asked)
+        path = Path(reference)
         if not _has_manifest(path):
             raise
         created = modified_at(path / MANIFEST_NAME)
         return _of_manifest(read_manifest(path), path.absolute(), created)
 
 
-def trace_lineage(asked: str, home: Path) -> tuple[LineageNode, ...]:
-    """All that went into a snapshot the catalog knows, as a tree in preorder.
+def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
+    """List everything that went into a catalogued snapshot, as a tree in preorder.
 
     Raises:
         NotFoundError: `snapshot.unknown`, `snapshot.not-recorded`.
         RecipeError: `snapshot.ambiguous`.
     """
     try:
-        row = _recorded(asked, home)
+        row = _recorded(reference, home)
     except NotFoundError:
-        if not _has_manifest(Path(asked)):
+        if not _has_manifest(Path(reference)):
             raise
-        read_manifest(Path(asked))  # which says so where it is no snapshot's
-        hint = f"run `mergepipe catalog rebuild {asked}`"
-        raise NotFoundError.of("snapshot.not-recorded", asked, "a snapshot that is not in the catalog", hint) from None
+        read_manifest(Path(reference))  # which says so where it is no snapshot's
+        hint = f"run `mergepipe catalog rebuild {reference}`"
+        raise NotFoundError.of(
+            "snapshot.not-recorded", reference, "a snapshot that is not in the catalog", hint
+        ) from None
     return _with_catalog(home, lambda catalog: catalog.lineage(row.path)) or ()
 
 
@@ -79,14 +81,14 @@ def catalog_statistics(home: Path) -> CatalogStats:
     return found
 
 
-def find_snapshot_path(asked: str, home: Path) -> Path:
-    """The directory of a snapshot given by its directory, its manifest, its sid or first digits of it.
+def find_snapshot_path(reference: str, home: Path) -> Path:
+    """Find the directory of a snapshot by its directory, its manifest, its sid or a prefix of the sid.
 
     Raises:
         NotFoundError: `snapshot.unknown`, or `snapshot.no-manifest` where a directory is not a snapshot.
         RecipeError: `snapshot.ambiguous`.
     """
-    path = Path(asked)
+    path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent
     if path.is_dir():
@@ -94,7 +96,7 @@ def find_snapshot_path(asked: str, home: Path) -> Path:
             message = f"holds no {MANIFEST_NAME}: not a snapshot"
             raise NotFoundError.of("snapshot.no-manifest", path, message, "give a snapshot, its sid, or a plan")
         return path
-    return _recorded(asked, home).path
+    return _recorded(reference, home).path
 
 
 def read_manifest_value(directory: Path) -> Manifest:
@@ -116,11 +118,13 @@ def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
         return action(catalog)
 
 
-def _recorded(asked: str, home: Path) -> SnapshotRow:
-    row = _with_catalog(home, lambda catalog: catalog.snapshot(asked))
+def _recorded(reference: str, home: Path) -> SnapshotRow:
+    row = _with_catalog(home, lambda catalog: catalog.snapshot(reference))
     if row is None:
         message = f"no snapshot is known by that name: there is no catalog in {home}"
-        raise NotFoundError.of("snapshot.unknown", asked, message, "give its directory, or the catalog's with --home")
+        raise NotFoundError.of(
+            "snapshot.unknown", reference, message, "give its directory, or the catalog's with --home"
+        )
     return row
 
 

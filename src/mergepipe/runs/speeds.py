@@ -1,4 +1,4 @@
-"""How fast this machine reads a place and decodes packed blocks: measured once, kept in the catalog's home."""
+"""Measure how fast this machine reads storage and decodes packed blocks; cache the speeds in the catalog's home."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ SPEEDS_FORMAT = "mergepipe-speeds/1"
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _ReadMeasurement:
     bytes_per_second: float
     date: str
     measured_bytes: int  # of a few it says how long a request takes, not how fast a model is read
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoding:
+class _DecodeMeasurement:
     prices: DecodingPrices
     date: str
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRequest:
-    """What a step is divided by. With a `storage_speed` (bytes a second) storage is not measured."""
+    """The unit that the planner prices reads in. With a `storage_speed` (bytes a second) storage is not measured."""
 
     price: Price = Price.BYTES
     storage_speed: float | None = None
 
     def speeds(self, inputs: Inputs, store: LocalStore, home: Path | None, threads: int) -> Speeds | None:
-        """The speeds to price with; None by bytes, which know nothing of the machine."""
+        """Return the speeds to price with; None where reads are priced in bytes."""
         if self.price is Price.BYTES:
             return None
         return find_speeds(inputs, store, home, threads, self.storage_speed)
@@ -60,7 +60,7 @@ BY_BYTES = PriceRequest()
 def find_speeds(
     inputs: Inputs, store: LocalStore, home: Path | None, threads: int, storage_speed: float | None
 ) -> Speeds:
-    """The speeds that plans by time are made from; with a `storage_speed` (bytes a second) storage is not measured.
+    """Find or measure the speeds for plans by time; with a `storage_speed` (bytes a second) storage is not measured.
 
     What is not known of this machine and of the place where the base lies is measured: at most 64 MiB of the base are
     read, charged as the base's. It is rounded to two digits and kept in `home`, where there is one, until a larger file
@@ -69,71 +69,71 @@ def find_speeds(
     Raises:
         StorageError, NotFoundError: the base cannot be read.
     """
-    kept = _Kept(home)
-    decoding = _decoding(kept) if any(each.encoded is not None for each in inputs.checkpoints) else None
+    kept = _SpeedCache(home)
+    decoding = _measured_decode_speed(kept) if any(each.encoded is not None for each in inputs.checkpoints) else None
     prices = NO_DECODING if decoding is None else decoding.prices
     words = [] if decoding is None else [f"decoding measured on {decoding.date}"]
     if storage_speed is None:
-        reading = _reading(kept, inputs, store)
+        reading = _measured_read_speed(kept, inputs, store)
         storage_speed, words = reading.bytes_per_second, [f"storage measured on {reading.date}", *words]
     else:
         words = ["storage as given", *words]
     return Speeds(storage_speed, prices, min(threads, READERS), ", ".join(words))
 
 
-def _reading(kept: _Kept, inputs: Inputs, store: LocalStore) -> _Reading:
+def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: LocalStore) -> _ReadMeasurement:
     sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
     size_bytes, path = max(sized, key=lambda each: each[0], default=(0, Path()))
     if size_bytes < DIRECT_ALIGNMENT_BYTES:
-        return _Reading(two_digits(1e9), _today(), 0)  # next to nothing is stored, next to nothing will be read
+        return _ReadMeasurement(two_digits(1e9), _utc_date(), 0)  # too small to measure, and to matter
     place, measured_bytes = str(mount_of(path)), min(size_bytes, MOST_BYTES)
     found = kept.reading(place)
     if found is None or found.measured_bytes < measured_bytes:
-        found = _Reading(two_digits(measure_reading(store, path, Purpose.BASE)), _today(), measured_bytes)
+        found = _ReadMeasurement(two_digits(measure_reading(store, path, Purpose.BASE)), _utc_date(), measured_bytes)
         kept.keep_reading(place, found)
     return found
 
 
-def _decoding(kept: _Kept) -> _Decoding:
+def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
     found = kept.decoding()
     if found is None:
-        from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: only who needs it waits for it
+        from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: imported only when needed
 
-        found = _Decoding(measure_decoding(), _today())
+        found = _DecodeMeasurement(measure_decoding(), _utc_date())
         kept.keep_decoding(found)
     return found
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system that holds a file is mounted."""
+    """Return the mount point of the file system that holds `path`."""
     real = path.resolve()
     return next((parent for parent in real.parents if os.path.ismount(parent)), real.parent)
 
 
-def _today() -> str:
+def _utc_date() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-class _Kept:
-    """What was measured before, by machine: a file that can be lost. What it does not say well is measured anew."""
+class _SpeedCache:
+    """A cache file of measured speeds by machine. It may be deleted; what cannot be parsed is measured again."""
 
     def __init__(self, home: Path | None) -> None:
         self._path = None if home is None else home / SPEEDS_NAME
         self._machine = platform.node() or "this machine"
 
-    def reading(self, place: str) -> _Reading | None:
-        """What is known of a place."""
+    def reading(self, place: str) -> _ReadMeasurement | None:
+        """Look up the read speed of a mount point; None if it is missing."""
         found = _inside(self._of_machine(), "storage", place)
         try:
             speed, size = float(str(found["bytes_per_second"])), int(str(found["measured_bytes"]))
-            reading = _Reading(speed, str(found["measured"]), size)
+            reading = _ReadMeasurement(speed, str(found["measured"]), size)
             Speeds(reading.bytes_per_second, NO_DECODING, 1, "")
         except (KeyError, ValueError):
             return None
         return reading
 
-    def decoding(self) -> _Decoding | None:
-        """What is known of decoding by this version of the program."""
+    def decoding(self) -> _DecodeMeasurement | None:
+        """Look up the decoding speeds of this version of the program; None if they are missing."""
         found = _inside(self._of_machine(), "decoding", mergepipe.__version__)
         try:
             prices = DecodingPrices(
@@ -143,12 +143,12 @@ class _Kept:
                     if isinstance(each, list)
                 }
             )
-            return _Decoding(prices, str(found["measured"])) if prices.nanoseconds else None
+            return _DecodeMeasurement(prices, str(found["measured"])) if prices.nanoseconds else None
         except (KeyError, ValueError):
             return None
 
-    def keep_reading(self, place: str, reading: _Reading) -> None:
-        """Remember it, if there is a place for that."""
+    def keep_reading(self, place: str, reading: _ReadMeasurement) -> None:
+        """Store a read speed, if there is a cache file."""
         said = {
             "bytes_per_second": reading.bytes_per_second,
             "measured": reading.date,
@@ -156,8 +156,8 @@ class _Kept:
         }
         self._keep("storage", place, said)
 
-    def keep_decoding(self, decoding: _Decoding) -> None:
-        """Remember it, if there is a place for that; what other versions measured is forgotten."""
+    def keep_decoding(self, decoding: _DecodeMeasurement) -> None:
+        """Store decoding speeds, if there is a cache file, in place of those of other versions."""
         table = {kind: list(each) for kind, each in decoding.prices.nanoseconds.items()}
         self._keep("decoding", mergepipe.__version__, {"nanoseconds": table, "measured": decoding.date}, alone=True)
 
@@ -168,7 +168,7 @@ class _Kept:
         own = dict(_inside(machines, self._machine))
         own[part] = {key: said} if alone else {**_inside(own, part), key: said}
         content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
-        with contextlib.suppress(OSError, MergePipeError):  # it is measured again, then
+        with contextlib.suppress(OSError, MergePipeError):  # the next run measures again
             owned.make_folders(self._path.parent)
             owned.replace_file(
                 self._path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -189,7 +189,7 @@ class _Kept:
 
 
 def _inside(document: Mapping[str, object], *keys: str) -> Mapping[str, object]:
-    """The object below some keys; empty where there is none."""
+    """Return the JSON object at a path of keys; empty where there is none."""
     for key in keys:
         found = document.get(key)
         document = found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""What the engine is to do for a merge of opened inputs, in full or by a plan."""
+"""Build the `MergeWork` of a merge from its tasks, its plan (if any) and its seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_OMIT_RENORMALIZE = "renormalize"
 def merge_work(
     operator: str, tasks: Sequence[MergeTask], plan: Plan | None, seed: int, content_ids: Mapping[int, str]
 ) -> MergeWork:
-    """Merge `tasks`, reading what the plan says or everything; the seed is the plan's where there is one."""
+    """Build the work of merging `tasks` by `plan`, or in full without one; a plan's seed overrides `seed`."""
     access = None
     if plan is not None:
         access = PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)

@@ -11,8 +11,8 @@ from mergepipe.errors import LimitError, RecipeError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mergepipe.tailor.composition.checkpoint_diff import DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport, OnProgress
-    from mergepipe.tailor.composition.diff import DiffReport
     from mergepipe.tailor.inspect import InspectReport
 
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -100,7 +100,7 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
         MergePipeError: one cannot be read, or they are of different models.
     """
     from mergepipe.storage.local import LocalStore
-    from mergepipe.tailor.composition.diff import diff_checkpoints
+    from mergepipe.tailor.composition.checkpoint_diff import diff_checkpoints
     from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
     store = LocalStore()
@@ -180,7 +180,7 @@ def recipe_from_log(
     """
     from mergepipe.errors import NotFoundError
     from mergepipe.storage.local import LocalStore
-    from mergepipe.tailor.composition.from_log import composition_from_log_file
+    from mergepipe.tailor.composition.log_composition import composition_from_log_file
     from mergepipe.tailor.composition.strategies import find_checkpoints
 
     try:

@@ -15,7 +15,7 @@ import pytest
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.api import compose
 from mergepipe.tailor.checkpoint import WEIGHT, Format, Framework, Packing, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.from_log import composition_from_log_file
+from mergepipe.tailor.composition.log_composition import composition_from_log_file
 from mergepipe.tailor.formats.dcp import unpack_piece
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.inspect import differences

@@ -1,1 +1,1 @@
-"""Tensors that are computed from stored ones: adapters, stacked experts, vocabulary rows."""
+"""Compute tensors from stored ones: adapters, stacked experts, vocabulary rows."""

@@ -1,4 +1,4 @@
-"""Weights with an adapter applied: what an expert is that a recipe writes as base+adapter."""
+"""Apply an adapter to weights, for experts that a recipe writes as `model+adapter`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Adapted:
         return block_cost_bytes(self.weights, span) + self.delta.cost_bytes(span)
 
     def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
-        """Ready to be fetched; keeps the delta's factors in float32, and the weights of a span while it is fetched."""
+        """Return a fetch of spans; keeps the delta's factors in float32, and a span's weights during its fetch."""
         return _AdaptedFetch(self.weights, self.delta.opened(files), files)
 
 

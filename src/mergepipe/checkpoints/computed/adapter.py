@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter as a checkpoint of deltas against a base."""
+"""Open a PEFT LoRA adapter as a checkpoint of deltas against a base."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Factors:
 
 
 def open_adapter(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
-    """Open the adapter in the directory `path`: its tensors bear the names of the `base` tensors they change.
+    """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
 
     Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
     stored tensors. What it does not touch is absent. No tensor byte is read.
@@ -62,7 +62,7 @@ def open_adapter(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
 
 
 def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
-    """The model that `adapter`, opened against `weights`, makes of them: every tensor full, most as stored.
+    """Apply `adapter`, opened against `weights`: a checkpoint of full tensors, unchanged ones as stored.
 
     Raises:
         UnsupportedError: a tensor that the adapter changes is not stored plainly.
@@ -105,7 +105,7 @@ class _Opener:
         self._base = base
 
     def tensors(self, entries: Sequence[TensorEntry]) -> dict[str, Readable]:
-        """By name of the base, in the order in which they are stored."""
+        """Return the tensors by the base's names, in storage order."""
         factors, full = self._sorted_out(entries)
         wanted = [f"{module}.weight" for module in factors]
         names = base_names([*wanted, *(name for name in full if name not in wanted)], self._base.tensors, self._path)
@@ -119,7 +119,7 @@ class _Opener:
         return tensors
 
     def _sorted_out(self, entries: Sequence[TensorEntry]) -> tuple[dict[str, _Factors], dict[str, TensorEntry]]:
-        """The factors by module, and the tensors stored in full by name."""
+        """Sort entries into factors by module, and tensors stored in full by name."""
         factors: dict[str, _Factors] = defaultdict(_Factors)
         full: dict[str, TensorEntry] = {}
         for entry in entries:
@@ -164,7 +164,7 @@ class _Opener:
             )  # fmt: skip
 
     def _orientation(self, factors: Mapping[str, _Factors]) -> dict[str, bool]:
-        """Whether each product is stored transposed in the base: as its shape says, or all others', or the option.
+        """Decide whether each product is transposed in the base: by its shape, else by the others', else by the option.
 
         Frameworks store some layers (Conv1D of GPT-2) transposed, and one option for all modules cannot say which.
         """
@@ -181,7 +181,7 @@ class _Opener:
         return {name: fits[0] if len(fits) == 1 else usual for name, fits in choices.items()}
 
     def _choices(self, name: str, parts: _Factors) -> tuple[bool, ...]:
-        """The orientations in which a product fits its base tensor; an embedding has only one."""
+        """Return the orientations in which a product fits its base tensor; an embedding has only one."""
         shape = (parts.sides["B"].shape[0], parts.sides["A"].shape[1])
         needed = self._base.tensors[name].shape
         allowed = (True,) if parts.is_embedding else (False, True)

@@ -1,4 +1,4 @@
-"""Which tensor of a base a name of an adapter means, where the two were saved below different prefixes."""
+"""Map an adapter's tensor names to the base's, where the two were saved under different prefixes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Prefix:
     added: str
 
     def applied(self, name: str) -> str | None:
-        """The other name, or None where the prefix does not match."""
+        """Return the mapped name, or None where the prefix does not match."""
         return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
 
 
 def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> dict[str, str]:
-    """For each wanted name the base's: the same, or all of the others by one common change of prefix.
+    """Map each wanted name to the base's: the same name, or by one prefix change common to all others.
 
     Raises:
         MismatchError: there is no such change, or more than one that takes equally little away.
@@ -60,13 +60,13 @@ def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -
 
 
 def _most_alike(prefixes: list[Prefix]) -> list[Prefix]:
-    """Those that keep most of the words they take away: `model.language_model.` is no `vision_tower.encoder.`."""
+    """Return the prefix changes that keep most words: `model.language_model.` is no `vision_tower.encoder.`."""
     kept = [len({*each.removed.split(".")} & {*each.added.split(".")} - {""}) for each in prefixes]
     return [each for each, count in zip(prefixes, kept, strict=True) if count == max(kept)]
 
 
 def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:
-    """Changes of prefix that lead from `name` to a name of the base, by how much they take away.
+    """List prefix changes from `name` to a name of the base, by length removed.
 
     No prefix holds a number: another layer is not the same tensor saved differently.
     """

@@ -1,4 +1,4 @@
-"""Names that architectures give to tensors with one row for every token."""
+"""Recognise the names that architectures give to tensors with one row per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAME = re.compile(
 
 
 def embedding_ending(name: str) -> str | None:
-    """The end of a name that says that the tensor may be an embedding or an output head; None if it does not.
+    """Return the suffix of a name that marks an embedding or an output head; None if there is none.
 
     Its number of rows decides: `output.weight`, for one, is a usual name for other tensors too.
     """

@@ -1,4 +1,4 @@
-"""Mixture-of-experts weights, which are saved fused or expert by expert: one layout seen as another."""
+"""Convert mixture-of-experts weights between layouts: fused, or expert by expert."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Piece:
 
 
 def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the tensors of experts as `base` has them, where it has them otherwise.
+    """Return the checkpoint with expert tensors in the layout of `base`.
 
     A fused tensor is `Stacked` from the experts' matrices, a matrix is a stretch of the fused tensor; nothing is
     copied. Tensors that do not fit stay as they are.
@@ -53,7 +53,7 @@ def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def pieces_of(name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """What a tensor of this name and shape is made of, in its order; nothing if it is no matrix of experts."""
+    """List the pieces of a tensor of this name and shape, in order; empty if it is no matrix of experts."""
     if found := _SINGLE.fullmatch(name):
         return (Piece(found["layer"], int(found["expert"]), _ROLES[found["role"]]),)
     if found := _ROUTER_NAME.fullmatch(name):
@@ -69,7 +69,7 @@ def _is_fused(shape: tuple[int, ...], n_roles: int) -> bool:
 
 
 def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]:
-    """Every piece that stored tensors hold, as a tensor of its own."""
+    """Return every piece of the stored tensors as a tensor of its own."""
     for tensor in spare.values():
         pieces = pieces_of(tensor.name, tensor.shape)
         entry = tensor.entry() if pieces and isinstance(tensor, KeptAsItIs) else tensor
@@ -86,7 +86,7 @@ def _piece_shape(shape: tuple[int, ...], n_pieces: int) -> tuple[int, ...]:
 
 
 def _made_of(wanted: Readable, found: list[TensorEntry], n_needed: int) -> Readable | None:
-    """The wanted tensor out of its pieces; None if one is missing or has another shape."""
+    """Assemble a tensor from its pieces; None if one is missing or has another shape."""
     shape = _piece_shape(wanted.shape, n_needed)
     if len(found) != n_needed or any(piece.shape != shape for piece in found):
         return None
@@ -100,7 +100,7 @@ def _made_of(wanted: Readable, found: list[TensorEntry], n_needed: int) -> Reada
 def _replaced(
     tensors: Mapping[str, Readable], spare: Mapping[str, Readable], made: Mapping[str, Readable], used: set[Piece]
 ) -> dict[str, Readable]:
-    """The tensors without those that were used up, and with those that were made, in storage order."""
+    """Replace the tensors that were used up by those that were assembled, in storage order."""
     kept = (t for name, t in tensors.items() if name not in spare or not _is_used_up(t, used))
     return {tensor.name: tensor for tensor in sorted([*kept, *made.values()], key=_place)}
 
@@ -111,6 +111,6 @@ def _is_used_up(tensor: Readable, used: set[Piece]) -> bool:
 
 
 def _place(tensor: Readable) -> tuple[str, int]:
-    """Where the first stored byte of a tensor lies, if any is stored; files of one checkpoint are ordered by name."""
+    """Return the position of a tensor's first stored byte, as a sort key; files are ordered by name."""
     first = next(iter(tensor.stored), None)
     return ("", 0) if first is None else (str(first.file), first.offset)

@@ -1,4 +1,4 @@
-"""Tensors whose rows are taken from other tensors: aligned, extended and padded vocabularies."""
+"""Gather a tensor's rows from other tensors: aligned, extended and padded vocabularies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Where each of R rows comes from: row `row_R[r]` of source `origin_R[r]`, zeros, or the mean `-2 - origin_R[r]`.
+    """The source of each of R rows: row `row_R[r]` of source `origin_R[r]`, zeros, or the mean `-2 - origin_R[r]`.
 
     `origin_R` (int32) is the index of a source, `ZERO`, or `mean_origin(k)` for the mean of the rows `means[k]`.
     """
@@ -61,7 +61,7 @@ class RowMap:
         return self.origin_R.size
 
     def is_identity(self, n_rows: int) -> bool:
-        """Whether it gives all `n_rows` rows of source 0 in order."""
+        """Whether the map selects all `n_rows` rows of source 0 in order."""
         return (
             self.n_rows == n_rows
             and not self.origin_R.any()
@@ -70,13 +70,13 @@ class RowMap:
 
 
 def mean_origin(index: int) -> int:
-    """The origin of a row that is the mean `RowMap.means[index]`."""
+    """Return the origin code of a row that is the mean `RowMap.means[index]`."""
     return -2 - index
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Elements of one span, cut where their places in a source stop following one another.
+    """Elements of one span, cut into runs that are contiguous in their source.
 
     Run n: `n_N[n]` elements from element `source_N[n]` of source `origin_N[n]`, to element `out_N[n]` of the span.
     """
@@ -91,7 +91,7 @@ class _Runs:
         return _Runs(self.origin_N[chosen_N], self.source_N[chosen_N], self.n_N[chosen_N], self.out_N[chosen_N])
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """(source element, elements, output element) of each run."""
+        """Yield (source element, elements, output element) of each run."""
         return zip(self.source_N.tolist(), self.n_N.tolist(), self.out_N.tolist(), strict=True)
 
 
@@ -145,7 +145,7 @@ class GatheredRows:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the stored rows it is made of; a row that is taken twice counts twice."""
+        """Bytes of the stored rows; a row that is used twice counts twice."""
         n_rows_S = np.bincount(self.rows.origin_R[self.rows.origin_R >= 0], minlength=len(self.sources))
         for mean in self.rows.means:
             for part in mean:
@@ -165,11 +165,11 @@ class GatheredRows:
         return cost + (self._units_cost_bytes() if runs.n_N.size else 0)
 
     def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
-        """Ready to fetch. Keeps `REQUEST_BYTES` a reader thread, and a float32 row for every mean of many rows."""
+        """Return a fetch of spans. Keeps `REQUEST_BYTES` per reader thread, and a float32 row per mean of many rows."""
         return _OpenedRows(self, files)
 
     def runs(self, span: Span) -> _Runs:
-        """The elements of `span` as runs, in order."""
+        """Return the elements of `span` as runs, in order."""
         width = element_count(self.shape[1:])
         if not span.n_elements:
             return _Runs(np.empty(0, np.int32), *(np.empty(0, np.int64) for _ in range(3)))
@@ -185,7 +185,7 @@ class GatheredRows:
         return _Runs(origin_R[starts_N], source_R[starts_N], n_N, first_R[starts_N] - span.start)
 
     def mean_spans(self, origin: int) -> Iterator[tuple[RowRange, Span]]:
-        """The elements that a mean is taken over, in pieces of whole rows that are read one after the other."""
+        """Yield the elements that a mean is taken over, in pieces of whole rows."""
         width = element_count(self.shape[1:])
         step = max(_MEAN_CHUNK_ELEMENTS // max(width, 1), 1)
         for part in self.rows.means[mean_origin(origin)]:
@@ -193,7 +193,7 @@ class GatheredRows:
                 yield part, Span(first * width, min(first + step, part.stop) * width)
 
     def _units_cost_bytes(self) -> int:
-        """What reading the unit sources requests, each once."""
+        """Sum the bytes requested of unit sources, each once."""
         computed = (source for source in self.sources if not isinstance(source, TensorEntry))
         return sum(source.cost_bytes(Span(0, source.n_elements)) for source in computed if source.is_unit)
 
@@ -212,7 +212,7 @@ class GatheredRows:
 def gathered_rows(
     source: Readable, row_R: NDArray[np.int64], *, fallback: Readable | None = None, name: str | None = None
 ) -> GatheredRows:
-    """Rows `row_R` of `source`; where that is -1, the same row of `fallback`, else zeros.
+    """Gather rows `row_R` of `source`; where that is -1, the same row of `fallback`, or zeros.
 
     With the base's tensor as `fallback`, an expert's unknown row equals the base's, so its delta is exactly zero;
     reading it is charged to the expert. Where the two dtypes differ the rows are given in float32. The unknown rows
@@ -229,7 +229,7 @@ def gathered_rows(
 
 
 def resized(source: Readable, n_rows: int, *, fallback: Readable | None = None) -> Readable:
-    """`source` cut or extended to `n_rows` rows, new rows as `gathered_rows` has them; itself if it fits."""
+    """Cut or extend `source` to `n_rows` rows, new rows as in `gathered_rows`; unchanged if it fits."""
     if source.shape[0] == n_rows:
         return source
     row_R = np.arange(n_rows, dtype=np.int64)
@@ -237,7 +237,7 @@ def resized(source: Readable, n_rows: int, *, fallback: Readable | None = None) 
 
 
 def common_dtype(sources: tuple[Readable, ...]) -> DType:
-    """The dtype of all of them, else float32, in which merging is done anyway."""
+    """Return the common dtype of the sources, else float32, the dtype of merging."""
     dtypes = {source.dtype for source in sources}
     return dtypes.pop() if len(dtypes) == 1 else F32
 
@@ -306,7 +306,7 @@ class _OpenedRows:
                 raw[to : to + end - begin] = chunk[begin - request.start : end - request.start]
 
     def _request(self, entry: TensorEntry, request: Span, purpose: Purpose) -> NDArray[np.uint8]:
-        """The bytes of one request; valid until this thread's next."""
+        """Read one request; the bytes are valid until this thread's next call."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = aligned_buffer(REQUEST_BYTES)
         buffer: NDArray[np.uint8] = self._local.buffer
@@ -341,7 +341,7 @@ class _OpenedRows:
             return self._large_means[origin]
 
     def _computed_mean(self, origin: int, n_rows: int, purpose: Purpose) -> NDArray[np.float32]:
-        """The mean in float32, of sums in float64."""
+        """Compute a mean in float32, from sums in float64."""
         width = element_count(self._tensor.shape[1:])
         total_W = np.zeros(width, np.float64)
         for part, span in self._tensor.mean_spans(origin):
@@ -358,19 +358,19 @@ def _is_unit(source: Readable) -> bool:
 
 
 def _one_run(span: Span) -> _Runs:
-    """A span of a source as a single run to the start of a buffer."""
+    """Return a span of a source as a single run to the start of a buffer."""
     first, n, to = (np.array([value], np.int64) for value in (span.start, span.n_elements, 0))
     return _Runs(np.zeros(1, np.int32), first, n, to)
 
 
 def _byte_ranges(entry: TensorEntry, runs: _Runs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First and last byte (exclusive) of each run in the file of `entry`."""
+    """Return first byte and end of each run in the file of `entry`."""
     start_N = entry.offset + runs.source_N * entry.dtype.itemsize
     return start_N, start_N + runs.n_N * entry.dtype.itemsize
 
 
 def _joined_pages(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pages that hold the byte ranges (sorted by start), as disjoint byte ranges, touching ones joined."""
+    """Round byte ranges (sorted by start) to pages, as disjoint ranges, touching ones joined."""
     first_N = start_N // PAGE_BYTES * PAGE_BYTES
     reach_N = np.maximum.accumulate(-(-stop_N // PAGE_BYTES) * PAGE_BYTES)
     begins_N = np.ones(start_N.size, np.bool_)
@@ -386,7 +386,7 @@ def _requested_bytes(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> i
 
 
 def _requests(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> Iterator[Span]:
-    """Byte ranges to request for the byte ranges (sorted by start): whole pages, `REQUEST_BYTES` at most."""
+    """Return the requests for byte ranges (sorted by start): whole pages, at most `REQUEST_BYTES` each."""
     for first, stop in zip(*(each.tolist() for each in _joined_pages(start_N, stop_N)), strict=True):
         for at in range(first, stop, REQUEST_BYTES):
             yield Span(at, min(at + REQUEST_BYTES, stop))

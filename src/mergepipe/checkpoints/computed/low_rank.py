@@ -1,4 +1,4 @@
-"""The delta of an adapter for one tensor: a product of two thin matrices that is never held as a whole."""
+"""Compute an adapter's delta of one tensor: a product of two thin matrices, never held as a whole."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LowRankDelta:
         return whole_cost_bytes(self.stored)
 
     def opened(self, files: Mapping[Path, RangeFile]) -> LowRankFetch:
-        """Ready to be fetched; keeps both factors in float32 from the first fetch on."""
+        """Return a fetch of spans; keeps both factors in float32 from its first call on."""
         return LowRankFetch(self, files)
 
 
@@ -86,7 +86,7 @@ class LowRankFetch:
         self._factors: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
-        """Write the elements `span` into `out` (uint8 of float32); see `readers.base.Fetch`."""
+        """Write the elements `span` into `out` (uint8 of float32); see `checkpoints.contract.Fetch`."""
         from mergepipe.kernels.low_rank import low_rank_product  # compiled: nothing that only opens waits for it
 
         left_RK, right_KC = self._read(purpose)

@@ -1,4 +1,4 @@
-"""A tensor made of others of one shape, one after the other along its first dimensions."""
+"""Stack tensors of one shape into a tensor, along its first dimensions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stacked:
         return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
 
     def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
-        """The parts that `span` touches, in order, and which of their elements."""
+        """Yield the parts that `span` touches, in order, with the span inside each."""
         each = self.parts[0].n_elements
         at = span.start
         while at < span.stop:
@@ -78,7 +78,7 @@ class Stacked:
         return sum(block_cost_bytes(part, inside) for part, inside in self.pieces(span))
 
     def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
-        """Ready to be fetched; keeps nothing."""
+        """Return a fetch of spans; keeps nothing."""
         return _StackedFetch(self, self.dtype, files)
 
 

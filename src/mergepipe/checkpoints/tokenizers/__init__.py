@@ -1,1 +1,1 @@
-"""Tokenizers: vocabularies, chat templates, and the embedding rows that belong to tokens."""
+"""Read and align tokenizers: vocabularies, chat templates, embedding rows of tokens."""

@@ -1,4 +1,4 @@
-"""Chat templates: a few well-known ones by name, and the one that most models of a recipe have."""
+"""Choose the output's chat template: a named one, Jinja text, or the one that most models have."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ NAMED = {
 
 
 def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, where: object) -> str | None:
-    """The template that a recipe's `chat_template` stands for: a name, Jinja text, or `auto`.
+    """Resolve a recipe's `chat_template`: a name, Jinja text, or `auto`.
 
     `auto` is the most common one of `models`, the first such in their order; None if no model has any.
 
@@ -131,7 +131,7 @@ def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, 
 
 
 def _check_syntax(template: str, where: object) -> None:
-    """Refuse what loaders cannot parse; tags that only they know are left to them."""
+    """Refuse templates that loaders cannot parse; tags that only loaders know are not checked."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
@@ -150,7 +150,7 @@ def _check_syntax(template: str, where: object) -> None:
 
 
 def template_of(model: Checkpoint, store: Store) -> str | None:
-    """The chat template of one model, as loaders find it: its own file, else what its tokenizer's settings hold."""
+    """Read the chat template of a model as loaders do: from its own file, else from the tokenizer's settings."""
     files = TokenizerFiles(model, store)
     if TEMPLATE_NAME in files:
         return files.raw(TEMPLATE_NAME).decode("utf-8", errors="replace").strip() or None
@@ -162,7 +162,7 @@ def template_of(model: Checkpoint, store: Store) -> str | None:
 
 
 def _default(value: JsonValue) -> str | None:
-    """The template of that name where there are several."""
+    """Return the template named `default`, where there are several."""
     if isinstance(value, list):
         records = (each for each in value if isinstance(each, dict) and each.get("name") == _DEFAULT_NAME)
         value = next((record.get("template") for record in records), None)

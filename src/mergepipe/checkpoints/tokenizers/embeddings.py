@@ -1,4 +1,4 @@
-"""Finds the tensors of a checkpoint that have one row a token: by name and number of rows, for any architecture."""
+"""Find a checkpoint's tensors with one row per token, by name and number of rows, for any architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB_SIZE_KEY = "vocab_size"
 
 
 def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> dict[str, Readable]:
-    """The tensors of `model` with a row for every token, by name, in storage order; paddings count as rows.
+    """Find the tensors of `model` with a row for every token, by name, in storage order; padding rows are allowed.
 
     Raises:
         MismatchError: a tensor has such a name, and fewer rows than there are tokens.
@@ -40,8 +40,8 @@ def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> di
 
 
 def paired_embeddings(embeddings: Sequence[Mapping[str, Readable]]) -> list[dict[int, Readable]]:
-    """Which embeddings of the models belong together, each group by model; a prefix of a name may differ."""
-    is_short = all(max(Counter(map(_ending, each)).values(), default=0) <= 1 for each in embeddings)
+    """Group the corresponding embeddings of the models, each group keyed by model; name prefixes may differ."""
+    is_short = all(max(Counter(map(_ending, embedding)).values(), default=0) <= 1 for embedding in embeddings)
     groups: dict[str, dict[int, Readable]] = {}
     for model, each in enumerate(embeddings):
         for name, tensor in each.items():
@@ -54,7 +54,7 @@ def _ending(name: str) -> str:
 
 
 def _vocab_size(config: Mapping[str, JsonValue]) -> int | None:
-    """What the configuration says, at its top or in that of the text model inside."""
+    """Return the configuration's vocabulary size, from its top level or its text section."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         value = section.get(VOCAB_SIZE_KEY)
         if type(value) is int:

@@ -1,4 +1,4 @@
-"""Which row of which model each row of an aligned embedding is: pure rules on arrays of ids."""
+"""Choose the source model and row of each row of an aligned embedding. Pure rules on arrays of ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a recipe says of one output row: row `row` of model `model` (zeros if that is None), or the usual rule.
+    """A recipe's rule for one output row: row `row` of model `model` (zeros if None), or the usual rule.
 
     `force`: also for models that have the token.
     """
@@ -27,7 +27,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRows:
-    """Where the tokens of R output rows are in M models: `row_MR`, -1 where a model has no row for the token.
+    """The rows of R output tokens in M models: `row_MR`, -1 where a model has no row for the token.
 
     `is_token_R` is False for rows that no token has, which pad the embedding.
     """
@@ -37,7 +37,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, output: Vocabulary, vocabularies: Sequence[Vocabulary], n_rows: int) -> TokenRows:
-        """Look every token of `output` up in every vocabulary."""
+        """Look up every token of `output` in every vocabulary."""
         is_token_R = np.zeros(n_rows, np.bool_)
         row_MR = np.full((len(vocabularies), n_rows), -1, np.int64)
         rows_T = np.fromiter(output.ids.values(), np.int64, len(output.ids))
@@ -48,13 +48,13 @@ class TokenRows:
         return cls(row_MR, is_token_R)
 
     def cut(self, n_rows_M: Sequence[int]) -> TokenRows:
-        """Without the rows that a model's embedding does not have: tokens beyond it are unknown to the model."""
+        """Remove rows beyond the end of a model's embedding: the model lacks those tokens."""
         limit_M1 = np.asarray(n_rows_M, np.int64)[:, None]
         return TokenRows(np.where(self.row_MR < limit_M1, self.row_MR, -1), self.is_token_R)
 
 
 def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, given: Mapping[int, Given]) -> RowMap:
-    """The rows for models that lack a token; origins are models. Only `donors` lend rows.
+    """Choose rows for models that lack a token; origins are models. Only `donors` provide rows.
 
     One donor has the token: its row. Several have it: the base's, else the mean of theirs. None has it: zeros.
     """
@@ -79,14 +79,14 @@ def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, given: M
 
 
 def no_rows(n_rows: int) -> RowMap:
-    """Zeros: what a model of deltas has for tokens that it says nothing of."""
+    """Return a map of zero rows: a delta model changes no token that it lacks."""
     return RowMap(np.full(n_rows, ZERO, np.int32), np.zeros(n_rows, np.int64))
 
 
 def model_rows(
     rows: TokenRows, model: int, fill: RowMap, padding: Sequence[tuple[int, int]], given: Mapping[int, Given]
 ) -> RowMap:
-    """The rows of one model's aligned embedding; origins are models.
+    """Choose the rows of one model's aligned embedding; origins are models.
 
     Its own row where it has the token, else that of `fill`. Rows without a token are those of the first
     (model, number of rows) of `padding` that has so many, else zeros.
@@ -104,7 +104,7 @@ def model_rows(
 
 
 def of_sources(rows: RowMap, model: int) -> tuple[RowMap, tuple[int, ...]]:
-    """The same map with only the models it takes rows from as sources, `model` first; and those models in order."""
+    """Restrict the map's sources to the models it uses, `model` first; return it with those models in order."""
     is_mean_R = rows.origin_R <= mean_origin(0)
     kept, renumbered_R = np.unique(rows.origin_R[is_mean_R], return_inverse=True)
     means = [rows.means[mean_origin(origin)] for origin in kept.tolist()]

@@ -1,4 +1,4 @@
-"""The pieces of a sentencepiece model file, parsed by us: protobuf of known fields, everything else skipped."""
+"""Parse the pieces of a sentencepiece model file: known protobuf fields, everything else skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_VARINT_BYTES = 10
 
 
 def read_pieces(raw: bytes, *, where: object) -> tuple[str, ...]:
-    """The pieces in order: the place of each is its id.
+    """Read the pieces in order of id.
 
     Raises:
         CorruptError: `tokenizer.pieces.*`: it is no sentencepiece model, or a piece occurs twice.
@@ -48,7 +48,7 @@ class _Parser:
         return CorruptError.of(f"tokenizer.pieces.{what}", self._where, message)
 
     def piece(self, start: int, stop: int) -> str:
-        """The text of one piece message."""
+        """Return the text of one piece message."""
         text: str | None = None
         for number, value in self.fields(start, stop):
             if number == _TEXT_FIELD and isinstance(value, tuple):
@@ -58,7 +58,7 @@ class _Parser:
         return text
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
-        """Field numbers of one message with their value, or the place `[start, stop)` of their bytes."""
+        """Yield the fields of one message: number, and value or byte range `[start, stop)`."""
         at = start
         while at < stop:
             key, at = self._varint(at, stop)

@@ -1,4 +1,4 @@
-"""Tokenizer files with more tokens than they had."""
+"""Add tokens to tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import (
 
 
 def extended(vocabulary: Vocabulary, tokens: Sequence[AddedToken]) -> Vocabulary:
-    """The vocabulary with `tokens`, which it lacks, after all others."""
+    """Append `tokens`, which the vocabulary lacks, after all others."""
     first = vocabulary.n_ids
     ids = {**vocabulary.ids, **{token.content: first + n for n, token in enumerate(tokens)}}
     added = {**vocabulary.added, **{token.content: token for token in tokens}}
@@ -25,7 +25,7 @@ def extended(vocabulary: Vocabulary, tokens: Sequence[AddedToken]) -> Vocabulary
 
 
 def extended_files(files: TokenizerFiles, output: Vocabulary, tokens: Sequence[AddedToken]) -> dict[str, bytes]:
-    """The files that change when `tokens` join, with their new content; `output` has the tokens' ids."""
+    """Return the files that change when `tokens` are added, with new content; `output` has the tokens' ids."""
     if not tokens:
         return {}
     changed = {}

@@ -1,4 +1,4 @@
-"""What merging embeddings by row number comes to where the tokenizers of models differ."""
+"""Report what merging embeddings by row number means where the models' tokenizers differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = "`tokenizer: {source: union}` in the recipe"
 def unaligned_notices(
     models: Sequence[Checkpoint], names: Sequence[str], used: Collection[int], store: Store
 ) -> tuple[str, ...]:
-    """One line for each way in which a model's tokens or rows are not those of the first, whose tokenizer is kept.
+    """List one notice per difference of a model's tokens or rows from the first model's, whose tokenizer is kept.
 
     `names` are the models', `used` those whose embeddings are merged. Tokenizer files with the same bytes are not
     parsed. One that cannot be read is a notice, no error: nothing that is merged depends on it.
@@ -36,19 +36,19 @@ def unaligned_notices(
         if model.kind is not CheckpointKind.FULL:
             continue
         theirs = _contents(model, store)
-        tokens = list(_told(first, names[0], model, name, store)) if own and theirs and own != theirs else []
+        tokens = list(_model_notices(first, names[0], model, name, store)) if own and theirs and own != theirs else []
         lines += tokens or _row_notices(first, names[0], model, name)
     return tuple(lines)
 
 
 def _contents(model: Checkpoint, store: Store) -> tuple[tuple[str, bytes], ...]:
-    """The files that say which token has which id."""
+    """Read the files that map tokens to ids."""
     files = TokenizerFiles(model, store)
     names = VOCABULARY_NAMES if FAST_NAME in files else (*VOCABULARY_NAMES, SETTINGS_NAME)
     return tuple((name, files.raw(name)) for name in names if name in files)
 
 
-def _told(first: Checkpoint, first_name: str, model: Checkpoint, name: str, store: Store) -> Iterator[str]:
+def _model_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str, store: Store) -> Iterator[str]:
     try:
         base, other = read_vocabulary(first, store), read_vocabulary(model, store)
     except MergePipeError as error:
@@ -74,7 +74,7 @@ def _token_notices(base: Vocabulary, base_name: str, other: Vocabulary, name: st
 
 
 def _row_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str) -> list[str]:
-    """Where a model has more rows than the output, and nothing is known of their tokens."""
+    """Report rows beyond the output's whose tokens are unknown."""
     rows = {
         (tensor.shape[0], model.tensors[each].shape[0])
         for each, tensor in first.tensors.items()

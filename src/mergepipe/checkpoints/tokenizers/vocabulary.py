@@ -1,4 +1,4 @@
-"""A model's vocabulary as frozen values: which token has which row of the embedding."""
+"""A model's vocabulary as frozen values: token ids, and settings of added tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AddedToken:
     normalized: bool = True
 
     def settings(self) -> dict[str, str | bool]:
-        """As tokenizer files write it, but for its id."""
+        """Return the settings as tokenizer files write them, without the id."""
         return {
             "content": self.content,
             "single_word": self.single_word,
@@ -45,11 +45,11 @@ class Vocabulary:
 
     @property
     def n_ids(self) -> int:
-        """One more than the largest id: rows an embedding of all tokens has."""
+        """One more than the largest id: the rows of an embedding of all tokens."""
         return max(self.ids.values()) + 1
 
     def as_added(self, token: str) -> AddedToken:
-        """How another tokenizer would add the token: with its settings here, if it is an added one."""
+        """Return the token as another tokenizer adds it, with its settings here if it is an added one."""
         return self.added.get(token, AddedToken(token))
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's vocabulary from its tokenizer files, which may lie: one meaning or an error."""
+"""Read a checkpoint's vocabulary from untrusted tokenizer files; ambiguous ones are an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIKTOKEN_SUFFIX = ".tiktoken"
 
 
 def read_vocabulary(checkpoint: Checkpoint, store: Store) -> Vocabulary | None:
-    """The vocabulary of a checkpoint; None if it has no tokenizer file.
+    """Read the vocabulary of a checkpoint; None if it has no tokenizer file.
 
     Raises:
         CorruptError: `tokenizer.*`, a file contradicts itself or its format.
@@ -56,15 +56,15 @@ class TokenizerFiles:
         return name in self._checkpoint.sidecars
 
     def path(self, name: str) -> Path:
-        """Where one of them lies."""
+        """Return the path of a file."""
         return self._checkpoint.root / name
 
     def raw(self, name: str) -> bytes:
-        """All bytes of one file."""
+        """Read all bytes of one file."""
         return self._store.read_small(self.path(name), sidecar_limit(name))
 
     def document(self, name: str) -> dict[str, JsonValue]:
-        """One file as a JSON object; empty if it is not there."""
+        """Read one file as a JSON object; empty if it does not exist."""
         if name not in self:
             return {}
         return parse_object(
@@ -76,7 +76,7 @@ class TokenizerFiles:
 
 
 def _read_fast(files: TokenizerFiles, name: str) -> Vocabulary:
-    """From `tokenizer.json`; what only `tokenizer_config.json` adds comes after it, as loaders do."""
+    """Read `tokenizer.json`, then tokens that only `tokenizer_config.json` adds, as loaders do."""
     document = files.document(name)
     model = document.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -151,7 +151,7 @@ TOKENIZER_NAMES = frozenset({*_READERS, SETTINGS_NAME, ADDED_NAME, "special_toke
 
 
 def _with_added(files: TokenizerFiles, ids: _Ids) -> Vocabulary:
-    """The vocabulary with what the files beside a slow tokenizer add."""
+    """Add the tokens of the files beside a slow tokenizer."""
     added = {}
     for token, index in files.document(ADDED_NAME).items():
         ids.add(token, index)
@@ -163,7 +163,7 @@ def _with_added(files: TokenizerFiles, ids: _Ids) -> Vocabulary:
 
 
 def _decoder(files: TokenizerFiles) -> list[tuple[AddedToken, int]]:
-    """The added tokens of `tokenizer_config.json`, by id."""
+    """Read the added tokens of `tokenizer_config.json`, by id."""
     decoder = files.document(SETTINGS_NAME).get(DECODER_KEY, {})
     if not isinstance(decoder, dict):
         raise files.error(SETTINGS_NAME, "added", f"'{DECODER_KEY}' must be an object, found {shown(decoder)}")
@@ -191,7 +191,7 @@ def _added_token(files: TokenizerFiles, name: str, record: JsonValue) -> AddedTo
 
 
 class _Ids:
-    """Collects the ids of one file: every token one id, every id one token."""
+    """Collects the ids of one file; refuses duplicate tokens and ids."""
 
     def __init__(self, files: TokenizerFiles, name: str) -> None:
         self._files = files

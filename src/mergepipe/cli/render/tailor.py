@@ -10,8 +10,8 @@ from mergepipe.cli.render.units import format_bytes, format_seconds, plural
 from mergepipe.core.escaping import json_line, printable
 
 if TYPE_CHECKING:
+    from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport
     from mergepipe.tailor.composition.compose import CompositionReport
-    from mergepipe.tailor.composition.diff import Change, DiffReport
     from mergepipe.tailor.composition.staleness import UnitStaleness
     from mergepipe.tailor.inspect import CheckpointReport, InspectReport, UnitReport
 

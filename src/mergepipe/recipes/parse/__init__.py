@@ -1,1 +1,1 @@
-"""The user's YAML, parsed into frozen values with every problem named."""
+"""Parse the user's YAML into frozen values, collecting every problem."""

@@ -1,18 +1,18 @@
-"""Recipes of several documents: their names, and the order in which they can be merged."""
+"""Order the documents of a recipe file so that each comes after the documents whose results it merges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mergepipe.errors import RecipeError
-from mergepipe.recipes.parse.fields import Reading
+from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import Recipe
 from mergepipe.recipes.parse.yaml_source import YamlSource, shortened
 
 
 def document_names(sources: Sequence[YamlSource], findings: Findings) -> frozenset[str]:
-    """The names that documents give to their results, where there are several; a name given twice is noted."""
+    """Collect the names of several documents' results; report names used twice."""
     if len(sources) == 1:
         return frozenset()
     first: dict[str, str] = {}
@@ -27,10 +27,10 @@ def document_names(sources: Sequence[YamlSource], findings: Findings) -> frozens
     return frozenset(first)
 
 
-def in_order(readings: Sequence[Reading], recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
-    """Sort recipes so that each comes after those whose results it merges, the one that nothing merges last.
+def sort_documents(readers: Sequence[DocumentReader], recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
+    """Sort recipes so that each comes after those whose results it merges; the output comes last.
 
-    Notes documents that wait for each other, and documents that nothing merges beside the output.
+    Reports cycles, and documents other than the output that nothing merges.
     """
     by_name = {recipe.name: index for index, recipe in enumerate(recipes) if recipe.name is not None}
     needs = [[by_name[name] for name in recipe.intermediates()] for recipe in recipes]
@@ -38,7 +38,7 @@ def in_order(readings: Sequence[Reading], recipes: Sequence[Recipe]) -> tuple[Re
     if cycle:
         names = " -> ".join(f"'{recipes[index].name}'" for index in cycle)
         message, hint = f"documents wait for each other: {names}", "a document merges models made before it"
-        readings[cycle[0]].refuse("recipe.documents.cycle", ("name",), message, hint)
+        readers[cycle[0]].refuse("recipe.documents.cycle", ("name",), message, hint)
         return ()
     output = _output(recipes, needs)
     order: list[int] = []
@@ -46,13 +46,13 @@ def in_order(readings: Sequence[Reading], recipes: Sequence[Recipe]) -> tuple[Re
     for index in sorted(set(range(len(recipes))) - set(order)):
         message = "nothing merges the result of this document"
         hint = "name it as a model of the output, or keep it in a file of its own"
-        readings[index].refuse("recipe.documents.unused", ("name",) if recipes[index].name else (), message, hint)
+        readers[index].refuse("recipe.documents.unused", ("name",) if recipes[index].name else (), message, hint)
     return tuple(recipes[index] for index in order)
 
 
 def _output(recipes: Sequence[Recipe], needs: Sequence[Sequence[int]]) -> int:
-    """The document that makes the output: of those that nothing merges the one without a name, else the last."""
-    used = {index for each in needs for index in each}
+    """Find the document of the output: of those that nothing merges the one without a name, else the last."""
+    used = {index for need in needs for index in need}
     free = [index for index in range(len(recipes)) if index not in used]
     return next((index for index in free if recipes[index].name is None), free[-1])
 
@@ -66,7 +66,7 @@ def _visit(index: int, needs: Sequence[Sequence[int]], order: list[int]) -> None
 
 
 def _cycle(needs: Sequence[Sequence[int]]) -> list[int]:
-    """Documents that wait for each other, the first one again at the end; empty if there are none."""
+    """Find a cycle of documents, its first one repeated at the end; empty if there is none."""
     done: set[int] = set()
     for start in range(len(needs)):
         path = [start] if start not in done else []

@@ -1,4 +1,4 @@
-"""Checks that every part of a recipe shares: where a value stands, what kind it is, which keys it may have."""
+"""Check the kind and the keys of recipe values, and report problems with their position."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mergepipe.recipes.parse.yaml_source import KeyPath, Value, YamlSource, shor
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A recipe file while it is read: its values and what was found wrong so far."""
+class DocumentReader:
+    """A recipe document that is being parsed: its values, and the problems found so far."""
 
     source: YamlSource
     findings: Findings
-    located: Mapping[str, Path] = field(default_factory=dict)  # where models lie, if not where the recipe says
+    model_paths: Mapping[str, Path] = field(default_factory=dict)  # overrides the paths of models in the recipe
     documents: frozenset[str] = frozenset()  # names of the other recipes in the file
-    places: dict[str, Path] = field(default_factory=dict)  # the path under which each place was first named
+    places: dict[str, Path] = field(default_factory=dict)  # resolved path -> the spelling first used for it
 
     def refuse(self, code: str, key_path: KeyPath, message: str, hint: str | Callable[[], str] = "") -> None:
-        """Note that the recipe is wrong at `key_path`."""
+        """Report that the recipe is wrong at `key_path`."""
         self.findings.add(RecipeError, code, self.source.where(*key_path), message, hint)
 
     def unsupported(self, key_path: KeyPath, what: str, hint: str = "") -> None:
-        """Note that mergekit knows `what` and this version does not."""
+        """Report a feature of mergekit that this version does not support."""
         self.refuse("recipe.unsupported", key_path, f"{what} not supported yet", hint)
 
     def mapping(self, value: Value, key_path: KeyPath, hint: str = "") -> dict[str, Value] | None:
-        """Return `value` if it is a mapping (nothing at all is an empty one); else note the problem, return None."""
+        """Return `value` if it is a mapping (null counts as empty); else report it and return None."""
         if value is None:
             return {}
         if isinstance(value, dict):
@@ -41,7 +41,7 @@ class Reading:
         return None
 
     def text(self, value: Value, key_path: KeyPath) -> str | None:
-        """Return `value` if it is text that is not blank; else note the problem and return None."""
+        """Return `value` if it is text that is not blank; else report it and return None."""
         if isinstance(value, str) and value.strip():
             return value
         is_bare = isinstance(value, bool | int | float)
@@ -49,11 +49,11 @@ class Reading:
         return None
 
     def wrong_kind(self, value: Value, key_path: KeyPath, needed: str, hint: str = "") -> None:
-        """Note that `value` is not of the `needed` kind."""
+        """Report that `value` is not of the `needed` kind."""
         self.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {describe(value)}", hint)
 
     def unknown_keys(self, found: Mapping[str, Value], known: Sequence[str], key_path: KeyPath) -> None:
-        """Note every key of `found` that is not `known`."""
+        """Report every key of `found` that is not `known`."""
         for key in found:
             if key not in known:
                 name = shortened(key)
@@ -63,7 +63,7 @@ class Reading:
 
 
 def describe(value: Value) -> str:
-    """Name a value in an error message: its kind, and itself where it is short."""
+    """Describe a value for an error message: its kind, and the value itself if it is short."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A parameter's value as a recipe gives it: one scalar, or values by tensor name and depth."""
+"""Parameter values of a recipe: one scalar, or values by tensor name and depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY_TENSOR = ("", "*")  # filters that hold for any name
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a parameter is for tensors whose name contains `filter`: one value, or several spread over the layers."""
+    """A parameter's value for tensors whose name contains `filter`: one value, or several spread over the layers."""
 
     filter: str
     values: tuple[Scalar, ...]
@@ -22,11 +22,11 @@ class Case:
             raise ValueError("a case needs a value")
 
     def holds_for(self, tensor: str) -> bool:
-        """Whether `tensor` is meant."""
+        """Whether the case applies to `tensor`."""
         return self.filter in EVERY_TENSOR or self.filter in tensor
 
     def at(self, depth: float) -> Scalar:
-        """The value at `depth` in [0, 1]: numbers are interpolated, flags switch."""
+        """Return the value at `depth` in [0, 1]: numbers are interpolated, flags switch."""
         last = len(self.values) - 1
         position = depth * last
         below = int(position)
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """A parameter that depends on the tensor: the first case that holds decides. `where` is its place in the recipe."""
+    """A parameter that depends on the tensor: the first applicable case decides. `where` is its place in the recipe."""
 
     cases: tuple[Case, ...]
     where: str
@@ -49,7 +49,7 @@ Setting: TypeAlias = Scalar | Cases
 
 
 def value_at(setting: Setting, tensor: str, depth: float) -> Scalar | None:
-    """The value of `setting` for a tensor at `depth` in [0, 1]; None if no case holds."""
+    """Return the value of `setting` for a tensor at `depth` in [0, 1]; None if no case applies."""
     if not isinstance(setting, Cases):
         return setting
     return next((case.at(depth) for case in setting.cases if case.holds_for(tensor)), None)

@@ -1,4 +1,4 @@
-"""Parameter values of a recipe: checked against the operator's specification, and looked up with their defaults."""
+"""Check a recipe's parameters against the operator's specification, and look them up with defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import isfinite, nan
 from mergepipe.errors import did_you_mean
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
-from mergepipe.recipes.parse.fields import Reading, describe
+from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.parameter_values import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
@@ -23,36 +23,36 @@ REFUSED = nan
 
 
 def read_parameters(
-    reading: Reading, value: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
+    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
 ) -> dict[str, Setting]:
     """Check one `parameters:` mapping, of a model or (`Scope.GLOBAL`) of a slice, a module or the whole recipe."""
     checked: dict[str, Setting] = {}
-    for name, given in (reading.mapping(value, key_path) or {}).items():
+    for name, given in (reader.mapping(value, key_path) or {}).items():
         spec = operator.parameter(name)
         if spec is None:
             message = f"{operator.name} has no parameter '{shortened(name)}'"
-            reading.refuse("recipe.unknown-parameter", (*key_path, name), message, _instead_of(name, operator))
+            reader.refuse("recipe.unknown-parameter", (*key_path, name), message, _instead_of(name, operator))
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
             message = f"{name} holds for the whole merge"
             hint = "move it to the parameters at the top level" + (" or of the slice" if "slices" in key_path else "")
-            reading.refuse("recipe.parameter.scope", (*key_path, name), message, hint)
+            reader.refuse("recipe.parameter.scope", (*key_path, name), message, hint)
         else:
-            checked[name] = _setting(reading, given, (*key_path, name), operator, spec)
+            checked[name] = _setting(reader, given, (*key_path, name), operator, spec)
     return checked
 
 
 def _instead_of(name: str, operator: OperatorSpec) -> Callable[[], str]:
-    """What to do about a parameter that the operator has not; mergekit passes over those without a word."""
+    """Suggest a fix for a parameter that the operator does not have; mergekit ignores those silently."""
     of_others = any(spec.parameter(name) for spec in OPERATORS.values())
     if of_others or name in _OF_MERGEKITS_PAST:
         return lambda: "mergekit ignores it here: remove it"
-    return partial(did_you_mean, shortened(name), [each.name for each in operator.parameters])
+    return partial(did_you_mean, shortened(name), [parameter.name for parameter in operator.parameters])
 
 
 def model_values(
     operator: OperatorSpec, chain: Sequence[Mapping[str, Setting]], tensor: str = "", depth: float = 0.0
 ) -> dict[str, Scalar]:
-    """Look up a model's parameters for one tensor: the first of `chain` that has a value, else the default.
+    """Look up a model's parameters for one tensor: the first value in `chain`, else the default.
 
     What has neither is left out.
     """
@@ -62,12 +62,12 @@ def model_values(
 def global_values(
     operator: OperatorSpec, chain: Sequence[Mapping[str, Setting]], tensor: str = "", depth: float = 0.0
 ) -> dict[str, Scalar]:
-    """Look up the parameters that all models share, for one tensor; as `model_values`."""
+    """Look up the global parameters for one tensor; as `model_values`."""
     return _values(operator, Scope.GLOBAL, chain, tensor, depth)
 
 
 def missing_values(operator: OperatorSpec, scope: Scope, found: Mapping[str, Scalar]) -> list[ParameterSpec]:
-    """Required parameters of a scope that were not found."""
+    """List the required parameters of a scope that were not found."""
     return [p for p in _that_matter(operator, scope) if p.required and p.name not in found]
 
 
@@ -93,28 +93,30 @@ def _that_matter(operator: OperatorSpec, scope: Scope) -> list[ParameterSpec]:
     return [p for p in operator.parameters if p.scope is scope and not p.ignored]
 
 
-def _setting(reading: Reading, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec) -> Setting:
-    where = reading.source.where(*key_path)
+def _setting(
+    reader: DocumentReader, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Setting:
+    where = reader.source.where(*key_path)
     if isinstance(given, dict):
-        case = _case(reading, given, key_path, operator, spec)
+        case = _case(reader, given, key_path, operator, spec)
         return Cases((case,), where) if case else REFUSED
     if not isinstance(given, list):
-        return _scalar(reading, given, key_path, operator, spec)
+        return _scalar(reader, given, key_path, operator, spec)
     if given and all(isinstance(item, dict) for item in given):
-        return _cases(reading, given, key_path, operator, spec)
+        return _cases(reader, given, key_path, operator, spec)
     if any(isinstance(item, dict) for item in given):
         message = "needs either values or entries with 'filter' and 'value', found both"
-        reading.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
+        reader.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
-    values = _gradient(reading, given, key_path, operator, spec)
+    values = _gradient(reader, given, key_path, operator, spec)
     return Cases((Case("", values),), where) if values else REFUSED
 
 
 def _cases(
-    reading: Reading, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Setting:
     read = [
-        _case(reading, item, (*key_path, index), operator, spec)
+        _case(reader, item, (*key_path, index), operator, spec)
         for index, item in enumerate(given)
         if isinstance(item, dict)
     ]
@@ -124,43 +126,45 @@ def _cases(
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):
         message = f"is never reached: entry [{final}] before it holds for every tensor"
-        reading.refuse("recipe.filter.unreachable", (*key_path, index), message, "put the entry without filter last")
-    return Cases(cases, reading.source.where(*key_path))
+        reader.refuse("recipe.filter.unreachable", (*key_path, index), message, "put the entry without filter last")
+    return Cases(cases, reader.source.where(*key_path))
 
 
 def _case(
-    reading: Reading, given: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, given: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Case | None:
-    reading.unknown_keys(given, CASE_KEYS, key_path)
+    reader.unknown_keys(given, CASE_KEYS, key_path)
     if "value" not in given:
-        reading.refuse("recipe.missing-key", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
+        reader.refuse("recipe.missing-key", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
         return None
-    wanted = "" if given.get("filter") is None else reading.text(given["filter"], (*key_path, "filter"))
+    wanted = "" if given.get("filter") is None else reader.text(given["filter"], (*key_path, "filter"))
     value, at = given["value"], (*key_path, "value")
     if isinstance(value, list):
-        values = _gradient(reading, value, at, operator, spec)
+        values = _gradient(reader, value, at, operator, spec)
     else:
-        values = (_scalar(reading, value, at, operator, spec),)
+        values = (_scalar(reader, value, at, operator, spec),)
     is_sound = wanted is not None and values and given.keys() <= set(CASE_KEYS)
     return Case(wanted, values) if is_sound and wanted is not None else None
 
 
 def _gradient(
-    reading: Reading, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> tuple[Scalar, ...]:
-    """Values spread evenly over the layers; none if they were refused."""
+    """Parse values spread evenly over the layers; none if one was refused."""
     if len(given) < 2:
         hint = f"write the {'flag' if spec.is_flag else 'number'} itself" if given else "give values, or one number"
         message = f"a list of values over the layers needs at least 2, found {len(given)}"
-        reading.refuse("recipe.gradient.length", key_path, message, hint)
+        reader.refuse("recipe.gradient.length", key_path, message, hint)
         return ()
-    return tuple(_scalar(reading, item, (*key_path, i), operator, spec) for i, item in enumerate(given))
+    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(given))
 
 
-def _scalar(reading: Reading, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec) -> Scalar:
-    value = _flag(reading, given, key_path) if spec.is_flag else _number(reading, given, key_path, spec)
+def _scalar(
+    reader: DocumentReader, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+) -> Scalar:
+    value = _flag(reader, given, key_path) if spec.is_flag else _number(reader, given, key_path, spec)
     if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
-        reading.unsupported(
+        reader.unsupported(
             key_path,
             f"{spec.name}: {_text(value)} is",
             f"{operator.name} knows only {spec.name}: {_text(spec.default)}",
@@ -173,34 +177,34 @@ def _text(value: Scalar | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _flag(reading: Reading, given: Value, key_path: KeyPath) -> Scalar:
+def _flag(reader: DocumentReader, given: Value, key_path: KeyPath) -> Scalar:
     if isinstance(given, bool):
         return given
     if isinstance(given, int | float) and given in (0, 1):  # as mergekit's own examples write it
         return bool(given)
     hint = "drop the quotes" if isinstance(given, str) and given.strip().lower() in ("true", "false") else ""
-    reading.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}", hint)
+    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}", hint)
     return REFUSED
 
 
-def _number(reading: Reading, given: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
+def _number(reader: DocumentReader, given: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         hint = "drop the quotes" if isinstance(given, str) and _is_number(given) else ""
-        reading.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}", hint)
+        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}", hint)
         return REFUSED
     if not isinstance(given, int) and not isfinite(given):
-        reading.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(given)}")
+        reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(given)}")
         return REFUSED
     if spec.is_whole and given != int(given):
-        reading.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(given)}")
+        reader.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(given)}")
         return REFUSED
     if abs(given) > FLOAT32_MAX:
-        reading.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(given)}, beyond float32")
+        reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(given)}, beyond float32")
         return REFUSED
     too_low = given <= spec.low if spec.low_open else given < spec.low
     if too_low or given > spec.high:
         message = f"{spec.name} is {given:g}, must be in {spec.range_text()}"
-        reading.refuse("recipe.parameter.range", key_path, message)
+        reader.refuse("recipe.parameter.range", key_path, message)
         return REFUSED
     return float(given)
 

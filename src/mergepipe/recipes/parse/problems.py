@@ -1,4 +1,4 @@
-"""Everything that is wrong with a recipe, collected so that it can be told at once."""
+"""Collect every problem of a recipe, so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Findings:
     def add(
         self, kind: type[MergePipeError], code: str, where: str, message: str, hint: str | Callable[[], str] = ""
     ) -> None:
-        """Note one problem. `kind` must be one of the classes in the precedence."""
+        """Add one problem. `kind` must be one of the classes in the precedence."""
         if kind not in self._precedence:
             raise ValueError(f"{kind.__name__} has no place in the precedence")
         self._count += 1
@@ -34,7 +34,7 @@ class Findings:
             kept.append(Problem(code, where, message, hint if isinstance(hint, str) else hint()))
 
     def raise_any(self) -> None:
-        """Raise what was found, in the order of the precedence, then in the order it was found; else do nothing."""
+        """Raise all problems, sorted by precedence, then by time of report; do nothing if there are none."""
         if not self._count:
             return
         kinds = [kind for kind in self._precedence if self._kept[kind]]

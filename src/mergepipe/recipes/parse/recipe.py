@@ -1,4 +1,4 @@
-"""The recipe as frozen values: what the user asked for, validated and not yet tied to any tensor."""
+"""The recipe as frozen values: validated, and not yet resolved to tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelInput:
     """One model a recipe names: `text` as written, `path` absolute, `parameters` as written (no defaults).
 
     `adapter` is the folder of an adapter that is applied to it. `intermediate` names the document of the recipe that
-    makes the model; `path` is a stand-in then, until `located` says where it lies. `is_delta`: the recipe says that
+    makes the model; `path` is then a placeholder until `with_intermediate_paths`. `is_delta`: the recipe says that
     its tensors are differences from the base.
     """
 
@@ -40,13 +40,13 @@ class ModelInput:
 
     @property
     def key(self) -> ModelKey:
-        """What two mentions of one model have in common."""
+        """Identity of the model: equal for all references to it."""
         return self.path, self.adapter
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """Layers `[start, stop)` of one model, with the parameters of this use of it. `where` is the range's place."""
+    """Layers `[start, stop)` of one model, with the parameters of this use. `where` is the range's position."""
 
     model: ModelInput
     start: int
@@ -74,7 +74,7 @@ class OutputSlice:
 
 @dataclass(frozen=True, slots=True)
 class OutputModule:
-    """One part of a model of several, e.g. its text decoder: whole models or slices of them, never both."""
+    """One module of a multimodal model, e.g. its text decoder: merged from whole models or from slices, never both."""
 
     name: str
     models: tuple[ModelInput, ...]
@@ -84,7 +84,7 @@ class OutputModule:
 
 
 class TokenizerSource(StrEnum):
-    """Whose tokenizer the output has."""
+    """The source of the output's tokenizer."""
 
     UNION = "union"
     BASE = "base"
@@ -92,7 +92,7 @@ class TokenizerSource(StrEnum):
 
 
 class EmbeddingSource(StrEnum):
-    """Where the embedding of one token comes from."""
+    """The source of one token's embedding."""
 
     USUAL = "usual"  # as for any other token
     ZERO = "zero"
@@ -102,7 +102,7 @@ class EmbeddingSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedding:
-    """What a recipe says of one token. `model` is an index into `Recipe.inputs()`.
+    """A recipe's rule for the embedding of one token. `model` is an index into `Recipe.inputs()`.
 
     `force`: every model's row is taken from the source, even where the model has the token.
     """
@@ -116,7 +116,7 @@ class TokenEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRequest:
-    """The tokenizer that the output is to have. `model` is an index into `Recipe.inputs()`, for a single model's."""
+    """The requested tokenizer of the output. `model` is an index into `Recipe.inputs()`, for a single model's."""
 
     source: TokenizerSource
     model: int | None = None
@@ -127,7 +127,7 @@ class TokenizerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to merge and how. Models that are the same place on disk have equal keys; no two `models` have.
+    """A validated recipe. References to the same files have equal keys; keys of `models` are distinct.
 
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
     `modules` is not empty. `name` is what other documents of the same file call the result.
@@ -152,7 +152,7 @@ class Recipe:
             raise ValueError("a recipe has models, slices or modules")
 
     def inputs(self) -> tuple[ModelInput, ...]:
-        """Every distinct model: first the one that lends configuration and tokenizer, the others as first named.
+        """List every distinct model: first the one that provides configuration and tokenizer, then by first use.
 
         The first is `base_model`, else the first model named. Entries of `models` come with their parameters.
         """
@@ -163,15 +163,15 @@ class Recipe:
         return tuple(distinct.values())
 
     def anchor(self) -> ModelInput:
-        """The model the output starts from where nothing else is said: `base_model`, else the first model."""
+        """The model that provides configuration and tokenizer: `base_model`, else the first model."""
         return self.inputs()[0]
 
     def experts(self) -> tuple[ModelInput, ...]:
-        """The models other than the anchor, in recipe order."""
+        """Models other than the anchor, in recipe order."""
         return self.inputs()[1:]
 
     def intermediates(self) -> tuple[str, ...]:
-        """Names of the documents whose results this one merges, in order."""
+        """List the names of the documents whose results this one merges, in order."""
         names = (model.intermediate for model in self.inputs())
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
@@ -187,8 +187,8 @@ def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
     return (source.model for piece in slices for source in piece.sources)
 
 
-def located(recipe: Recipe, places: Mapping[str, Path]) -> Recipe:
-    """The same recipe with its intermediate models at the paths that `places` gives by name."""
+def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Path]) -> Recipe:
+    """Return the recipe with its intermediate models at the paths that `places` maps their names to."""
 
     def model(given: ModelInput) -> ModelInput:
         place = places.get(given.intermediate) if given.intermediate is not None else None

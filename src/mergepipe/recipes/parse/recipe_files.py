@@ -1,4 +1,4 @@
-"""Loads recipes: mergekit's YAML as it is, every problem told at once, nothing ignored in silence."""
+"""Load recipes in mergekit's YAML: report every problem at once, ignore nothing silently."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedErr
 from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.custom import load_entry_points
 from mergepipe.operators.spec import OperatorSpec, Scope
-from mergepipe.recipes.parse.documents import document_names, in_order
-from mergepipe.recipes.parse.entries import CONTENT_KEYS, Surroundings, read_models, read_modules, read_slices
-from mergepipe.recipes.parse.fields import Reading, describe
+from mergepipe.recipes.parse.documents import document_names, sort_documents
+from mergepipe.recipes.parse.entries import CONTENT_KEYS, EntryContext, read_models, read_modules, read_slices
+from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.parameter_values import Setting
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import ModelInput, OutputModule, OutputSlice, Recipe
@@ -32,7 +32,7 @@ DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
 def load_recipes(path: Path) -> tuple[Recipe, ...]:
-    """Read and validate the recipes in `path`, one a document, each after those it merges; the last is the output's.
+    """Read and validate the recipes in `path`, one per document, dependencies first; the last makes the output.
 
     Model paths must exist; no model is opened.
 
@@ -45,34 +45,34 @@ def load_recipes(path: Path) -> tuple[Recipe, ...]:
     return _load(read_documents(path.absolute()), {})
 
 
-def reload_recipes(text: str, located: Mapping[str, Path]) -> tuple[Recipe, ...]:
-    """Read recipes that were stored as text, with the models they name where `located` says they are.
+def reload_recipes(text: str, model_paths: Mapping[str, Path]) -> tuple[Recipe, ...]:
+    """Read recipes that were stored as text, with models at the paths in `model_paths`.
 
     Raises as `load_recipes` does.
     """
-    return _load(parse_documents(Path.cwd() / "recipe", text), located)
+    return _load(parse_documents(Path.cwd() / "recipe", text), model_paths)
 
 
-def reload_recipe(text: str, located: Mapping[str, Path]) -> Recipe:
-    """Read the only recipe that was stored as text, as `reload_recipes`; intermediate models are located by name."""
-    recipes = reload_recipes(text, located)
+def reload_recipe(text: str, model_paths: Mapping[str, Path]) -> Recipe:
+    """Read a single recipe that was stored as text, as `reload_recipes`; intermediate models are keyed by name."""
+    recipes = reload_recipes(text, model_paths)
     if len(recipes) > 1:
         where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
         raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))
     return recipes[0]
 
 
-def _load(sources: Sequence[YamlSource], located: Mapping[str, Path]) -> tuple[Recipe, ...]:
+def _load(sources: Sequence[YamlSource], model_paths: Mapping[str, Path]) -> tuple[Recipe, ...]:
     findings = Findings(RecipeError, NotFoundError)
     places: dict[str, Path] = {}
     names = document_names(sources, findings)
-    readings = [Reading(source, findings, located, names, places) for source in sources]
-    recipes = [_read(reading, reading.source.root) for reading in readings]
+    readers = [DocumentReader(source, findings, model_paths, names, places) for source in sources]
+    recipes = [_read(reader, reader.source.root) for reader in readers]
     _raise_any(findings)
     sound = [recipe for recipe in recipes if recipe is not None]
     if len(sound) < len(recipes):
         raise AssertionError("no recipe, and nothing found wrong with it")
-    ordered = in_order(readings, sound)
+    ordered = sort_documents(readers, sound)
     _raise_any(findings)
     return ordered
 
@@ -86,109 +86,113 @@ def _raise_any(findings: Findings) -> None:
         raise
 
 
-def _read(reading: Reading, root: Value) -> Recipe | None:
+def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     if not isinstance(root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(root)}"
-        reading.refuse("recipe.wrong-kind", (), message)
+        reader.refuse("recipe.wrong-kind", (), message)
         return None
     if "merge_method" not in root and any(key in root for key in _MIXTURE_KEYS):
         what = "a recipe that builds a mixture of experts (gate_mode, experts) is"
-        reading.unsupported((), what, "mergekit-moe makes it, and MergePipe merges what comes out")
+        reader.unsupported((), what, "mergekit-moe makes it, and MergePipe merges what comes out")
         return None
-    _check_keys(reading, root)
-    operator = _operator(reading, root)
-    dtypes = _dtypes(reading, root)
-    base = _base(reading, root)
-    shared = _shared_parameters(reading, root, operator)
+    _check_keys(reader, root)
+    operator = _operator(reader, root)
+    dtypes = _dtypes(reader, root)
+    base = _base(reader, root)
+    shared = _shared_parameters(reader, root, operator)
     if operator is not None:
         is_given = root.get("base_model") is not None
-        check_base(reading, operator, is_given=is_given or _has_slice_bases(root), is_sliced="models" not in root)
-    content = _content(Surroundings(reading, operator, base, (shared,)), root)
-    template = None if root.get("chat_template") is None else reading.text(root["chat_template"], ("chat_template",))
-    name = None if root.get("name") is None else reading.text(root["name"], ("name",))
+        check_base(reader, operator, is_given=is_given or _has_slice_bases(root), is_sliced="models" not in root)
+    content = _content(EntryContext(reader, operator, base, (shared,)), root)
+    template = None if root.get("chat_template") is None else reader.text(root["chat_template"], ("chat_template",))
+    name = None if root.get("name") is None else reader.text(root["name"], ("name",))
     if operator is None or content is None or (base is None and root.get("base_model") is not None):
-        read_tokenizer(reading, root, (), has_base=root.get("base_model") is not None)
+        read_tokenizer(reader, root, (), has_base=root.get("base_model") is not None)
         return None
     models, slices, modules = content
-    source = reading.source
+    source = reader.source
     recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
-    tokenizer = read_tokenizer(reading, root, recipe.inputs(), has_base=base is not None)
+    tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
     return Recipe(
         source.path, source.text, operator, base, models, shared, *dtypes, slices, modules, tokenizer, template, name
     )
 
 
-def _check_keys(reading: Reading, root: dict[str, Value]) -> None:
-    reading.unknown_keys(root, RECIPE_KEYS, ())
+def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
+    reader.unknown_keys(root, RECIPE_KEYS, ())
     given = [key for key in CONTENT_KEYS if key in root]
     if len(given) > 1:
         message = f"stands beside '{given[0]}'"
-        reading.refuse("recipe.content", (given[1],), message, "a recipe has one of models, slices and modules")
+        reader.refuse("recipe.content", (given[1],), message, "a recipe has one of models, slices and modules")
 
 
 def _has_slice_bases(root: dict[str, Value]) -> bool:
-    """Whether slices name their own bases, all of them: then the recipe needs none for all."""
+    """Whether every slice names its own base, so that the recipe needs none."""
     slices = root.get("slices")
-    return isinstance(slices, list) and all(isinstance(each, dict) and each.get("base_model") for each in slices)
+    return isinstance(slices, list) and all(
+        isinstance(output_slice, dict) and output_slice.get("base_model") for output_slice in slices
+    )
 
 
-def _operator(reading: Reading, root: dict[str, Value]) -> OperatorSpec | None:
+def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:
     given = root.get("merge_method")
     if given is None:
         message, hint = "the recipe has no merge_method", did_you_mean("", list(OPERATORS))
-        reading.refuse("recipe.missing-key", ("merge_method",), message, hint)
+        reader.refuse("recipe.missing-key", ("merge_method",), message, hint)
         return None
-    name = reading.text(given, ("merge_method",))
+    name = reader.text(given, ("merge_method",))
     if name is not None and name not in OPERATORS:
         load_entry_points()
     if name is None or name in OPERATORS:
         return OPERATORS[name] if name else None
     message = f"unknown merge method '{shortened(name)}'"
     nearest = partial(did_you_mean, shortened(name), list(OPERATORS))
-    reading.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
+    reader.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
     return None
 
 
-def _dtypes(reading: Reading, root: dict[str, Value]) -> tuple[DType | None, DType | None]:
+def _dtypes(reader: DocumentReader, root: dict[str, Value]) -> tuple[DType | None, DType | None]:
     """`dtype` and `out_dtype`. `auto` keeps each tensor's dtype as it is in the base, whatever `dtype` says."""
-    dtype, out_dtype = _dtype(reading, root, "dtype"), _dtype(reading, root, "out_dtype")
+    dtype, out_dtype = _dtype(reader, root, "dtype"), _dtype(reader, root, "out_dtype")
     return (None, None) if root.get("out_dtype") == AUTO else (dtype, out_dtype)
 
 
-def _dtype(reading: Reading, root: dict[str, Value], key: str) -> DType | None:
+def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | None:
     if root.get(key) in (None, AUTO):
         return None
-    name = reading.text(root[key], (key,))
+    name = reader.text(root[key], (key,))
     if name is None or name in DTYPES_BY_RECIPE_NAME:
         return DTYPES_BY_RECIPE_NAME[name] if name else None
     hint = did_you_mean(shortened(name), DTYPE_NAMES)
-    reading.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
+    reader.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
 
 
-def _base(reading: Reading, root: dict[str, Value]) -> ModelInput | None:
+def _base(reader: DocumentReader, root: dict[str, Value]) -> ModelInput | None:
     if root.get("base_model") is None:
         return None
-    return read_model(reading, root["base_model"], ("base_model",), {}, ("base_model",))
+    return read_model(reader, root["base_model"], ("base_model",), {}, ("base_model",))
 
 
-def _shared_parameters(reading: Reading, root: dict[str, Value], operator: OperatorSpec | None) -> dict[str, Setting]:
-    return Surroundings(reading, operator, None, ()).parameters(root, (), Scope.GLOBAL)
+def _shared_parameters(
+    reader: DocumentReader, root: dict[str, Value], operator: OperatorSpec | None
+) -> dict[str, Setting]:
+    return EntryContext(reader, operator, None, ()).parameters(root, (), Scope.GLOBAL)
 
 
 def _content(
-    around: Surroundings, root: dict[str, Value]
+    context: EntryContext, root: dict[str, Value]
 ) -> tuple[tuple[ModelInput, ...], tuple[OutputSlice, ...], tuple[OutputModule, ...]] | None:
-    """What is merged: models, slices or modules, the others empty; None if that cannot be made sense of."""
+    """Parse models, slices or modules, the others empty; None if they are invalid."""
     given = next((key for key in CONTENT_KEYS if root.get(key) is not None), None)
     if given == "models":
-        models = read_models(around, root["models"], ("models",))
+        models = read_models(context, root["models"], ("models",))
         return (models, (), ()) if models else None
     if given == "slices":
-        slices = read_slices(around, root["slices"], ("slices",))
+        slices = read_slices(context, root["slices"], ("slices",))
         return ((), slices, ()) if slices else None
     if given == "modules":
-        modules = read_modules(around, root["modules"], ("modules",))
+        modules = read_modules(context, root["modules"], ("modules",))
         return ((), (), modules) if modules else None
-    around.reading.refuse("recipe.missing-key", ("models",), "the recipe has no models")
+    context.reader.refuse("recipe.missing-key", ("models",), "the recipe has no models")
     return None

@@ -1,4 +1,4 @@
-"""What a recipe calls a model, turned into paths: only folders and files of this machine are models here."""
+"""Resolve model references of a recipe to local paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.errors import NotFoundError
-from mergepipe.recipes.parse.fields import Reading
+from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.recipe import ModelInput, Setting
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
@@ -19,7 +19,7 @@ _REFUSED_KEYS = ("revision", "override_architecture")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model as a recipe refers to it: the text, and what it stands for."""
+    """A model reference: its text, and the path, adapter or document that it names."""
 
     text: str
     path: Path
@@ -28,48 +28,48 @@ class Reference:
     is_delta: bool = False
 
 
-def read_reference(reading: Reading, value: Value, key_path: KeyPath) -> Reference | None:
-    """Return what the reference stands for; None if it names no path at all.
+def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> Reference | None:
+    """Resolve a reference; None if it names no path.
 
-    A path that does not exist is noted as a problem and returned all the same, so that the rules can go on. One place
+    A path that does not exist is reported and still returned, so that the remaining checks can run. One place
     on disk gets one path, whatever names it goes by.
     """
     if isinstance(value, dict):
-        return _long_form(reading, value, key_path)
-    text = reading.text(value, key_path)
+        return _long_form(reader, value, key_path)
+    text = reader.text(value, key_path)
     if text is None:
         return None
-    target = str(reading.located[text]) if text in reading.located else text
-    model, adapter = _parts(reading, target)
+    target = str(reader.model_paths[text]) if text in reader.model_paths else text
+    model, adapter = _parts(reader, target)
     if adapter is None and "+" in text and "+" not in target:
         message, hint = f"where the adapter of '{shortened(text)}' lies is not known", "merge again by the recipe"
-        where = reading.source.where(*key_path)
-        reading.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
-    path = _path(reading, model, key_path)
-    adapter_path = None if adapter is None else _path(reading, adapter, key_path)
-    return Reference(text, path, adapter_path, model if model in reading.documents else None)
+        where = reader.source.where(*key_path)
+        reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
+    path = _path(reader, model, key_path)
+    adapter_path = None if adapter is None else _path(reader, adapter, key_path)
+    return Reference(text, path, adapter_path, model if model in reader.documents else None)
 
 
 def read_model(
-    reading: Reading, value: Value, key_path: KeyPath, parameters: dict[str, Setting], entry: KeyPath
+    reader: DocumentReader, value: Value, key_path: KeyPath, parameters: dict[str, Setting], entry: KeyPath
 ) -> ModelInput | None:
-    """Return the model that a reference at `key_path` names, with the parameters of its `entry`; None if none."""
-    reference = read_reference(reading, value, key_path)
+    """Resolve the model reference at `key_path`, with the parameters of its `entry`; None if it names no path."""
+    reference = read_reference(reader, value, key_path)
     if reference is None:
         return None
-    where = reading.source.where(*entry)
+    where = reader.source.where(*entry)
     return ModelInput(
         reference.text, reference.path, parameters, where, reference.adapter, reference.intermediate, reference.is_delta
     )
 
 
 def reference_text(model: ModelInput) -> str:
-    """What `read_reference` reads as the same model, from any folder: the path, and `+` its adapter's."""
+    """Format a reference that resolves to the same model from any directory: `path` or `path+adapter`."""
     return f"{model.path}+{model.adapter}" if model.adapter is not None else str(model.path)
 
 
 def referenced_paths(text: str) -> tuple[Path, ...]:
-    """The places that what `reference_text` wrote stands for: a model, and its adapter if it has one."""
+    """Return the paths in a text that `reference_text` wrote: the model's, and its adapter's if it has one."""
     cuts = [(Path(text[:i]), Path(text[i + 1 :])) for i, character in enumerate(text) if character == "+"]
     whole = Path(text)
     if whole.exists() or not cuts:
@@ -77,78 +77,80 @@ def referenced_paths(text: str) -> tuple[Path, ...]:
     return next((cut for cut in cuts if all(path.exists() for path in cut)), cuts[0])
 
 
-def _parts(reading: Reading, text: str) -> tuple[str, str | None]:
+def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
     """Cut `model+adapter`; a path that exists may have a plus in its name."""
     pluses = [index for index, character in enumerate(text) if character == "+"]
-    if not pluses or text in reading.documents or _exists(reading, text):
+    if not pluses or text in reader.documents or _exists(reader, text):
         return text, None
     cuts = [(text[:index], text[index + 1 :]) for index in pluses if 0 < index < len(text) - 1]
-    known = (cut for cut in cuts if cut[0] in reading.documents or _exists(reading, cut[0]))
+    known = (cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0]))
     return next(known, cuts[0] if cuts else (text, None))
 
 
-def _exists(reading: Reading, text: str) -> bool:
-    return _why_missing(_absolute(text, reading.source.path.parent), text) is None
+def _exists(reader: DocumentReader, text: str) -> bool:
+    return _why_missing(_absolute(text, reader.source.path.parent), text) is None
 
 
-def _path(reading: Reading, text: str, key_path: KeyPath) -> Path:
-    if text in reading.located:
-        path = reading.located[text]
+def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Path:
+    if text in reader.model_paths:
+        path = reader.model_paths[text]
     else:
-        path = _absolute(text, reading.source.path.parent)
-        if text in reading.documents:
+        path = _absolute(text, reader.source.path.parent)
+        if text in reader.documents:
             return path
-        _note_if_missing(reading, text, path, key_path)
-    return reading.places.setdefault(os.path.realpath(path), path)
+        _note_if_missing(reader, text, path, key_path)
+    return reader.places.setdefault(os.path.realpath(path), path)
 
 
-def _long_form(reading: Reading, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
+def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
     given = {key: item for key, item in value.items() if item is not None}
     for key in _REFUSED_KEYS:
         if key in given:
             hint = "give the folder of the model as it is to be merged"
-            reading.unsupported((*key_path, key), f"'{key}' in a model reference is", hint)
-    reading.unknown_keys(given, _REFERENCE_KEYS, key_path)
+            reader.unsupported((*key_path, key), f"'{key}' in a model reference is", hint)
+    reader.unknown_keys(given, _REFERENCE_KEYS, key_path)
     inner = next((key for key in ("path", "model") if key in given), None)
     if inner is None:
-        reading.refuse("recipe.missing-key", key_path, "the model reference has no path")
+        reader.refuse("recipe.missing-key", key_path, "the model reference has no path")
         return None
     if {"path", "model"} <= given.keys():
-        reading.refuse("recipe.wrong-kind", key_path, "needs either 'path' or 'model', found both")
+        reader.refuse("recipe.wrong-kind", key_path, "needs either 'path' or 'model', found both")
     if inner == "path" and isinstance(given["path"], dict):
-        reading.text(given["path"], (*key_path, "path"))
+        reader.text(given["path"], (*key_path, "path"))
         return None
-    model = read_reference(reading, given[inner], (*key_path, inner))
+    model = read_reference(reader, given[inner], (*key_path, inner))
     if model is not None and "delta" in given:
-        model = _as_delta(reading, model, given["delta"], key_path)
+        model = _as_delta(reader, model, given["delta"], key_path)
     if model is None or "lora" not in given:
         return model
-    return _with_adapter(reading, model, read_reference(reading, given["lora"], (*key_path, "lora")), key_path)
+    return _with_adapter(reader, model, read_reference(reader, given["lora"], (*key_path, "lora")), key_path)
 
 
-def _as_delta(reading: Reading, model: Reference, value: Value, key_path: KeyPath) -> Reference | None:
-    """The same model with its tensors read as differences from the base, if the recipe says so."""
+def _as_delta(reader: DocumentReader, model: Reference, value: Value, key_path: KeyPath) -> Reference | None:
+    """Mark the model as deltas from the base, if the recipe says so."""
     if not isinstance(value, bool):
-        reading.wrong_kind(value, (*key_path, "delta"), "true or false")
+        reader.wrong_kind(value, (*key_path, "delta"), "true or false")
         return None
     if value and (model.adapter is not None or model.intermediate is not None):
         message = f"'{shortened(model.text)}' is no checkpoint of differences"
-        reading.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta'")
+        reader.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta'")
         return None
     return replace(model, is_delta=value)
 
 
-def _with_adapter(reading: Reading, model: Reference, adapter: Reference | None, key_path: KeyPath) -> Reference | None:
+def _with_adapter(
+    reader: DocumentReader, model: Reference, adapter: Reference | None, key_path: KeyPath
+) -> Reference | None:
     if adapter is None:
         return None
     if model.is_delta or adapter.is_delta:
         message = "an adapter applies to weights, and 'delta' says that these are differences"
-        reading.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta' or 'lora'")
+        reader.refuse("recipe.reference.delta", (*key_path, "delta"), message, "remove 'delta' or 'lora'")
         return None
     if model.adapter is not None or adapter.adapter is not None:
         message = f"needs one adapter at most, found '{shortened(model.text)}' and '{shortened(adapter.text)}'"
-        reading.refuse("recipe.reference.adapters", (*key_path, "lora"), message)
+        reader.refuse("recipe.reference.adapters", (*key_path, "lora"), message)
         return None
     return Reference(f"{model.text}+{adapter.text}", model.path, adapter.path, model.intermediate)
 
@@ -156,12 +158,12 @@ def _with_adapter(reading: Reading, model: Reference, adapter: Reference | None,
 def _absolute(text: str, folder: Path) -> Path:
     try:
         path = Path(text).expanduser()
-    except RuntimeError:  # `~name` of nobody known
+    except RuntimeError:  # `~name` of an unknown user
         path = Path(text)
     return folder / path
 
 
-def _note_if_missing(reading: Reading, text: str, path: Path, key_path: KeyPath) -> None:
+def _note_if_missing(reader: DocumentReader, text: str, path: Path, key_path: KeyPath) -> None:
     shown = shortened(text)
     reason = _why_missing(path, shown)
     if reason is None:
@@ -171,8 +173,8 @@ def _note_if_missing(reading: Reading, text: str, path: Path, key_path: KeyPath)
         hint = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
     else:
         message, hint = reason, f"looked for {shortened(str(path), 200)}"
-    where = reading.source.where(*key_path)
-    reading.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
+    where = reader.source.where(*key_path)
+    reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
 
 
 def _why_missing(path: Path, shown: str) -> str | None:

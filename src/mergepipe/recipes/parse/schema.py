@@ -1,4 +1,4 @@
-"""The JSON schema of a recipe, for editors: made from the operators' specifications, so that it cannot fall behind."""
+"""Generate the JSON schema of recipes, for editors, from the operators' specifications."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 
 
 def recipe_schema() -> Schema:
-    """One document of a recipe, as a schema of the draft 2020-12."""
+    """Generate the schema of one recipe document (draft 2020-12)."""
     definitions = {name: each for spec in OPERATORS.values() for name, each in _definitions(spec).items()}
     return {
         "$schema": DIALECT,
@@ -38,7 +38,7 @@ def recipe_schema() -> Schema:
 
 
 def schema_text() -> str:
-    """The schema as it is stored and printed."""
+    """Format the schema as it is stored and printed."""
     return json.dumps(recipe_schema(), indent=1, allow_nan=False) + "\n"
 
 
@@ -59,7 +59,7 @@ def _top_level(key: str) -> Schema:
 
 
 def _when(spec: OperatorSpec) -> Schema:
-    """What holds for recipes of one merge method."""
+    """Generate the conditional schema of one merge method."""
     shared, own = _ref(f"{spec.name}.shared"), _ref(f"{spec.name}.own")
     models = _list(_record(MODEL_KEYS, {"model": _REFERENCE, "parameters": own}, ["model"]))
     pair: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
@@ -74,18 +74,18 @@ def _when(spec: OperatorSpec) -> Schema:
 
 
 def _definitions(spec: OperatorSpec) -> Schema:
-    """What the parameters of one merge method may be: each of them, those of a model, and those around models."""
+    """Generate the definitions of one merge method: each parameter, a model's parameters, global parameters."""
     each: Schema = {f"{spec.name}.{parameter.name}": _setting(parameter) for parameter in spec.parameters}
     of_models = tuple(parameter for parameter in spec.parameters if parameter.scope is Scope.MODEL)
-    around = _parameters(spec, spec.parameters)
-    return {**each, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": around}
+    context = _parameters(spec, spec.parameters)
+    return {**each, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
 
 
 def _parameters(spec: OperatorSpec, parameters: tuple[ParameterSpec, ...]) -> Schema:
     return {
         "type": ["object", "null"],
         "description": f"parameters of {spec.name}",
-        "properties": {each.name: _ref(f"{spec.name}.{each.name}") for each in parameters},
+        "properties": {parameter.name: _ref(f"{spec.name}.{parameter.name}") for parameter in parameters},
         "additionalProperties": False,
     }
 
@@ -95,7 +95,7 @@ def _ref(name: str) -> Schema:
 
 
 def _setting(spec: ParameterSpec) -> Schema:
-    """One value, values over the layers, or either of them by filters."""
+    """Generate the schema of a parameter: one value, values over the layers, or either by filters."""
     value = _value(spec)
     gradient: Schema = {"type": "array", "items": value, "minItems": 2}
     case: Schema = {

@@ -1,10 +1,10 @@
-"""Reads what a recipe wants for a tokenizer: whose it is, and where the embeddings of single tokens come from."""
+"""Parse a recipe's tokenizer settings: its source, and the sources of single tokens' embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe.recipes.parse.fields import Reading
+from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.recipe import (
     EmbeddingSource,
     ModelInput,
@@ -24,24 +24,24 @@ _NAMED_SOURCES = ("union", "base")
 
 
 def read_tokenizer(
-    reading: Reading, root: dict[str, Value], inputs: Sequence[ModelInput], *, has_base: bool
+    reader: DocumentReader, root: dict[str, Value], inputs: Sequence[ModelInput], *, has_base: bool
 ) -> TokenizerRequest | None:
-    """Return the tokenizer that is asked for, `inputs` being the recipe's models; None if none is."""
+    """Parse the requested tokenizer, given the recipe's models `inputs`; None if none is requested."""
     whole, short = root.get("tokenizer"), root.get("tokenizer_source")
     if whole is not None and short is not None:
         message, hint = "stands beside 'tokenizer'", "write it as 'source:' under 'tokenizer:'"
-        reading.refuse("recipe.tokenizer.both", ("tokenizer_source",), message, hint)
+        reader.refuse("recipe.tokenizer.both", ("tokenizer_source",), message, hint)
     if whole is None and short is None:
         return None
-    tokenizer = _Tokenizer(reading, inputs, has_base)
+    tokenizer = _Tokenizer(reader, inputs, has_base)
     return tokenizer.read(whole, ("tokenizer",)) if whole is not None else tokenizer.short(short)
 
 
 class _Tokenizer:
-    """Reads a tokenizer's settings with the recipe's models in view."""
+    """Parses tokenizer settings, resolving references to the recipe's models."""
 
-    def __init__(self, reading: Reading, inputs: Sequence[ModelInput], has_base: bool) -> None:
-        self._reading = reading
+    def __init__(self, reader: DocumentReader, inputs: Sequence[ModelInput], has_base: bool) -> None:
+        self._reading = reader
         self._inputs = inputs
         self._has_base = has_base
 
@@ -72,7 +72,7 @@ class _Tokenizer:
         return TokenizerSource.MODEL, self._model(value, at)
 
     def _model(self, value: Value, at: KeyPath) -> int | None:
-        """The place of a model among those that are merged."""
+        """Return the index of a model among the recipe's inputs."""
         reference = read_reference(self._reading, value, at)
         if reference is None:
             return None

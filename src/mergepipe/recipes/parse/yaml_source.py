@@ -1,4 +1,4 @@
-"""A YAML file as plain values, each with the line it stands on; whatever could hide or explode is refused."""
+"""Parse YAML into plain values with their lines; refuse ambiguous and oversized documents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class YamlSource:
     lines: Mapping[KeyPath, int]
 
     def where(self, *key_path: str | int) -> str:
-        """Name a place for an error message: `recipe.yml:7 models[1].parameters.density`.
+        """Format a position for an error message: `recipe.yml:7 models[1].parameters.density`.
 
         A value that is not there gets the line of the nearest value around it.
         """
@@ -55,7 +55,7 @@ class YamlSource:
 
 
 def key_path_text(key_path: KeyPath) -> str:
-    """Write a key path as `models[1].parameters.density`; names that are not plain are quoted and shortened."""
+    """Format a key path as `models[1].parameters.density`; names that are not plain are quoted and shortened."""
     text = ""
     for key in key_path:
         if isinstance(key, int):
@@ -85,12 +85,12 @@ def read_yaml(path: Path) -> YamlSource:
 
 
 def read_documents(path: Path) -> tuple[YamlSource, ...]:
-    """Read every YAML document in `path`, which are those that are not empty. Raises as `read_yaml` does."""
+    """Read every non-empty YAML document in `path`. Raises as `read_yaml` does."""
     return parse_documents(path, _read_text(path))
 
 
 def parse_yaml(path: Path, text: str) -> YamlSource:
-    """Read the one YAML document in `text`, which errors call `path`. Raises as `read_yaml` does."""
+    """Read the one YAML document in `text`; errors name it `path`. Raises as `read_yaml` does."""
     first, *others = parse_documents(path, text)
     if others:
         message = "several YAML documents where one is expected"
@@ -99,7 +99,7 @@ def parse_yaml(path: Path, text: str) -> YamlSource:
 
 
 def parse_documents(path: Path, text: str) -> tuple[YamlSource, ...]:
-    """Read every YAML document in `text` that is not empty. Raises as `read_yaml` does."""
+    """Read every non-empty YAML document in `text`. Raises as `read_yaml` does."""
     loader, nodes = _compose(path.name, text)
     nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
     if not nodes:
@@ -115,7 +115,7 @@ def parse_documents(path: Path, text: str) -> tuple[YamlSource, ...]:
 
 
 def _own_texts(text: str, nodes: list[yaml.Node]) -> list[str]:
-    """The text of each document: of a file with one, all of it; else from the `---` before it to the next one."""
+    """Cut the text into documents: all of it for a single one, else from each `---` to the next."""
     if len(nodes) == 1:
         return [text]
     starts = [0, *(_last_marker(text, int(node.start_mark.index)) for node in nodes[1:]), len(text)]
@@ -123,7 +123,7 @@ def _own_texts(text: str, nodes: list[yaml.Node]) -> list[str]:
 
 
 def _last_marker(text: str, before: int) -> int:
-    """Where the line with the document marker stands that is the last one before an index."""
+    """Find the start of the last line with a document marker before an index."""
     return next((found.start() for found in reversed(list(_MARKER.finditer(text, 0, before)))), 0)
 
 
@@ -159,7 +159,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """SafeLoader that gives up while composing, before a deep or wide document costs stack, memory or time."""
+    """SafeLoader that refuses deep or wide documents while composing, before they cost stack, memory or time."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -177,7 +177,7 @@ class _BoundedLoader(yaml.SafeLoader):
         return node
 
     def next_line(self) -> int:
-        """The line, counted from 1, of what comes next."""
+        """Return the 1-based line of the next token."""
         return int(self.peek_event().start_mark.line) + 1  # type: ignore[no-untyped-call]
 
 
@@ -223,7 +223,7 @@ def _syntax_error(name: str, text: str, error: yaml.MarkedYAMLError) -> RecipeEr
 
 
 class _Builder:
-    """Turns a node graph into values. Aliases are expanded, so the count below is what a file really asks for."""
+    """Builds values from a node graph. Aliases are expanded, so the count below includes every repetition."""
 
     def __init__(self, name: str, loader: _BoundedLoader) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -262,7 +262,7 @@ class _Builder:
         return values
 
     def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
-        """What merge keys (`<<`) refer to: each a mapping or a list of mappings, the first that has a key wins.
+        """Resolve merge keys (`<<`): each is a mapping or a list of mappings, the first that has a key wins.
 
         Built last to first, so that values and lines of the one that wins are written last.
         """

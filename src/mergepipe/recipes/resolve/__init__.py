@@ -1,1 +1,1 @@
-"""A parsed recipe held against opened checkpoints: one merge task for each output tensor."""
+"""Resolve a parsed recipe against opened checkpoints into one merge task per output tensor."""

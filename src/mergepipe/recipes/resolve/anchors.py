@@ -1,4 +1,4 @@
-"""Which of the models that are merged together is the anchor, and which have to be opened as whole weights for it."""
+"""Choose the anchor of each group of models, and the models that must be opened as full weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mergepipe.recipes.parse.recipe import ModelInput, ModelKey, OutputSlice, Re
 
 
 def anchor_of(members: Sequence[ModelKey], base: ModelKey | None, *, is_slice: bool) -> ModelKey:
-    """The model that the others differ from: the base where it is listed (or lends names only), else the first."""
+    """Return the model that deltas are taken against: the base if listed (or only naming), else the first."""
     return base if base is not None and (base in members or not is_slice) else members[0]
 
 
 def base_key(recipe: Recipe, base: ModelInput | None) -> ModelKey | None:
-    """The model that `base_model` names, if that means anything to the operator and the model is one of the recipe."""
+    """Return the key of `base_model`, if the operator uses a base and the recipe merges that model."""
     if base is None or recipe.operator.base_role is BaseRole.NONE:
         return None
     return base.key if any(model.key == base.key for model in recipe.inputs()) else None
 
 
 def weights_needed(recipe: Recipe) -> frozenset[ModelKey]:
-    """Models whose own differences from the first model do not do: anchors, and those of other layers than theirs."""
+    """Find the models that must be opened as full weights: anchors, and models whose layers are moved."""
     return frozenset(_needed(recipe))
 
 

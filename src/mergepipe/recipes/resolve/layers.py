@@ -1,4 +1,4 @@
-"""Finds the layers of a model by the names of its tensors, whatever its architecture."""
+"""Find a model's layers from its tensor names, for any architecture."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class LayerList:
     n_layers: int
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """The number of the layer a tensor belongs to, and the rest of its name; None if it is in none."""
-        found = _numbered(name)
-        return found[1:] if found is not None and found[0] == self.prefix else None
+        """Split a tensor's name into layer number and rest; None if it is in no layer."""
+        parts = _numbered(name)
+        return parts[1:] if parts is not None and parts[0] == self.prefix else None
 
     def name(self, index: int, rest: str) -> str:
-        """The name of a layer's tensor: the inverse of `split`."""
+        """Join a layer number and a rest into a tensor's name: the inverse of `split`."""
         return f"{self.prefix}{index}.{rest}"
 
     def __str__(self) -> str:
@@ -52,25 +52,25 @@ class LayerList:
 
 
 def _numbered(name: str) -> tuple[str, int, str] | None:
-    found = _NUMBERED.match(name)
-    if found is None:
+    match = _NUMBERED.match(name)
+    if match is None:
         return None
-    return name[: found.start("index")], int(found["index"]), name[found.end() :]
+    return name[: match.start("index")], int(match["index"]), name[match.end() :]
 
 
 def template(name: str) -> str:
-    """The name without the number of its layer: the same for all layers. A tensor outside keeps its name."""
-    found = _numbered(name)
-    return name if found is None else f"{found[0]}*.{found[2]}"
+    """Remove the layer number from a name, so that all layers share it. Other names stay."""
+    parts = _numbered(name)
+    return name if parts is None else f"{parts[0]}*.{parts[2]}"
 
 
 def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
-    """Every list of layers by its prefix: those whose numbers are 0, 1, 2 ... without a gap."""
+    """Find every list of layers by prefix: those numbered 0, 1, 2 ... without a gap."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name in names:
-        found = _numbered(name)
-        if found is not None:
-            numbers[found[0]].add(found[1])
+        parts = _numbered(name)
+        if parts is not None:
+            numbers[parts[0]].add(parts[1])
     return {
         prefix: LayerList(prefix, len(indices))
         for prefix, indices in numbers.items()
@@ -79,29 +79,29 @@ def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
 
 
 def longest(lists: Mapping[str, LayerList]) -> tuple[LayerList, ...]:
-    """The longest lists: one if it is clear what the layers are, none if there are no layers."""
+    """Return the longest lists: one if the layers are unambiguous, none if there are none."""
     most = max((each.n_layers for each in lists.values()), default=0)
     return tuple(each for each in lists.values() if each.n_layers == most)
 
 
 def depth_of(index: int, n_layers: int) -> float:
-    """Where a layer stands between the first (0) and the last (1); of a single one, 1, as in mergekit."""
+    """Return a layer's depth between the first (0) and the last (1); 1 for a single layer, as in mergekit."""
     return index / (n_layers - 1) if n_layers > 1 else 1.0
 
 
 def is_before_layers(name: str) -> bool:
-    """Whether a tensor outside the layers belongs in front of them: embeddings do, norms and heads do not."""
+    """Whether a tensor outside the layers precedes them: embeddings do, norms and heads do not."""
     return _BEFORE.search(name) is not None
 
 
 def module_names(names: Iterable[str]) -> list[str]:
-    """What the modules of a model may be called in a recipe, for a model with these tensors."""
+    """List the names that a recipe may use for the modules of a model with these tensors."""
     parts = {_part(name) for name in names}
     return [module for module, part in _MODULES.items() if not part or part in parts]
 
 
 def module_tensors(module: str, names: Iterable[str]) -> list[str]:
-    """The tensors of a module: by mergekit's name for it, or those under a prefix of that name. Empty if unknown."""
+    """Find the tensors of a module by mergekit's name for it, or by prefix. Empty if unknown."""
     if module in _MODULES:
         part = _MODULES[module]
         return [name for name in names if not part or _part(name) == part]

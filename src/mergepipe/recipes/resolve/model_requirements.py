@@ -1,4 +1,4 @@
-"""What an operator asks of the models it merges: their base, their number, their parameters, their weights."""
+"""Check an operator's requirements on the models it merges: base, number, parameters, weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mergepipe.operators.spec import BaseRole, OperatorSpec, Scope
-from mergepipe.recipes.parse.fields import Reading
+from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.parameters import global_values, is_constant, model_values
 from mergepipe.recipes.parse.recipe import ModelInput, Setting
 from mergepipe.recipes.parse.yaml_source import KeyPath, shortened
@@ -36,87 +36,87 @@ class Group:
         return any(each.key == model.key for each in self.models)
 
 
-def check_base(reading: Reading, operator: OperatorSpec, *, is_given: bool, is_sliced: bool) -> None:
-    """Note a base model that is missing, or that the operator has no use for."""
+def check_base(reader: DocumentReader, operator: OperatorSpec, *, is_given: bool, is_sliced: bool) -> None:
+    """Report a missing base model, or one that the operator does not use."""
     if is_given and operator.base_role is BaseRole.NONE and not is_sliced:
         message, hint = f"{operator.name} has no base model", "remove base_model"
-        reading.refuse("recipe.base.refused", ("base_model",), message, hint)
+        reader.refuse("recipe.base.refused", ("base_model",), message, hint)
     if not is_given and operator.base_role is BaseRole.REQUIRED:
         message, hint = f"{operator.name} needs base_model", "name the model the others were fine-tuned from"
-        reading.refuse("recipe.base.missing", ("base_model",), message, hint)
+        reader.refuse("recipe.base.missing", ("base_model",), message, hint)
 
 
-def check_group(reading: Reading, operator: OperatorSpec, group: Group) -> None:
-    """Note what is wrong with models that are merged together, and with the parameters in force there."""
-    if _has_its_base(reading, operator, group):
-        _check_count(reading, operator, group)
+def check_group(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
+    """Report problems of a group of models and of the parameters that apply to it."""
+    if _has_its_base(reader, operator, group):
+        _check_count(reader, operator, group)
     for spec in operator.parameters:
         if spec.required and spec.scope is Scope.MODEL:
-            _check_required_of_models(reading, operator, group, spec.name)
+            _check_required_of_models(reader, operator, group, spec.name)
         elif spec.required and not any(spec.name in settings for settings in group.shared):
             hint = f"write '{spec.name}: ...' under the top-level parameters"
             message = f"{operator.name} needs the parameter {spec.name}"
             at = (*group.at[:-1], "parameters", spec.name)
-            reading.refuse("recipe.parameter.missing", at, message, hint)
+            reader.refuse("recipe.parameter.missing", at, message, hint)
     if operator.base_role is BaseRole.OPTIONAL:
-        _check_weight_sum(reading, operator, group)
+        _check_weight_sum(reader, operator, group)
     if operator.conflict is not None:
-        _check_conflicts(reading, operator, group)
+        _check_conflicts(reader, operator, group)
 
 
-def _has_its_base(reading: Reading, operator: OperatorSpec, group: Group) -> bool:
-    """Whether a slice lists the base its deltas are taken against; it is not known which of its layers are meant."""
+def _has_its_base(reader: DocumentReader, operator: OperatorSpec, group: Group) -> bool:
+    """Report a slice that does not list the base of its deltas, whose layers are then unknown."""
     is_origin = operator.base_role in (BaseRole.REQUIRED, BaseRole.ORIGIN)
     if not group.is_slice or group.base is None or not is_origin or group.holds(group.base):
         return True
     message = f"base_model '{shortened(group.base.text)}' is not among the sources of this slice"
     hint = "list it with the layer_range that the others are compared with"
-    reading.refuse("recipe.slice.base", group.at, message, hint)
+    reader.refuse("recipe.slice.base", group.at, message, hint)
     return False
 
 
-def _check_required_of_models(reading: Reading, operator: OperatorSpec, group: Group, name: str) -> None:
+def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:
     has_origin = operator.base_role in (BaseRole.REQUIRED, BaseRole.ORIGIN) and group.base is not None
     origin = group.base.key if has_origin and group.base is not None else None
     for index, model in enumerate(group.models):
         if model.key == origin or name in model.parameters or any(name in settings for settings in group.shared):
             continue
-        around = "the ones of the slice" if group.is_slice else "the top-level ones"
-        hint = f"write '{name}: ...' under its parameters, or under {around} for all models"
+        context = "the ones of the slice" if group.is_slice else "the top-level ones"
+        hint = f"write '{name}: ...' under its parameters, or under {context} for all models"
         message = f"{operator.name} needs the parameter {name}"
-        reading.refuse("recipe.parameter.missing", (*group.at, index, "parameters", name), message, hint)
+        reader.refuse("recipe.parameter.missing", (*group.at, index, "parameters", name), message, hint)
 
 
-def _check_conflicts(reading: Reading, operator: OperatorSpec, group: Group) -> None:
-    """Note parameters of a model that contradict each other; what depends on the tensor is checked for each tensor."""
+def _check_conflicts(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
+    """Report contradicting parameters of a model; those that depend on the tensor are checked per tensor."""
     for index, model in enumerate(group.models):
         chain = (model.parameters, *group.shared)
         is_base = group.base is not None and model.key == group.base.key
         conflict = "" if is_base or not is_constant(chain) else operator.conflict_of(model_values(operator, chain))
         if conflict:
             at = (*group.at, index, "parameters")
-            reading.refuse("recipe.parameter.conflict", at, conflict, "change one of the two")
+            reader.refuse("recipe.parameter.conflict", at, conflict, "change one of the two")
 
 
-def _check_weight_sum(reading: Reading, operator: OperatorSpec, group: Group) -> None:
+def _check_weight_sum(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
     if not is_constant((*group.shared, *(model.parameters for model in group.models))):
         return
     values = [model_values(operator, (model.parameters, *group.shared)) for model in group.models]
     total = normalized_sum(global_values(operator, group.shared), values)
     if total is not None and abs(total) < SMALLEST_WEIGHT_SUM:
         message = f"the weights sum to {total:g} and cannot be normalized"
-        reading.refuse("recipe.weights.sum", group.at, message, "change a weight, or set normalize: false")
+        reader.refuse("recipe.weights.sum", group.at, message, "change a weight, or set normalize: false")
 
 
 def normalized_sum(shared: Mapping[str, float | bool], models: list[dict[str, float | bool]]) -> float | None:
-    """The sum that weights are divided by; None if they are not, or not all known."""
+    """Return the sum that weights are divided by; None if they are not normalized or not all known."""
     if not shared.get("normalize", False) or not all("weight" in values for values in models):
         return None
     return sum(float(values["weight"]) for values in models)
 
 
-def _check_count(reading: Reading, operator: OperatorSpec, group: Group) -> None:
-    """Note too few or too many models other than the anchor, or, where a base is optional, that take part."""
+def _check_count(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
+    """Report too few or too many models beside the anchor, or in all where a base is optional."""
     role, base = operator.base_role, group.base
     is_besides_base = role is BaseRole.REQUIRED or (role is BaseRole.ORIGIN and base is not None)
     is_base_used = base is not None and role is not BaseRole.NONE and (not group.is_slice or group.holds(base))
@@ -134,4 +134,4 @@ def _check_count(reading: Reading, operator: OperatorSpec, group: Group) -> None
         low, bound = high + n_anchor, f"at most {high + n_anchor}"
     noun = ("model" if low == 1 else "models") + (" besides base_model" if is_besides_base else "")
     message = f"{operator.name} takes {bound} {noun}, found {n_experts + n_anchor}"
-    reading.refuse("recipe.models.count", group.at, message)
+    reader.refuse("recipe.models.count", group.at, message)

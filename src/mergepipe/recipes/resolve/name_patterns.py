@@ -1,4 +1,4 @@
-"""Tensors that one model has and another has not, told in one line for all layers."""
+"""Group tensor names that differ only by layer number, for one message per group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from collections.abc import Iterable
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
-def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names that differ by numbers between dots only, under one pattern with `*` for those; a lone one is its own."""
+def group_by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only by numbers between dots under a pattern with `*`; a single name keeps its own."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[_NUMBER.sub("*", name)].append(name)
-    return {pattern if len(found) > 1 else found[0]: found for pattern, found in groups.items()}
+    return {
+        pattern if len(names_of_pattern) > 1 else names_of_pattern[0]: names_of_pattern
+        for pattern, names_of_pattern in groups.items()
+    }
 
 
-def these(names: list[str]) -> str:
-    """`this tensor` or `these 3 tensors`."""
+def count_text(names: list[str]) -> str:
+    """`this tensor` or `count_text 3 tensors`."""
     return "this tensor" if len(names) == 1 else f"these {len(names)} tensors"

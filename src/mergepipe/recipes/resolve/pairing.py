@@ -1,4 +1,4 @@
-"""Finds the tensor of one model that is merged with a tensor of another: by name, by tied weights, by rows."""
+"""Pair tensors of different models: by name, by tied weights, by rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.errors import MismatchError, UnsupportedError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
-from mergepipe.recipes.resolve.arrangement import OpenModel
 from mergepipe.recipes.resolve.layers import template
-from mergepipe.recipes.resolve.name_patterns import by_pattern, these
+from mergepipe.recipes.resolve.name_patterns import count_text, group_by_pattern
+from mergepipe.recipes.resolve.output_tensors import OpenModel
 
 _INPUT_EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embeddings?|embed_in|shared)\.weight$"
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Pairing:
-    """Finds partners, remembers what was used, notes what does not fit."""
+    """Pairs tensors, records which were used, reports those that do not fit."""
 
     def __init__(self, models: Sequence[OpenModel], findings: Findings) -> None:
         self.used: list[set[str]] = [set() for _ in models]
@@ -39,7 +39,7 @@ class Pairing:
         self._related: set[int] = set()  # models that have a tensor of the name that is wanted
 
     def base(self, model: int, name: str) -> Readable | None:
-        """The tensor an output tensor starts from; None if it cannot be merged."""
+        """Return the base of an output tensor; None if it cannot be merged."""
         entry = self._models[model].tensors[name]
         self.used[model].add(name)
         if entry.dtype.kind is DTypeKind.OPAQUE:
@@ -48,48 +48,48 @@ class Pairing:
         return entry
 
     def partner(self, model: int, name: str, base: Readable, base_model: int) -> Source | None:
-        """The tensor of a model that is merged with `base`; None if a problem was noted."""
+        """Return the tensor of a model that is merged with `base`; None if a problem was reported."""
         open_model = self._models[model]
         if name in open_model.tensors:
             self._related.add(model)
         name = self._stored_name(open_model, name, base)
-        found = open_model.tensors.get(name)
-        if found is None and open_model.kind is not CheckpointKind.FULL:
+        tensor = open_model.tensors.get(name)
+        if tensor is None and open_model.kind is not CheckpointKind.FULL:
             return Unchanged(base.name, base.dtype, base.shape)
-        if found is None:
+        if tensor is None:
             self._missing[model, base_model].append(name)
             return None
         self.used[model].add(name)
         base_text = self._models[base_model].input.text
-        if found.dtype.kind is not DTypeKind.FLOAT:
+        if tensor.dtype.kind is not DTypeKind.FLOAT:
             instead = f"{base.dtype.name} in the base '{base_text}'"
-            self._refuse_dtype(open_model.input.text, name, found, instead)
-        return self._fitted(open_model, name, found, base, base_text)
+            self._refuse_dtype(open_model.input.text, name, tensor, instead)
+        return self._fitted(open_model, name, tensor, base, base_text)
 
     def _stored_name(self, model: OpenModel, name: str, base: Readable) -> str:
-        """The name itself, or the embedding's for an output head that a model does not store."""
+        """Return the stored name: the name itself, or the embedding's for an output head that is tied."""
         if name in model.tensors or model.kind is not CheckpointKind.FULL or not is_head(name):
             return name
-        embeddings = [each for each in model.tensors if _INPUT_EMBEDDING.search(each)]
-        fitting = [each for each in embeddings if model.tensors[each].shape[1:] == base.shape[1:]]
+        embeddings = [tensor for tensor in model.tensors if _INPUT_EMBEDDING.search(tensor)]
+        fitting = [embedding for embedding in embeddings if model.tensors[embedding].shape[1:] == base.shape[1:]]
         return fitting[0] if len(fitting) == 1 else name
 
-    def _fitted(self, model: OpenModel, name: str, found: Readable, base: Readable, base_text: str) -> Source | None:
-        if found.shape != base.shape:
-            has_rows = min(len(found.shape), len(base.shape)) > 0 and is_vocabulary(name)
-            if has_rows and found.shape[1:] == base.shape[1:] and found.dtype.kind is DTypeKind.FLOAT:
+    def _fitted(self, model: OpenModel, name: str, tensor: Readable, base: Readable, base_text: str) -> Source | None:
+        if tensor.shape != base.shape:
+            has_rows = min(len(tensor.shape), len(base.shape)) > 0 and is_vocabulary(name)
+            if has_rows and tensor.shape[1:] == base.shape[1:] and tensor.dtype.kind is DTypeKind.FLOAT:
                 from mergepipe.checkpoints.computed.gathered_rows import (
                     resized,  # brings the compiled kernels; most merges do without
                 )
 
-                return resized(found, base.shape[0], fallback=None if found.is_delta else base)
-            shapes = f"shape {list(found.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
+                return resized(tensor, base.shape[0], fallback=None if tensor.is_delta else base)
+            shapes = f"shape {list(tensor.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
             self._findings.add(MismatchError, "merge.tensor.shape", name, shapes)
             return None
-        return found if found.dtype.kind is DTypeKind.FLOAT else None
+        return tensor if tensor.dtype.kind is DTypeKind.FLOAT else None
 
     def note_missing(self) -> set[int]:
-        """Note tensors without a partner; gives the models that have nothing in common with what they differ from."""
+        """Report tensors without a partner; return the models that share no tensor with their base."""
         unrelated: set[int] = set()
         for (model, base), names in self._missing.items():
             text, base_text = self._models[model].input.text, self._models[base].input.text
@@ -101,8 +101,8 @@ class Pairing:
                 where = self._models[model].input.where
                 self._findings.add(MismatchError, "merge.model.unrelated", where, message, hint)
                 continue
-            for pattern, found in by_pattern(names).items():
-                message = f"'{text}' lacks {these(found)} of the base '{base_text}'"
+            for pattern, found in group_by_pattern(names).items():
+                message = f"'{text}' lacks {count_text(found)} of the base '{base_text}'"
                 hint_of = partial(self._did_you_mean, model, found[0])
                 self._findings.add(MismatchError, "merge.tensor.missing", pattern, message, hint_of)
         return unrelated
@@ -112,7 +112,7 @@ class Pairing:
         self._findings.add(UnsupportedError, "merge.tensor.dtype", name, message, "convert the model first")
 
     def _did_you_mean(self, model: int, name: str) -> str:
-        """A hint for a missing name, from names that the first model lacks and that have the same layer numbers."""
+        """Suggest a name for a missing tensor, among names with the same layer numbers that the first model lacks."""
         groups = self._candidates.get(model)
         if groups is None:
             groups = defaultdict(list)
@@ -125,10 +125,10 @@ class Pairing:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether a tensor has a row for every token: of models with more tokens or fewer, shared rows are merged."""
+    """Whether a tensor has one row per token; models with different vocabulary sizes merge their common rows."""
     return embedding_ending(name) is not None and template(name) == name
 
 
 def is_head(name: str) -> bool:
-    """Whether a tensor is an output head, which models with tied weights do not store."""
+    """Whether a tensor is an output head, which models with tied weights may not store."""
     return any(name == head or name.endswith(f".{head}") for head in TIED_HEADS)

@@ -1,4 +1,4 @@
-"""Resolves a recipe against opened checkpoints: one task per tensor of the output, every other tensor accounted for."""
+"""Resolve a recipe against opened checkpoints: one task per output tensor, a reason for every dropped tensor."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mergepipe.recipes.parse.parameter_values import EVERY_TENSOR, Cases, Scalar
 from mergepipe.recipes.parse.parameters import global_values, is_constant, missing_values, model_values
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import Recipe
-from mergepipe.recipes.resolve.accounting import (
+from mergepipe.recipes.resolve.model_requirements import SMALLEST_WEIGHT_SUM, normalized_sum
+from mergepipe.recipes.resolve.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor
+from mergepipe.recipes.resolve.pairing import TIED_HEADS, Pairing
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution, TensorParameters
+from mergepipe.recipes.resolve.tensor_account import (
     REASON_COMPUTED,
     REASON_EXACT,
     REASON_NO_MODULE,
-    Accounting,
+    TensorAccount,
     is_computed,
 )
-from mergepipe.recipes.resolve.arrangement import Arrangement, Group, Member, OpenModel, Wanted
-from mergepipe.recipes.resolve.model_requirements import SMALLEST_WEIGHT_SUM, normalized_sum
-from mergepipe.recipes.resolve.pairing import TIED_HEADS, Pairing
-from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution, TensorParameters
-from mergepipe.recipes.resolve.tensor_prefixes import named_like
+from mergepipe.recipes.resolve.tensor_prefixes import renamed_to_match
 
 _NOTHING = TensorParameters({}, {}, ())
 
 
 def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Sequence[str] = ()) -> Resolution:
-    """Pair the tensors of `checkpoints`, which are what `recipe.inputs()` names, in that order.
+    """Pair the tensors of `checkpoints`, opened from `recipe.inputs()` in that order, into merge tasks.
 
     `allow_dropped` are patterns (`*`, `?`, `[...]`) of names that models may have and the base not.
 
@@ -44,24 +44,24 @@ def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Se
         raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
     findings = Findings(NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
     models = [
-        OpenModel(given, named_like(checkpoints[0], each) if index else each.tensors, each.kind)
+        OpenModel(given, renamed_to_match(checkpoints[0], each) if index else each.tensors, each.kind)
         for index, (given, each) in enumerate(zip(inputs, checkpoints, strict=True))
     ]
-    arrangement = Arrangement(recipe, models, findings, allow_dropped)
-    wanted = list(arrangement.wanted())
+    listing = OutputListing(recipe, models, findings, allow_dropped)
+    outputs = list(listing.output_tensors())
     findings.raise_any()
     resolver = _Resolver(recipe, models, findings)
-    tasks = tuple(task for each in wanted if (task := resolver.task(each)) is not None)
+    tasks = tuple(task for output in outputs if (task := resolver.task(output)) is not None)
     unrelated = resolver.pairing.note_missing()
-    _note_idle_filters(recipe, wanted, findings)
-    accounting = Accounting(recipe, models, wanted, resolver.pairing.used, tuple(allow_dropped))
-    dropped = tuple(accounting.dropped(findings, unrelated))
+    _note_idle_filters(recipe, outputs, findings)
+    account = TensorAccount(recipe, models, outputs, resolver.pairing.used, tuple(allow_dropped))
+    dropped = tuple(account.dropped(findings, unrelated))
     findings.raise_any()
-    return Resolution(tasks, dropped, inputs, tuple(arrangement.layer_counts))
+    return Resolution(tasks, dropped, inputs, tuple(listing.layer_counts))
 
 
 class _Resolver:
-    """Makes one task at a time, and notes what does not fit."""
+    """Builds one task at a time, and reports what does not fit."""
 
     def __init__(self, recipe: Recipe, models: Sequence[OpenModel], findings: Findings) -> None:
         self.pairing = Pairing(models, findings)
@@ -74,59 +74,59 @@ class _Resolver:
         self._inputs = recipe.inputs()
         self._conflicting: list[Member] = []
 
-    def task(self, wanted: Wanted) -> MergeTask | None:
-        """The task of one output tensor; None if a problem was noted."""
-        anchor = wanted.sources[0]
-        base = self.pairing.base(wanted.model, anchor)
+    def task(self, output: OutputTensor) -> MergeTask | None:
+        """Build the task of one output tensor; None if a problem was reported."""
+        anchor = output.sources[0]
+        base = self.pairing.base(output.model, anchor)
         if base is None:
             return None
-        reason = _why_copied(wanted, base)
-        if reason or wanted.group is None:
+        reason = _why_copied(output, base)
+        if reason or output.group is None:
             return MergeTask(
-                wanted.name, Action.COPY, base.shape, base.dtype, base, (), _NOTHING, reason, wanted.model
+                output.name, Action.COPY, base.shape, base.dtype, base, (), _NOTHING, reason, output.model
             )  # fmt: skip
-        experts = self._experts(wanted, wanted.group, base)
-        parameters = self._parameters(wanted, wanted.group)
+        experts = self._experts(output, output.group, base)
+        parameters = self._parameters(output, output.group)
         if experts is None:
             return None
-        members = tuple(member.model for member in wanted.group.experts)
+        members = tuple(member.model for member in output.group.experts)
         dtype = self._dtype or base.dtype
         return MergeTask(
-            wanted.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", wanted.model, members
+            output.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", output.model, members
         )
 
-    def _experts(self, wanted: Wanted, group: Group, base: Readable) -> tuple[Source, ...] | None:
-        pairs = zip(group.experts, wanted.sources[1:], strict=True)
-        found = [self.pairing.partner(member.model, name, base, wanted.model) for member, name in pairs]
-        matching = tuple(each for each in found if each is not None)
-        return matching if len(matching) == len(found) else None
+    def _experts(self, output: OutputTensor, group: Group, base: Readable) -> tuple[Source, ...] | None:
+        pairs = zip(group.experts, output.sources[1:], strict=True)
+        partners = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
+        matching = tuple(each for each in partners if each is not None)
+        return matching if len(matching) == len(partners) else None
 
-    def _parameters(self, wanted: Wanted, group: Group) -> TensorParameters:
+    def _parameters(self, output: OutputTensor, group: Group) -> TensorParameters:
         if group not in self._is_constant:
             settings = (*group.shared, group.anchor.own, *(member.own for member in group.experts))
             self._is_constant[group] = is_constant(settings)
         if not self._is_constant[group]:
-            return self._evaluated(wanted, group)
+            return self._evaluated(output, group)
         if group not in self._constant:
-            self._constant[group] = self._evaluated(wanted, group)
+            self._constant[group] = self._evaluated(output, group)
         return self._constant[group]
 
-    def _evaluated(self, wanted: Wanted, group: Group) -> TensorParameters:
-        operator, depth = self._recipe.operator, wanted.depth
-        shared = global_values(operator, group.shared, wanted.name, depth)
-        self._note_missing(shared, Scope.GLOBAL, group.shared, wanted.name)
+    def _evaluated(self, output: OutputTensor, group: Group) -> TensorParameters:
+        operator, depth = self._recipe.operator, output.depth
+        shared = global_values(operator, group.shared, output.name, depth)
+        self._note_missing(shared, Scope.GLOBAL, group.shared, output.name)
         chains = [(member.own, *group.shared) for member in (group.anchor, *group.experts)]
         values = [
-            model_values(operator, chain, name, depth) for chain, name in zip(chains, wanted.sources, strict=True)
+            model_values(operator, chain, name, depth) for chain, name in zip(chains, output.sources, strict=True)
         ]
         if not self._is_constant[group]:  # else checked on loading
-            self._note_conflicts(group, values[1:], wanted.name)
+            self._note_conflicts(group, values[1:], output.name)
         anchor = self._anchor_values(group, values[0])
         for index, chain in enumerate(chains):
             if index or (group.takes_part and group.is_listed):
-                self._note_missing(values[index], Scope.MODEL, chain, wanted.sources[index])
+                self._note_missing(values[index], Scope.MODEL, chain, output.sources[index])
         if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
-            self._check_weights(shared, values if group.is_listed else values[1:], wanted.name)
+            self._check_weights(shared, values if group.is_listed else values[1:], output.name)
         return TensorParameters(shared, anchor, tuple(values[1:]))
 
     def _anchor_values(self, group: Group, own: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -137,12 +137,12 @@ class _Resolver:
         return own
 
     def _note_missing(
-        self, found: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
+        self, values: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
     ) -> None:
-        """Note a required parameter of which no case holds for a tensor; that it is nowhere is noted on loading."""
-        for spec in missing_values(self._recipe.operator, scope, found):
+        """Report a required parameter of which no case applies to a tensor; missing ones are reported on loading."""
+        for spec in missing_values(self._recipe.operator, scope, values):
             settings = (each[spec.name] for each in chain if spec.name in each)
-            where = next((each.where for each in settings if isinstance(each, Cases)), self._recipe.path.name)
+            where = next((setting.where for setting in settings if isinstance(setting, Cases)), self._recipe.path.name)
             if where in self._without_value:
                 continue
             self._without_value.add(where)
@@ -150,7 +150,7 @@ class _Resolver:
             self._findings.add(RecipeError, "recipe.parameter.missing", where, message, hint)
 
     def _note_conflicts(self, group: Group, values: Sequence[Mapping[str, Scalar]], tensor: str) -> None:
-        """Note, once a model, parameters that contradict each other where they depend on the tensor."""
+        """Report, once per model, contradicting parameters that depend on the tensor."""
         for member, found in zip(group.experts, values, strict=True):
             conflict = self._recipe.operator.conflict_of(found)
             if conflict and member not in self._conflicting:
@@ -168,21 +168,25 @@ class _Resolver:
             self._findings.add(RecipeError, "recipe.weights.sum", tensor, message, hint)
 
 
-def _why_copied(wanted: Wanted, base: Readable) -> str:
+def _why_copied(output: OutputTensor, base: Readable) -> str:
     if base.dtype.kind is DTypeKind.EXACT:
         return REASON_EXACT
-    if is_computed(wanted.name, base.shape):
+    if is_computed(output.name, base.shape):
         return REASON_COMPUTED
-    return REASON_NO_MODULE if wanted.group is None else ""
+    return REASON_NO_MODULE if output.group is None else ""
 
 
-def _note_idle_filters(recipe: Recipe, wanted: Sequence[Wanted], findings: Findings) -> None:
-    """Note filters that are in the name of no tensor; a head that tied weights leave out counts as a tensor."""
+def _note_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:
+    """Report filters that match no tensor name; an output head that is tied counts as a tensor."""
     cases = [each for each in _settings(recipe) if isinstance(each, Cases)]
     filters = {(case.filter, each.where) for each in cases for case in each.cases if case.filter not in EVERY_TENSOR}
     if not filters:
         return
-    names = {*TIED_HEADS, *(each.name for each in wanted), *(name for each in wanted for name in each.sources)}
+    names = {
+        *TIED_HEADS,
+        *(output.name for output in outputs),
+        *(name for output in outputs for name in output.sources),
+    }
     for text, where in sorted(filters, key=lambda each: (each[1], each[0])):
         if not any(text in name for name in names):
             parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
@@ -191,7 +195,7 @@ def _note_idle_filters(recipe: Recipe, wanted: Sequence[Wanted], findings: Findi
 
 
 def _settings(recipe: Recipe) -> Iterator[Setting]:
-    """Every parameter value of a recipe."""
+    """Yield every parameter value of a recipe."""
     yield from recipe.parameters.values()
     for model in recipe.models:
         yield from model.parameters.values()

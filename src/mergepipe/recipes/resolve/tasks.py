@@ -1,4 +1,4 @@
-"""What a merge does, tensor by tensor: the logical plan that recipes resolve to and engine and planner work from."""
+"""Merge tasks: one value per output tensor, which recipes resolve to and the planner and the engine work from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergepipe.recipes.parse.recipe import ModelInput, Scalar
 
 
 class Action(StrEnum):
-    """How an output tensor comes about."""
+    """The action that makes an output tensor: merge or copy."""
 
     MERGE = "merge"
     COPY = "copy"
@@ -74,7 +74,7 @@ class DroppedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerCount:
-    """The layers that slices put together under a name prefix: `origins` has, for each, the anchor's layer it is of.
+    """The layers that slices stack under a name prefix; `origins` has the anchor's layer number of each.
 
     `before` is their number in the model that lends the configuration.
     """
@@ -91,7 +91,7 @@ class LayerCount:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What a merge will do with every tensor; `models[0]` lends sidecars.
+    """The merge tasks and dropped tensors of a recipe; `models[0]` provides the sidecars.
 
     `tasks` are in the base's storage order, of slices in the order of the output's layers. `layer_counts` has an entry
     for every list of layers that was put together from slices.
@@ -107,27 +107,27 @@ class Resolution:
 
     @property
     def n_layers(self) -> int | None:
-        """The number of layers if slices changed it, of a model with one list of layers; else None."""
+        """The number of layers, if slices changed that of the only list of layers; else None."""
         changed = [count.after for count in self.layer_counts if count.after != count.before]
         return changed[0] if len(changed) == 1 else None
 
     @property
     def expert_models(self) -> tuple[int, ...]:
-        """The models that are an expert of some task, in order."""
+        """Models that are an expert of at least one task, in order."""
         return tuple(sorted({model for task in self.tasks for model in task.expert_models}))
 
     @property
     def base_bytes(self) -> int:
-        """Bytes of the base's tensors, all of which are read."""
+        """Bytes of the tasks' base tensors, which are all read."""
         return sum(task.base.nbytes for task in self.tasks)
 
     def base_bytes_of(self, model: int) -> int:
-        """Bytes of the base's tensors that are this model's."""
+        """Sum the bytes of base tensors that belong to a model."""
         return sum(task.base.nbytes for task in self.tasks if task.base_model == model)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the experts' tensors that tasks use: what a full-read merge reads from experts."""
+        """Bytes of the tasks' expert tensors: what a full merge reads from experts."""
         return sum(entry.nbytes for task in self.tasks for entry in task.experts)
 
     @property

@@ -1,4 +1,4 @@
-"""Brings the tensor names of one model under those of another, where whole prefixes differ."""
+"""Rename a model's tensors to match another model's, where name prefixes differ."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_RULES = 4
 _DIGIT = re.compile(r"\d")
 
 
-def named_like(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str, Readable]:
-    """The tensors of `checkpoint` under the names that `reference` has for them, in storage order.
+def renamed_to_match(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str, Readable]:
+    """Return the tensors of `checkpoint` under the names that `reference` uses, in storage order.
 
     A tensor without a partner is looked for by the end of its name. Names are changed only by few whole prefixes, and
     only if every missing tensor has exactly one partner of its shape then; otherwise they all stay as they are.
@@ -39,7 +39,7 @@ def named_like(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str, Reada
 
 
 def _rules(missing: list[Readable], own: list[str], tensors: Mapping[str, Readable]) -> dict[str, str]:
-    """Own prefix to the reference's prefix, as told by the longest common ends of names; empty if they disagree."""
+    """Derive prefix replacements from the longest common name suffixes; empty if they disagree."""
     rules: dict[str, str] = {}
     for name, claims in _claims(missing, own, tensors).items():
         for wanted, end in claims:
@@ -52,7 +52,7 @@ def _rules(missing: list[Readable], own: list[str], tensors: Mapping[str, Readab
 def _claims(
     missing: list[Readable], own: list[str], tensors: Mapping[str, Readable]
 ) -> dict[str, list[tuple[str, str]]]:
-    """For each own name the missing ones that have the longest end in common with it, and that end."""
+    """Find for each own name the missing names with the longest common suffix, and that suffix."""
     by_end: dict[str, list[str]] = {}
     for name in own:
         for end in _ends(name):
@@ -73,7 +73,7 @@ def _claims(
 
 
 def _ends(name: str) -> list[str]:
-    """The name, and what is left of it after each dot, while two parts are left."""
+    """Yield the suffixes of a name at dots that have at least two parts."""
     cuts = [0, *(index + 1 for index, character in enumerate(name) if character == ".")]
     return [name[cut:] for cut in (cuts[:-1] if len(cuts) > 1 else cuts)]
 
@@ -84,10 +84,10 @@ def _renamed(name: str, prefixes: list[str], rules: Mapping[str, str]) -> str:
 
 
 def _is_sound(missing: list[Readable], renamed: Mapping[str, str], tensors: Mapping[str, Readable]) -> bool:
-    """Whether names stay apart, and tensors that were missing are found with shapes that fit."""
+    """Whether renamed names stay distinct, and fill missing names with matching shapes."""
     after = {new: name for name, new in renamed.items()}
     kept = tensors.keys() - renamed.keys()
     if len(after) < len(renamed) or kept & after.keys():
         return False
-    found = [(entry, tensors[after[entry.name]]) for entry in missing if entry.name in after]
-    return bool(found) and all(entry.shape[1:] == other.shape[1:] for entry, other in found)
+    matched = [(entry, tensors[after[entry.name]]) for entry in missing if entry.name in after]
+    return bool(matched) and all(entry.shape[1:] == other.shape[1:] for entry, other in matched)

@@ -1,4 +1,4 @@
-"""Checkpoints of different vocabularies as checkpoints of one: embedding rows aligned by token."""
+"""Align the embedding rows of checkpoints with different vocabularies by token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DroppedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What aligning vocabularies comes to.
+    """The result of aligning vocabularies.
 
     `checkpoints`: the given ones in order, their embeddings as aligned ones of `n_rows` rows; a tensor that already
     is aligned stays itself. `lender`: whose tokenizer the output has; `files` are those of its tokenizer files that
@@ -53,7 +53,7 @@ class Alignment:
     digest: str
 
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
-        """One line for every model that loses tokens; `names` are the models'."""
+        """Format one line per model that loses tokens; `names` are the models' names."""
         return tuple(
             f"{counted(each.n_tokens, 'token')} of '{names[each.model]}' not in the output's tokenizer, "
             f"embeddings left out: "
@@ -65,7 +65,7 @@ class Alignment:
 def align_vocabulary(
     request: TokenizerRequest, models: Sequence[Checkpoint], store: Store, *, has_base: bool
 ) -> Alignment:
-    """Align the embeddings of `models` (of `Recipe.inputs()`) with the tokenizer that is asked for.
+    """Align the embeddings of `models` (of `Recipe.inputs()`) with the requested tokenizer.
 
     `has_base`: the recipe names a `base_model`, which is `models[0]`; its row is used for a token that some model
     lacks, else the mean of those that have one. Models without tokenizer files have that of `models[0]`.
@@ -119,7 +119,7 @@ def _with_tensors(model: Checkpoint, replaced: Mapping[str, Readable]) -> Checkp
 
 
 def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabulary, ...]:
-    """Every model's; an adapter or delta has that of the first model, which it is a difference from."""
+    """Read every model's vocabulary; adapters and deltas have the first model's."""
     first = read_vocabulary(models[0], store)
     if first is None:
         raise NotFoundError.of(
@@ -133,7 +133,7 @@ def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabular
 def _joining(
     request: TokenizerRequest, vocabularies: Sequence[Vocabulary], known: Sequence[int], lender: int
 ) -> list[AddedToken]:
-    """Tokens that join the lender's, in the order of their new ids: by model, then by id; then the recipe's own."""
+    """List the tokens added to the lender's vocabulary in order of new id: by model and id, then the recipe's own."""
     joining: dict[str, AddedToken] = {}
     own = vocabularies[lender].ids
     if request.source is TokenizerSource.UNION:
@@ -148,16 +148,16 @@ def _joining(
 
 
 def _dropped(vocabularies: Sequence[Vocabulary], output: Vocabulary) -> list[DroppedTokens]:
-    found = []
+    dropped = []
     for index, vocabulary in enumerate(vocabularies):
         missing = [token for token in vocabulary.ids if token not in output.ids]
         if missing:
-            found.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
-    return found
+            dropped.append(DroppedTokens(index, len(missing), tuple(missing[:_MAX_EXAMPLES])))
+    return dropped
 
 
 class _Aligner:
-    """Aligns one group of paired embeddings after the other."""
+    """Aligns groups of paired embeddings."""
 
     def __init__(
         self,
@@ -176,20 +176,20 @@ class _Aligner:
         self._base = base
 
     def n_rows(self, lent: Sequence[Readable]) -> int:
-        """Rows of the output: those of the lender's embeddings, more if tokens join; or as many as were asked for."""
+        """Return the output's rows: those of the lender's embeddings plus added tokens, or the requested padding."""
         n_tokens, multiple = self._output.n_ids, self._request.pad_to_multiple_of
         if multiple:
             return -(-n_tokens // multiple) * multiple
         return max((n_tokens, *(tensor.shape[0] for tensor in lent)))
 
     def aligned(self, group: Mapping[int, Readable], n_rows: int) -> dict[int, Readable]:
-        """The embeddings of one group, by model, with `n_rows` rows each."""
+        """Align the embeddings of one group: by model, with `n_rows` rows each."""
         self._check(group)
         multiple = self._request.pad_to_multiple_of
         n_mapped = self._output.n_ids if multiple else n_rows
         limits = [group[m].shape[0] if m in group else 0 for m in range(len(self._models))]
         rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
-        given = self._given(group, rows)
+        given = self._token_rules(group, rows)
         donors = [model for model, tensor in group.items() if not tensor.is_delta]
         fill = fill_rows(rows, donors, self._base if self._base in group else None, given)
         return {
@@ -220,7 +220,7 @@ class _Aligner:
         return GatheredRows(own.name, dtype, sources, row_map, own.is_delta)
 
     def _padding(self, group: Mapping[int, Readable], model: int) -> list[tuple[int, int]]:
-        """Who lends rows that no token has: the model itself if its ids are the output's, then the lender."""
+        """Choose the models that provide rows without tokens: the model itself if its ids match, then the lender."""
         lenders = [model] if self._vocabularies[model].ids == self._output.ids else []
         if self._lender in group and not group[self._lender].is_delta and not group[model].is_delta:
             lenders.append(self._lender)
@@ -242,18 +242,18 @@ class _Aligner:
                     f"{tensor.dtype.name} in '{self._models[model].path}' cannot be aligned", "convert the model first",
                 )  # fmt: skip
 
-    def _given(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
-        """What the recipe says of single tokens, by output row."""
-        given = {}
+    def _token_rules(self, group: Mapping[int, Readable], rows: TokenRows) -> dict[int, Given]:
+        """Collect the recipe's rules for single tokens, by output row."""
+        rules = {}
         for token, wanted in self._request.tokens.items():
             row = self._output.ids[token]
             if wanted.source is EmbeddingSource.USUAL:
-                given[row] = Given(wanted.force, is_usual=True)
+                rules[row] = Given(wanted.force, is_usual=True)
             elif wanted.source is EmbeddingSource.ZERO:
-                given[row] = Given(wanted.force)
+                rules[row] = Given(wanted.force)
             else:
-                given[row] = self._from_model(token, wanted, group, rows)
-        return given
+                rules[row] = self._from_model(token, wanted, group, rows)
+        return rules
 
     def _from_model(self, token: str, wanted: TokenEmbedding, group: Mapping[int, Readable], rows: TokenRows) -> Given:
         model = wanted.model
@@ -287,7 +287,7 @@ class _Aligner:
 
 
 def _padded(tensor: Readable, n_rows: int) -> Readable:
-    """`tensor` with the mean of its rows appended up to `n_rows`."""
+    """Append the mean of the tensor's rows up to `n_rows` rows."""
     n_own = tensor.shape[0]
     if n_own == n_rows:
         return tensor

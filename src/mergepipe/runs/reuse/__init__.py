@@ -1,1 +1,1 @@
-"""Results of earlier snapshots that a merge takes instead of computing them again."""
+"""Reuse of earlier snapshots: blocks copied by key, and kept sums continued."""

@@ -1,4 +1,4 @@
-"""Kept sums: the float32 totals of additive merges, on which a later merge with more experts goes on."""
+"""Keep the float32 sums of additive merges, so that a later merge only adds its new experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.runs.reuse.blocks import Snapshots
+from mergepipe.runs.reuse.blocks import EarlierSnapshots
 from mergepipe.runs.reuse.keys import SourceNames
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
 from mergepipe.snapshots.layout import PlacedFile, PlacedTensor, SnapshotLayout
@@ -41,7 +41,7 @@ ACCUMULATORS_FORMAT = "mergepipe-accumulators/2"
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """One contribution: `what` digests the expert's bytes and how they are thinned."""
+    """One contribution to a sum: `what` digests the expert's bytes and how they are sparsified."""
 
     what: str
     coefficient: float  # exactly a float32
@@ -49,7 +49,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What the sum of one tensor is made of: where it starts, and its additions in order.
+    """The composition of one tensor's sum: its start value, and its additions in order.
 
     Sums of equal `start` and additions are equal to the bit.
     """
@@ -57,14 +57,14 @@ class Sum:
     start: str
     additions: tuple[Addition, ...]
 
-    def begins(self, other: Sum) -> bool:
-        """Whether `other` goes on from here, bit for bit."""
+    def is_prefix_of(self, other: Sum) -> bool:
+        """Whether `other` continues this sum, bit for bit."""
         return self.start == other.start and other.additions[: len(self.additions)] == self.additions
 
 
 @dataclass(frozen=True, slots=True)
 class RunningTotal:
-    """The sum that a task asks for. `rule` is the operator's, `experts` the places of the additions among experts."""
+    """The sum that a task needs. `rule` is the operator's; `experts` indexes the task's expert of each addition."""
 
     sum: Sum
     rule: ElementwiseRule
@@ -74,7 +74,7 @@ class RunningTotal:
 def running_totals(
     work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterable[Checkpoint]
 ) -> dict[str, RunningTotal]:
-    """The sums of the tensors that are plain sums, element by element, of contributions that can be told."""
+    """Return the sums of the tensors that are elementwise sums of identifiable contributions."""
     names = SourceNames(checkpoints)
     found = ((task.name, _running_total(work, task, names)) for task in tasks)
     return {name: total for name, total in found if total is not None}
@@ -104,29 +104,29 @@ def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> Runn
     return RunningTotal(Sum(start, tuple(additions)), rule, experts)
 
 
-# --- going on with a kept sum ---
+# --- continuing a kept sum ---
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A sum that an earlier merge kept: of the first `n_additions` of the sum wanted."""
+class KeptSum:
+    """A sum of an earlier merge that equals the first `n_additions` of the needed sum."""
 
     entry: KeptTotal
     n_additions: int
     sid: str
 
 
-def find_kept(
-    totals: Mapping[str, RunningTotal], snapshots: Snapshots, ledger: Ledger, threads: int
-) -> dict[str, Kept]:
-    """Look in earlier snapshots for sums from which the least is missing to those wanted, of each tensor.
+def find_kept_sums(
+    totals: Mapping[str, RunningTotal], snapshots: EarlierSnapshots, ledger: Ledger, threads: int
+) -> dict[str, KeptSum]:
+    """Find for each tensor the kept sum of an earlier snapshot that covers the most additions.
 
-    What is taken is read once here, to be compared with its digests.
+    Each sum used is read once here and compared with its digests.
 
     Raises:
         CorruptError: `accumulators.damaged`.
     """
-    best: dict[str, tuple[Kept, KeptTotals]] = {}
+    best: dict[str, tuple[KeptSum, KeptTotals]] = {}
     for earlier in snapshots if totals else ():
         kept = read_totals(earlier.path, earlier.manifest)
         if kept is None:
@@ -140,12 +140,12 @@ def find_kept(
     return {name: found for name, (found, _) in best.items()}
 
 
-def continued(task: MergeTask, total: RunningTotal, kept: Kept) -> tuple[MergeTask, BlockFunction]:
-    """The task that adds only what is missing, and the function that does so."""
+def continuation_task(task: MergeTask, total: RunningTotal, kept: KeptSum) -> tuple[MergeTask, BlockFunction]:
+    """Return the task and the block function that add only the missing experts to a kept sum."""
     missing = list(total.experts[kept.n_additions :])
     if not missing:
-        return rounded(task, kept.entry)
-    taken = [missing[0], *missing]  # the first entry stands for the sum so far, and is not looked at
+        return rounding_task(task, kept.entry)
+    taken = [missing[0], *missing]  # the first entry stands for the kept sum and is not used
     made = replace(
         task,
         experts=(kept.entry, *(task.experts[e] for e in missing)),
@@ -166,26 +166,26 @@ def _of_experts(rule: ElementwiseRule, taken: list[int]) -> ElementwiseRule:
     )
 
 
-def rounded(task: MergeTask, entry: KeptTotal) -> tuple[MergeTask, BlockFunction]:
-    """The task that only rounds a sum to the output's dtype."""
+def rounding_task(task: MergeTask, entry: KeptTotal) -> tuple[MergeTask, BlockFunction]:
+    """Return the task and the block function that round a sum to the output's dtype."""
     made = replace(task, base=entry, experts=(), expert_models=(), parameters=TensorParameters({}, {}, ()))
     return made, ElementwiseRule(np.empty(0, np.float32))
 
 
 def largest_totals_bytes(tasks: Sequence[MergeTask]) -> int:
-    """What the sums of `tasks` take at most, but for a header."""
+    """Return the largest size of the sums of `tasks`, header excluded."""
     return sum(F32.itemsize * task.base.n_elements for task in tasks if task.action is Action.MERGE)
 
 
 def total_output(tasks: Sequence[MergeTask]) -> OutputPlan:
-    """The file of the sums of `tasks`."""
+    """Lay out the file of the sums of `tasks`."""
     specs = tuple(TensorSpec(task.name, F32, task.shape) for task in tasks)
     shard = ShardLayout(ACCUMULATORS_NAME, specs, header_of(specs, {}))
     return OutputPlan((shard,), tuple(replace(task, dtype=F32) for task in tasks))
 
 
 def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
-    """Where the sums are once they are written."""
+    """Locate the written sums in their file."""
     (shard,) = output.shards
     entries, offset = {}, len(shard.header)
     for spec in shard.tensors:
@@ -200,7 +200,7 @@ def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
 def total_files(
     totals: Mapping[str, RunningTotal], output: OutputPlan, digests: tuple[TensorDigest, ...]
 ) -> dict[str, bytes]:
-    """The small files that go with the sums: what each is made of, and the digests of its blocks."""
+    """Build the small files that record the sums: the composition of each, and its block digests."""
     tensors = []
     for spec in output.shards[0].tensors:
         made = totals[spec.name].sum
@@ -215,7 +215,7 @@ def total_files(
 
 @dataclass(frozen=True)
 class KeptTotals:
-    """The sums of an earlier snapshot, as its manifest binds them."""
+    """The kept sums of an earlier snapshot, bound by digests in its manifest."""
 
     path: Path
     sid: str
@@ -223,12 +223,12 @@ class KeptTotals:
     entries: Mapping[str, KeptTotal]
     table: BlockTable
 
-    def find(self, name: str, wanted: RunningTotal) -> Kept | None:
-        """The sum here, if it is the beginning of the sum wanted."""
+    def find(self, name: str, wanted: RunningTotal) -> KeptSum | None:
+        """Return the kept sum of a tensor if it is a prefix of the needed one."""
         have = self.sums.get(name)
-        if have is None or not have.begins(wanted.sum):
+        if have is None or not have.is_prefix_of(wanted.sum):
             return None
-        return Kept(self.entries[name], len(have.additions), self.sid)
+        return KeptSum(self.entries[name], len(have.additions), self.sid)
 
     def check(self, names: Iterable[str], ledger: Ledger, threads: int) -> None:
         """Read the sums and compare them with their digests.
@@ -244,7 +244,7 @@ class KeptTotals:
             )
 
     def damaged(self, names: set[str], ledger: Ledger, threads: int) -> tuple[str, ...]:
-        """Those of the sums that are not what was written."""
+        """Return the names of the sums whose bytes do not match their digests."""
         rows = [entry for entry in self.entries.values() if entry.name in names]
         tensors = tuple(PlacedTensor(i, e.name, F32, e.shape, "", e.offset) for i, e in enumerate(rows))
         first = min(entry.offset for entry in self.entries.values())
@@ -257,7 +257,7 @@ class KeptTotals:
 
 
 def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
-    """The sums that a snapshot keeps; None where it keeps none, or not those that its manifest binds."""
+    """Read the record of a snapshot's kept sums; None if there are none or the manifest does not match."""
     path = directory / ACCUMULATORS_NAME
     records = {record.name: record for record in manifest.sidecars}
     if ACCUMULATORS_RECORD_NAME not in records or not path.is_file():
@@ -273,7 +273,7 @@ def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
 
 
 def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
-    """The manifest vouches for the record; the file is held against it."""
+    """Parse a record that the manifest vouches for, and compare the file's header with it."""
     if record["format"] != ACCUMULATORS_FORMAT:
         return None
     sums = {

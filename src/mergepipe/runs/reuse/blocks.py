@@ -1,4 +1,4 @@
-"""Finds blocks of earlier snapshots that come out the same: a merge copies them, and reads no expert for them."""
+"""Find blocks of earlier snapshots with equal keys: a merge copies them and reads no expert for them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Identity = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Results of an earlier snapshot for one output tensor, and the digests of that tensor's blocks there."""
+class ReusableTensor:
+    """The reusable spans of one output tensor in an earlier snapshot, with that tensor's block digests."""
 
     reusable: Reusable
     digests: tuple[bytes, ...]
@@ -47,37 +47,37 @@ class Known:
 
     @property
     def n_elements(self) -> int:
-        """Elements that need not be merged."""
+        """Number of reusable elements."""
         return sum(span.n_elements for span in self.reusable.spans)
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What of an output stands in earlier snapshots, by tensor."""
+    """The parts of an output that earlier snapshots hold, by tensor."""
 
-    known: Mapping[str, Known]
+    known: Mapping[str, ReusableTensor]
 
     @property
     def reusable(self) -> Mapping[str, Reusable]:
-        """As the engine wants it."""
+        """The reusable spans by tensor, as `MergeWork.reusable` takes them."""
         return {name: each.reusable for name, each in self.known.items()}
 
     @property
     def files(self) -> set[Path]:
-        """The files that are read."""
+        """The files that blocks are copied from."""
         return {each.reusable.entry.file for each in self.known.values()}
 
     @property
     def sids(self) -> tuple[str, ...]:
-        """The snapshots that something is taken from."""
+        """Ids of the snapshots that blocks are copied from."""
         return tuple(sorted({each.snapshot.sid for each in self.known.values()}))
 
     def without(self, lost: Collection[Path]) -> Reuse:
-        """What does not stand in these files."""
+        """Return the reuse without blocks of the given files."""
         return Reuse({n: each for n, each in self.known.items() if each.reusable.entry.file not in lost})
 
     def check(self, written: Iterable[TensorDigest]) -> None:
-        """Compare what was copied with what it should have been.
+        """Compare the digests of copied blocks with those that the earlier snapshot recorded.
 
         Raises:
             CorruptError: `reuse.damaged`, naming snapshot and tensor.
@@ -94,17 +94,17 @@ class Reuse:
                     raise CorruptError.of("reuse.damaged", entry.file, message, hint)
 
 
-def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, snapshots: Snapshots) -> Reuse:
-    """Look for the blocks of `tasks`, whose keys these are, in earlier snapshots.
+def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, snapshots: EarlierSnapshots) -> Reuse:
+    """Find the blocks of `tasks` in earlier snapshots by their `keys`.
 
-    Of each tensor blocks of one snapshot are taken: the one that has most of them, the first of equals.
+    For each tensor one snapshot is used: the one with the most blocks, the first of equals.
     """
     wanted = {
         task.name: (task, blocks)
         for task, blocks in zip(tasks, keys.tensors, strict=True)
         if any(key != NO_KEY for key in blocks)
     }
-    found: dict[str, Known] = {}
+    found: dict[str, ReusableTensor] = {}
     open_names = set(wanted)
     for earlier in snapshots if open_names else ():
         for name in sorted(open_names):
@@ -121,13 +121,13 @@ def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, sn
     return Reuse(found)
 
 
-def as_planned(found: Reuse, plan: Plan) -> Reuse:
-    """Of what was found exactly what the plan reuses.
+def limit_to_plan(found: Reuse, plan: Plan) -> Reuse:
+    """Limit reuse to exactly the blocks that the plan names.
 
     Raises:
-        ConflictError: `plan.reuse-gone`, naming every snapshot that does not hold what it held any more.
+        ConflictError: `plan.reuse-gone`, naming every snapshot that no longer holds those blocks.
     """
-    known: dict[str, Known] = {}
+    known: dict[str, ReusableTensor] = {}
     gone: set[int] = set()
     for tensor in plan.tensors:
         if not tensor.reused:
@@ -136,34 +136,38 @@ def as_planned(found: Reuse, plan: Plan) -> Reuse:
         spans = tuple(Span(grid.span(a).start, grid.span(b - 1).stop) for a, b, _ in tensor.reused)
         source = tensor.reused[0][2]
         here = found.known.get(tensor.name)
-        if here is None or here.snapshot.sid != plan.reuse[source].sid or not _covers(here.reusable.spans, spans):
+        if (
+            here is None
+            or here.snapshot.sid != plan.reuse[source].sid
+            or not _contains_spans(here.reusable.spans, spans)
+        ):
             gone.add(source)
         else:
             known[tensor.name] = replace(here, reusable=replace(here.reusable, spans=spans))
     if gone:
-        raise ConflictError(*(_gone(plan.reuse[each]) for each in sorted(gone)))
+        raise ConflictError(*(_missing_snapshot_problem(plan.reuse[each]) for each in sorted(gone)))
     return Reuse(known)
 
 
-def _covers(spans: Sequence[Span], wanted: Sequence[Span]) -> bool:
+def _contains_spans(spans: Sequence[Span], wanted: Sequence[Span]) -> bool:
     return all(any(a.start <= b.start and b.stop <= a.stop for a in spans) for b in wanted)
 
 
-def _gone(snapshot: ReusedSnapshot) -> Problem:
+def _missing_snapshot_problem(snapshot: ReusedSnapshot) -> Problem:
     message = f"the plan takes blocks of snapshot {snapshot.sid[:8]} there, which is gone or has changed"
     return Problem("plan.reuse-gone", snapshot.path, message, "put it back, or plan again")
 
 
-def candidates(link: CatalogLink, replaced: Path | None = None) -> tuple[Path, ...]:
-    """Where to look for earlier results: in the snapshot that is about to be replaced, then in the newest others."""
+def reuse_candidates(link: CatalogLink, replaced: Path | None = None) -> tuple[Path, ...]:
+    """List the snapshots to search for reusable blocks: the one to be replaced, then the catalog's, newest first."""
     rows = link.use(lambda catalog: catalog.snapshots()) or ()
     return (*((replaced,) if replaced is not None else ()), *(row.path for row in rows))
 
 
-class Snapshots:
-    """Earlier snapshots that have keys, read once each and as they are asked for.
+class EarlierSnapshots:
+    """Earlier snapshots with block keys, each read once, on first use.
 
-    One that cannot be read is passed over: nothing but time is lost.
+    A snapshot that cannot be read is skipped.
     """
 
     def __init__(self, store: Store, paths: Iterable[Path]) -> None:
@@ -184,7 +188,7 @@ def _read_snapshot(store: Store, path: Path) -> EarlierSnapshot | None:
     if not (path / KEYS_NAME).is_file():
         return None
     try:
-        # First: a snapshot that is replaced while it is looked at is not taken for what it was.
+        # Before the contents: a snapshot replaced during this read is then recognised as changed.
         identities = {file: identity for file in path.iterdir() if (identity := _identity(file)) is not None}
         manifest = read_manifest_value(path)
         checkpoint = open_checkpoint(store, path)
@@ -203,14 +207,14 @@ def _identity(path: Path) -> Identity | None:
     return status.st_dev, status.st_size, version_of(path, status)
 
 
-def lost_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:
-    """Those of the files that are not what they were when the snapshots were looked at."""
-    known = {path: identity for each in snapshots for path, identity in each.identities.items()}
+def changed_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:
+    """Return the files that changed since the snapshots were read."""
+    known = {path: identity for snapshot in snapshots for path, identity in snapshot.identities.items()}
     return {file for file in files if file in known and _identity(file) != known[file]}
 
 
 def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
-    """A table as the manifest records it."""
+    """Read a block table and check it against the manifest."""
     path = directory / name
     raw = read_small(path, BLOCK_TABLE_BYTES)
     records = (*manifest.sidecars, manifest.blocks)
@@ -221,7 +225,7 @@ def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> Bloc
 
 @dataclass(frozen=True)
 class EarlierSnapshot:
-    """An earlier snapshot with its keys and digests."""
+    """An earlier snapshot with its block keys and block digests."""
 
     path: Path
     manifest: Manifest
@@ -232,12 +236,12 @@ class EarlierSnapshot:
 
     @property
     def sid(self) -> str:
-        """Its id."""
+        """The snapshot's id."""
         return self.manifest.sid
 
     @cached_property
     def place_of(self) -> Mapping[bytes, tuple[int, ...]]:
-        """The tensors that a key stands in; its block is in the key."""
+        """Maps a block key to the tensors that have it; the key includes the block's index."""
         places: dict[bytes, tuple[int, ...]] = {}
         for t, keys in enumerate(self.keys.tensors):
             for key in keys:
@@ -245,8 +249,8 @@ class EarlierSnapshot:
                     places[key] = (*places.get(key, ()), t)
         return places
 
-    def match(self, task: MergeTask, wanted: Sequence[bytes], block_elements: int) -> Known | None:
-        """The blocks of a task that stand in one tensor here."""
+    def match(self, task: MergeTask, wanted: Sequence[bytes], block_elements: int) -> ReusableTensor | None:
+        """Find the tensor here that holds most of a task's blocks, and its reusable spans."""
         if block_elements != self.keys.block_elements:
             return None
         counts = Counter(t for key in wanted for t in self.place_of.get(key, ()))
@@ -258,11 +262,11 @@ class EarlierSnapshot:
             return None
         is_here = [t in self.place_of.get(key, ()) for key in wanted]
         spans = tuple(_spans(is_here, entry.n_elements, block_elements))
-        return Known(Reusable(entry, spans), self.digests.tensors[t], self) if spans else None
+        return ReusableTensor(Reusable(entry, spans), self.digests.tensors[t], self) if spans else None
 
 
 def _spans(is_here: Sequence[bool], n_elements: int, block_elements: int) -> Iterator[Span]:
-    """Runs of blocks that are there, on the coarser grid of keys and digests: what is copied can be checked."""
+    """Yield runs of present blocks on the coarser grid of keys and digests, so that copies can be checked."""
     grid = BlockGrid(n_elements, math.lcm(block_elements, DEFAULT_BLOCK_ELEMENTS))
     whole = [all(is_here[span.start // block_elements : -(-span.stop // block_elements)]) for span in grid.spans()]
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(whole), 1) if a != b), len(whole)]
@@ -272,6 +276,6 @@ def _spans(is_here: Sequence[bool], n_elements: int, block_elements: int) -> Ite
 
 
 def _whole_blocks(known: Reusable) -> Iterator[int]:
-    """Blocks of the digests' grid that were copied: spans begin and end on it."""
+    """Yield the copied blocks on the digests' grid, to which spans are aligned."""
     for span in known.spans:
         yield from range(span.start // DEFAULT_BLOCK_ELEMENTS, -(-span.stop // DEFAULT_BLOCK_ELEMENTS))

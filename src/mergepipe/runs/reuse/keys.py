@@ -1,4 +1,4 @@
-"""Block keys: digests of all that an output block's bytes depend on, so that equal keys mean equal bytes.
+"""Compute block keys: digests of everything that an output block depends on; equal keys mean equal bytes.
 
 A key covers the stored bytes of the base and of the contributing experts (by file, as it was when it was opened, and
 place in it), the rule with the coefficients in force in that block, the output's dtype, the random streams, and the
@@ -35,7 +35,7 @@ Described = Mapping[str, object]
 
 
 def block_keys(work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterable[Checkpoint]) -> BlockTable:
-    """The keys of all blocks of `tasks`, in their order, on the plan's grid or the default one.
+    """Compute the keys of all blocks of `tasks`, in order, on the plan's grid or the default one.
 
     `checkpoints` are those whose files are read.
     """
@@ -49,7 +49,7 @@ def block_keys(work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterabl
 
 
 class SourceNames:
-    """Names the stored bytes of tensors: by the file as it was when it was opened, and the place in it."""
+    """Identifies the stored bytes of tensors by file fingerprint and position in the file."""
 
     def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
         self._names: dict[Path, tuple[str, int, str, str]] = {}
@@ -92,7 +92,7 @@ class _Keys:
             yield from (blake3(context + b.to_bytes(8, "little")).digest(len(NO_KEY)) for b in blocks)
 
     def _shared(self) -> Described | None:
-        """What all blocks have in common; None if nothing is merged, or some source has no name."""
+        """Return the key parts common to all blocks; None if nothing is merged, or a source cannot be identified."""
         task = self.task
         if task.action is Action.COPY or not task.experts or isinstance(self.work.operator, CustomOperator):
             return None
@@ -107,17 +107,17 @@ class _Keys:
         }
 
     def _alone(self, given: OperatorInput, rule: _Separable, run: Run) -> Described | None:
-        """What a block depends on where that is its own elements, and what each expert's own tensor says."""
+        """Return the key parts of a block that depends on its own elements and on quantities of single experts."""
         if not run.present:
             return None
         experts = [[*self._expert(given, e), rule.kept_E[e] if rule.kept_E else None] for e in run.present]
-        return {**_in_force(rule.rule, run), "experts": experts} if self._is_told(given, run.present) else None
+        return {**_in_force(rule.rule, run), "experts": experts} if self._has_content_ids(given, run.present) else None
 
     def _together(self, given: OperatorInput) -> Described | None:
-        """What a block depends on where that is all of the tensor."""
+        """Return the key parts of a block that depends on the whole tensor."""
         everyone = tuple(range(len(self.task.experts)))
         read = tuple(e for run in self.runs for e in run.present)
-        if not read or not self._is_told(given, read):
+        if not read or not self._has_content_ids(given, read):
             return None
         return {
             "globals": dict(given.globals),
@@ -130,8 +130,8 @@ class _Keys:
     def _expert(self, given: OperatorInput, e: int) -> list[object]:
         return [self.files.name(self.task.experts[e]), given.stream_keys[e] if given.stream_keys else None]
 
-    def _is_told(self, given: OperatorInput, experts: Iterable[int]) -> bool:
-        """Whether the content that randomness is keyed by is known."""
+    def _has_content_ids(self, given: OperatorInput, experts: Iterable[int]) -> bool:
+        """Whether the content ids that key randomness are known."""
         models = self.task.expert_models
         return not given.stream_keys or all(self.work.content_ids[models[e]] for e in experts)
 
@@ -158,7 +158,7 @@ def _separable_rule(work: MergeWork, given: OperatorInput) -> _Separable | None:
 
 
 def _in_force(rule: ElementwiseRule, run: Run) -> dict[str, object]:
-    """The rule as it applies to the blocks of a run, but for the magnitude cuts."""
+    """Restrict the rule to the experts that a run reads, magnitude cuts excluded."""
     present_E = np.array(run.present, np.int64)
     counted_E = np.array(sorted((*run.present, *run.free)), np.int64)
     values: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Lets a plan take results from earlier snapshots, charges nothing for them, and spends what that frees."""
+"""Plan with reuse: blocks of earlier snapshots cost nothing, and the freed budget is spent on further blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.reuse.blocks import EarlierSnapshot, Known, Reuse, Snapshots, find_reuse
+from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
 from mergepipe.runs.reuse.keys import block_keys
 from mergepipe.runs.work import merge_work
 
@@ -20,35 +20,35 @@ MAX_STEPS = 10
 CLOSE_ENOUGH = 1 / 256  # of the budget
 
 TasksOf = Callable[[Plan], tuple[MergeTask, ...]]
-"""The tasks with the parameters that a plan has in force."""
+"""Returns the tasks with a plan's parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReusingPlanner:
-    """Plans that reuse: of a ranking, what stands in `snapshots` is not charged.
+    """Plans from a ranking without charging for blocks that `snapshots` already hold.
 
-    `content_ids` are empty where they are not known: then nothing of that expert is recognised under random rules.
+    An unknown content id is empty: then no block of that expert is reused under random operators.
     """
 
     ranking: Ranking
     inputs: Inputs
     tasks_of: TasksOf
     content_ids: Mapping[int, str]
-    snapshots: Snapshots
+    snapshots: EarlierSnapshots
 
     def plan(self) -> Plan:
-        """The longest prefix found whose charged cost is within the budget.
+        """Return the longest prefix found whose charged cost fits the budget.
 
-        What is charged need not grow with the prefix: a block that one more expert joins may be one that stands in an
-        earlier snapshot. So the whole, and what earlier plans read, are tried before the budget is halved towards.
-        Where an error is aimed at, the prefix that reaches it is enough.
+        The charged cost need not grow with the prefix: adding an expert to a block may make it equal to one of an
+        earlier snapshot. So the full merge and the cost of earlier plans are tried before a bisection.
+        With a target error, the prefix that reaches it is returned.
         """
         budget = self.ranking.budget_bytes
         best = self._charged(budget)
         if self.ranking.options.target_error is not None or not any(True for _ in self.snapshots):
             return best
         above = self.ranking.full_cost_bytes
-        for limit in self._worth_trying():
+        for limit in self._trial_budgets():
             if limit <= best.budget_bytes:
                 break
             tried = self._charged(limit)
@@ -64,24 +64,24 @@ class ReusingPlanner:
             best, above = (tried, above) if tried.planned_bytes <= budget else (best, limit)
         return replace(best, budget_bytes=budget)
 
-    def _worth_trying(self) -> list[int]:
-        """Costs of prefixes larger than the budget, in descending order."""
+    def _trial_budgets(self) -> list[int]:
+        """List the prefix costs above the budget that are tried, in descending order."""
         full = self.ranking.full_cost_bytes
-        earlier = [cost for each in self.snapshots if (cost := _prefix_cost(each)) is not None and cost < full]
+        earlier = [cost for snapshot in self.snapshots if (cost := _prefix_cost(snapshot)) is not None and cost < full]
         return sorted({full, *list(dict.fromkeys(earlier))[:MAX_EARLIER_BUDGETS]}, reverse=True)
 
     def _charged(self, limit_bytes: int) -> Plan:
-        """The plan of a prefix, less what it can reuse."""
+        """Plan the prefix of a limit, without the cost of blocks it can reuse."""
         plan = self.ranking.plan(limit_bytes)
         tasks = self.tasks_of(plan)
         work = merge_work(plan.operator, tasks, plan, plan.seed, self.content_ids)
         keys = block_keys(work, tasks, [checkpoint for _, _, checkpoint in self.inputs.leaves()])
         reuse = find_reuse(work, tasks, keys, self.snapshots)
-        return _reusing(plan, reuse, self.ranking)
+        return _with_reuse(plan, reuse, self.ranking)
 
 
 def _prefix_cost(earlier: EarlierSnapshot) -> int | None:
-    """What an earlier plan charged and saved together; None for a merge in full."""
+    """Return what an earlier plan charged plus what it saved by reuse; None for a full merge."""
     content = earlier.manifest.plan
     if content is None:
         return None
@@ -90,8 +90,8 @@ def _prefix_cost(earlier: EarlierSnapshot) -> int | None:
     return planned + sum(saved) if isinstance(planned, int) else None
 
 
-def _reusing(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
-    """The plan with what it reuses, not charged for that."""
+def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
+    """Add the reused blocks to a plan and subtract their cost."""
     planned = {tensor.name for tensor in plan.tensors}
     known = {name: each for name, each in reuse.known.items() if name in planned}
     if not known:
@@ -119,10 +119,10 @@ def _reusing(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
             else t
             for t in plan.tensors
         ),
-        fallbacks=tuple(each for each in plan.fallbacks if each.where != "budget"),
+        fallbacks=tuple(fallback for fallback in plan.fallbacks if fallback.where != "budget"),
         reuse=tuple(snapshots),
     )
 
 
-def _runs(known: Known, block_elements: int) -> Runs:
+def _runs(known: ReusableTensor, block_elements: int) -> Runs:
     return tuple((span.start // block_elements, -(-span.stop // block_elements)) for span in known.reusable.spans)

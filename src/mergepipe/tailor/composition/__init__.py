@@ -1,1 +1,1 @@
-"""Compositions: units of several checkpoints copied into one that can be resumed."""
+"""Compose a resumable training checkpoint from units of several checkpoints."""

@@ -1,4 +1,4 @@
-"""Checksums inside torch.save archives: which of them a set of patches makes stale, and where they are written."""
+"""Find the checksums inside torch.save archives that a set of patches makes stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint each parameter is taken from: recipe and opened sources in, assignment or all problems out. Pure."""
+"""Assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from types import MappingProxyType
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.recipe import Choice, CompositionRecipe, ExactName, NumberedUnit, Take, real_place
+from mergepipe.tailor.composition.composition_recipe import (
+    Choice,
+    CompositionRecipe,
+    ExactName,
+    NumberedUnit,
+    Take,
+    resolved_path,
+)
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.selection import select_parameters
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit
@@ -35,21 +42,21 @@ class Assignment:
 
     @property
     def state(self) -> TrainingCheckpoint:
-        """What gives step, scheduler and random states: training resumes at its step."""
+        """The source of step, scheduler and random states: training resumes at its step."""
         return self.sources[self.skeleton_index if self.state_index is None else self.state_index]
 
     def source(self, parameter: str) -> TrainingCheckpoint:
-        """Where a parameter is taken from."""
+        """Return the source of a parameter."""
         return self.sources[self.source_of[parameter]]
 
     def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
-        """Each unit with the places of its sources, once each."""
+        """Yield each unit with the distinct indices of its sources."""
         for unit, names in self.skeleton.units.parameters.items():
             yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
 
 def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint]) -> Assignment:
-    """Decide where each parameter comes from. `sources` are keyed by `real_place`.
+    """Decide where each parameter comes from. `sources` are keyed by `resolved_path`.
 
     Raises:
         RecipeError: units that do not exist, are named twice, or not at all.
@@ -61,10 +68,10 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
     units = opened[skeleton].units
-    taken = _Taken(units, findings)
+    taken = _ParameterClaims(units, findings)
     for take in recipe.takes:
-        taken.add(take, places[real_place(take.source)])
-    default = places[real_place(recipe.default)] if recipe.default is not None else None
+        taken.add(take, places[resolved_path(take.source)])
+    default = places[resolved_path(recipe.default)] if recipe.default is not None else None
     source_of = taken.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
     for index in sorted({*source_of.values()} - {skeleton}):
@@ -77,9 +84,9 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
 def _state(
     recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], skeleton: int
 ) -> int:
-    """The source that training resumes at: as asked for, else the newest that can tell."""
+    """Choose the source of the state: the requested one, else the newest that has state."""
     if recipe.state_from is not None:
-        return places[real_place(recipe.state_from)]
+        return places[resolved_path(recipe.state_from)]
     newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
     return max(newer, key=lambda index: opened[index].step, default=skeleton)
 
@@ -87,9 +94,9 @@ def _state(
 def _skeleton(
     recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], findings: Findings
 ) -> int:
-    """The source of structure: as asked for if that is complete, else the newest that is."""
+    """Choose the source of structure: the requested one if complete, else the newest complete one."""
     if recipe.state_from is not None:
-        index = places[real_place(recipe.state_from)]
+        index = places[resolved_path(recipe.state_from)]
         if not opened[index].missing:
             return index
     complete = [index for index, source in enumerate(opened) if not source.missing]
@@ -110,15 +117,15 @@ def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Who takes a parameter: source, place in the recipe, and the alias it was asked for by, if any."""
+    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any."""
 
     source: int
     where: str
     alias: str | None
 
 
-class _Taken:
-    """Collects which take claims which parameter."""
+class _ParameterClaims:
+    """Collects which recipe entry takes which parameter; reports conflicts."""
 
     def __init__(self, units: ModelUnits, findings: Findings) -> None:
         self._units = units
@@ -153,7 +160,7 @@ class _Taken:
             )  # fmt: skip
 
     def complete(self, default: int | None, where: str) -> dict[str, int]:
-        """Every parameter's source, in the model's order; what nobody claims is the default's."""
+        """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
         if default is None:
             units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
             if units:
@@ -168,7 +175,7 @@ class _Taken:
 
 
 def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
-    """The parameters a choice means, and the alias if it named one."""
+    """Return the parameters that a choice selects, and the alias if it named one."""
     if isinstance(choice, ExactName):
         if choice.text in units.tied:
             return (units.tied[choice.text],), choice.text
@@ -213,7 +220,7 @@ def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findin
 def _check_fit(
     skeleton: TrainingCheckpoint, source: TrainingCheckpoint, names: Sequence[str], findings: Findings
 ) -> None:
-    """Check that `source` can give `names` to the skeleton."""
+    """Check that `source` has the parameters `names` as the skeleton needs them."""
     reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
     for reason in reasons:
         findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
@@ -224,8 +231,8 @@ def _check_fit(
     for (name, kind), state in skeleton.states.items():
         if skeleton.units.tied.get(name, name) not in wanted:
             continue
-        given = giving_state(source, name, kind)
-        problem = _why_not(given, state) if given is not None else "is not there"
+        stored = state_to_copy(source, name, kind)
+        problem = _mismatch(stored, state) if stored is not None else "is not there"
         if problem:
             findings.add(
                 MismatchError, "tailor.lacks", str(source.path), f"{kind} of {name} {problem}",
@@ -242,8 +249,8 @@ def _check_counters(
             findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {name} is not there")
 
 
-def giving_state(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
-    """What a source gives for one state: the state itself, or the master where a copy of it is needed."""
+def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
+    """Return the state to copy from a source: the state itself, or the master weights for a derived copy."""
     own = source.states.get((name, kind))
     if own is not None or kind not in DERIVED_KINDS:
         return own
@@ -251,18 +258,18 @@ def giving_state(source: TrainingCheckpoint, name: str, kind: str) -> StoredStat
     return source.states.get((owner, FP32)) or source.states.get((owner, WEIGHT))
 
 
-def _why_not(given: StoredState, wanted: StoredState) -> str:
-    if given.gaps:
+def _mismatch(stored: StoredState, wanted: StoredState) -> str:
+    if stored.gaps:
         return "is there in parts only"
-    if given.shape != wanted.shape:
-        return f"has shape {given.shape}, not {wanted.shape}"
-    if given.kind == wanted.kind and given.dtype != wanted.dtype:
-        return f"is {given.dtype.name}, not {wanted.dtype.name}"
+    if stored.shape != wanted.shape:
+        return f"has shape {stored.shape}, not {wanted.shape}"
+    if stored.kind == wanted.kind and stored.dtype != wanted.dtype:
+        return f"is {stored.dtype.name}, not {wanted.dtype.name}"
     return ""
 
 
 def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint) -> Iterator[str]:
-    """Why a partial checkpoint is not of the skeleton's run, as far as it says."""
+    """Return why a partial checkpoint is not of the skeleton's run, as far as recorded."""
     if skeleton.stage != source.stage:
         yield f"{skeleton.path} and {source.path}: ZeRO stage {skeleton.stage} and {source.stage}"
     both = [name for name in source.parameters if name in skeleton.parameters]

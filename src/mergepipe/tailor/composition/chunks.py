@@ -1,4 +1,4 @@
-"""Cuts a file's segments into chunks that fit one buffer, and says where in it each part's bytes go. Pure."""
+"""Cut a file's segments into chunks that fit one buffer, and place each part in it. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Chunk:
 
 
 def buffer_bytes_for(chunk_bytes: int) -> int:
-    """The buffer a chunk needs when parts of up to `chunk_bytes` are cut."""
+    """Return the buffer size that a chunk needs when parts of up to `chunk_bytes` are cut."""
     return round_up(chunk_bytes, PAGE_BYTES) + _EDGE_BYTES
 
 

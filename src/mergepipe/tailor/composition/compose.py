@@ -1,4 +1,4 @@
-"""One composition from the recipe's path to the published checkpoint: opens, plans, copies, reads back, publishes."""
+"""Compose a checkpoint from a recipe: open, plan, copy, read back, publish."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.assignment import Assignment, assign
 from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
+from mergepipe.tailor.composition.composition_recipe import CompositionRecipe, load_composition, resolved_path
 from mergepipe.tailor.composition.copier import Copier, WrittenFile
 from mergepipe.tailor.composition.copy_plan import FilePlan
-from mergepipe.tailor.composition.open_source import open_source
-from mergepipe.tailor.composition.recipe import CompositionRecipe, load_composition, real_place
 from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
 OnProgress = Callable[[str, int, int], None]
@@ -34,7 +34,7 @@ _MARGIN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ComposeOptions:
-    """How a composition is done. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only)."""
+    """Options of a composition. `world_size` None keeps the sources'; `linked` copies no tensor byte (DCP only)."""
 
     memory_bytes: int
     force: bool = False
@@ -46,7 +46,7 @@ class ComposeOptions:
 
 @dataclass(frozen=True, slots=True)
 class CompositionReport:
-    """What a composition did, or, with `manifest` None, would do."""
+    """The result of a composition or, with `manifest` None, of its plan."""
 
     plan: CompositionPlan
     manifest: CompositeManifest | None
@@ -56,7 +56,7 @@ class CompositionReport:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRecipe:
-    """A recipe with its sources, by `real_place`."""
+    """A recipe with its sources, by `resolved_path`."""
 
     recipe: CompositionRecipe
     sources: Mapping[str, TrainingCheckpoint]
@@ -67,11 +67,11 @@ def open_recipe(store: Store, path: Path, state_from: Path | None) -> OpenedReci
     recipe = load_composition(path)
     if state_from is not None:
         recipe = replace(recipe, state_from=Path(os.path.normpath(state_from.absolute())))
-    return OpenedRecipe(recipe, {real_place(p): open_source(store, p) for p in recipe.sources})
+    return OpenedRecipe(recipe, {resolved_path(p): open_source_checkpoint(store, p) for p in recipe.sources})
 
 
 def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
-    """Plan what a recipe asks for; `out` matters to linked composites only."""
+    """Plan the composition of a recipe; only linked composites use `out`."""
     assignment = assign(opened.recipe, opened.sources)
     if options.linked:
         from mergepipe.tailor.composition.linked_dcp import plan_linked
@@ -85,7 +85,7 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out
 
 
 def check_recipe(path: Path, options: ComposeOptions) -> CompositionReport:
-    """Say what a composition would do; reads structure and step counters only."""
+    """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
     store = LocalStore()
     opened = open_recipe(store, path, options.state_from)
@@ -131,7 +131,7 @@ class _Run:
         self._versions: dict[Path, tuple[int, str]] = {}
 
     def fill(self, directory: Path) -> CompositeManifest:
-        """Write everything but the name; return the manifest that was written."""
+        """Write all files of the composite; return the manifest that was written."""
         self._on_progress("compose", 0, self._plan.output_bytes)
         inputs = self._inputs()
         copier = Copier(self._store, self._options.memory_bytes, self._advance)
@@ -154,7 +154,7 @@ class _Run:
         )  # fmt: skip
 
     def _inputs(self) -> tuple[CompositeInput, ...]:
-        """Every source with its files that are read, as they are now."""
+        """Record every source with the current state of the files that are read."""
         files = {path for plan in self._plan.files for path in plan.source_files} | set(self._plan.linked_files)
         assignment = self._plan.assignment
         by_source: dict[int, list[Fingerprint]] = {}
@@ -210,12 +210,12 @@ def _place(plan: FilePlan, directory: Path) -> Path:
 
 
 def _version(path: Path) -> tuple[int, str]:
-    """What tells that a source file is still the one that was looked at."""
+    """Return a value that changes when a source file changes."""
     status = path.stat()
     return status.st_size, version_of(path, status)
 
 
 def _owner(path: Path, assignment: Assignment) -> int:
-    """The source a file belongs to: the deepest directory around it; the skeleton for what lies elsewhere."""
+    """Find the source that a file belongs to: the deepest directory around it, else the skeleton."""
     around = [(len(s.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
     return max(around, default=(0, assignment.skeleton_index))[1]

@@ -1,4 +1,4 @@
-"""The manifest of a composite: what it was made of, how old each part is, digests of every file."""
+"""The manifest of a composite: its inputs, the staleness of each unit, digests of every file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class CompositeInput:
-    """One source: what was taken from it and its files that were read."""
+    """One source: its step, the files read and the bytes taken."""
 
     path: Path
     step: int

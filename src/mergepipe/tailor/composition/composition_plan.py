@@ -1,4 +1,4 @@
-"""From an assignment to a composition plan: reads structure of archives, never a value. Writes nothing."""
+"""Plan a composition from an assignment: reads the structure of archives, no tensor values. Writes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives import stale_checksums
-from mergepipe.tailor.composition.assignment import Assignment, giving_state
+from mergepipe.tailor.composition.assignment import Assignment, state_to_copy
 from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
 from mergepipe.tailor.composition.edited_archive import plan_edited
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
@@ -28,7 +28,7 @@ _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 @dataclass(frozen=True, slots=True)
 class CompositionPlan:
-    """What will be written, and from where. `files` are in order of their names."""
+    """The files to write, with the source of every byte. `files` are sorted by name."""
 
     assignment: Assignment
     steps: tuple[StepChoice, ...]
@@ -57,7 +57,7 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
         owner = assignment.skeleton.units.tied.get(name, name)
         if assignment.source_of[owner] == assignment.skeleton_index:
             continue
-        given = giving_state(assignment.source(owner), name, kind)
+        given = state_to_copy(assignment.source(owner), name, kind)
         if given is None:
             raise AssertionError(f"{kind} of {name} was checked to be there")
         patches.state(given, target)
@@ -79,7 +79,7 @@ class PatchCollector:
         self.edits: dict[Path, dict[PicklePath, object]] = defaultdict(dict)
 
     def state(self, given: StoredState, target: StoredState) -> None:
-        """Put the values of `given` at the places of `target`."""
+        """Copy the values of `given` to the places of `target`."""
         self._note_windows(target.pieces)
         for file, patch in patch_states(unpacked(self._store, given), unpacked(self._store, target)):
             self.by_file[file].append(patch)
@@ -103,13 +103,13 @@ class PatchCollector:
 
 
 def pack_step(choice: StepChoice) -> bytes:
-    """The bytes of a step counter."""
+    """Encode a step counter."""
     form = _STEP_FORMS[choice.counter.dtype.name]
     return struct.pack(form, int(choice.value) if form[1] in "qi" else choice.value)
 
 
 def unpacked(store: Store, state: StoredState) -> StoredState:
-    """The same state with every piece raw."""
+    """Return the state with every piece outside its archive member, as raw bytes."""
     if all(piece.packing is Packing.RAW for piece in state.pieces):
         return state
     pieces = (p if p.packing is Packing.RAW else unpack_piece(store, p, state.dtype) for p in state.pieces)
@@ -117,7 +117,7 @@ def unpacked(store: Store, state: StoredState) -> StoredState:
 
 
 def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay: StateOverlay) -> FilePlan:
-    """Plan a copy of one file with its patches, and what the state changes in it."""
+    """Plan a copy of one file with its patches and state edits."""
     if file.name in overlay.contents:
         return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
     own = patches.by_file.get(file.path, [])
@@ -131,7 +131,7 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
 
 
 def _check_all_used(patches: Mapping[Path, list[Patch]], files: Iterable[SkeletonFile]) -> None:
-    """A linked composite's values lie in other directories: there is nothing of its own to patch."""
+    """Check that every patch belongs to a planned file."""
     beyond = patches.keys() - {file.path for file in files}
     if beyond:
         raise UnsupportedError.of(

@@ -1,4 +1,4 @@
-"""Writes planned files: parts read ahead by several threads, checksums renewed on the way, one ordered writer."""
+"""Write planned files: several threads read ahead, one writer writes in order and renews checksums."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
-from mergepipe.tailor.composition.cast import cast_bytes
 from mergepipe.tailor.composition.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy_plan import CastRange, Checksum, CopyRange, FilePlan, Fill
+from mergepipe.tailor.composition.dtype_cast import cast_bytes
 from mergepipe.tailor.values import allow_open_files
 
 Bytes = NDArray[np.uint8]
@@ -117,7 +117,7 @@ def _steps(plans: Iterable[FilePlan], chunk_bytes: int) -> Iterator[_Step]:
 
 
 class _Sources:
-    """The files that plans read, each open from the first plan that needs it to the last. A context manager."""
+    """The source files, each open from the first plan that needs it to the last. A context manager."""
 
     def __init__(self, store: Store, plans: Sequence[FilePlan]) -> None:
         self._store = store
@@ -135,21 +135,21 @@ class _Sources:
             self._open.clear()
 
     def of(self, index: int) -> Mapping[Path, RangeFile]:
-        """What the plan with this index reads."""
+        """Return the open files of the plan with this index."""
         for path in sorted(self._paths[index] - self._open.keys()):
             allow_open_files(len(self._open) + _SPARE_DESCRIPTORS)
             self._open[path] = self._store.open(path, direct=True)
         return {path: self._open[path] for path in self._paths[index]}
 
     def close_after(self, index: int) -> None:
-        """Close what no later plan reads; nobody reads for this one any more."""
+        """Close the files that no later plan reads; reads for this plan must be complete."""
         for path in self._paths[index]:
             if self._last_use[path] == index:
                 self._open.pop(path).close()
 
 
 class _Target:
-    """One output file: made when its first bytes arrive, durable and closed after the last. Used from one thread."""
+    """One output file: created with its first bytes, durable and closed after its last. Used from one thread."""
 
     def __init__(self, plan: FilePlan, path: Path, ledger: Ledger) -> None:
         self._size_bytes = plan.size_bytes
@@ -167,14 +167,14 @@ class _Target:
             self._output = None  # and its buffer with it
 
     def abandon(self) -> None:
-        """Close what is open; the file stays incomplete."""
+        """Close the file if open; it stays incomplete."""
         if self._output is not None:
             self._output.__exit__(None, None, None)
             self._output = None
 
 
 class _Flow:
-    """Reads chunks ahead, hands each to the caller in order, then writes it; buffers go round."""
+    """Reads chunks ahead, yields them in order, then writes them; buffers are recycled."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Flow:
         self._upcoming: _Step | None = None
 
     def run(self, steps: Iterator[_Step]) -> Iterator[tuple[_Step, list[Bytes]]]:
-        """Yield the contents of each chunk, to be changed in place if need be; it is written on the next step."""
+        """Yield the contents of each chunk for in-place changes; a chunk is written on the next step."""
         try:
             self._upcoming = next(steps, None)
             self._read_ahead(steps, 0)
@@ -222,14 +222,14 @@ class _Flow:
             self._upcoming = next(steps, None)
 
     def _collect(self, *, at_most: int) -> None:
-        """Take back the buffers of finished writes, waiting until no more than `at_most` are under way."""
+        """Collect the buffers of finished writes; wait until at most `at_most` are pending."""
         while self._writes and (len(self._writes) > at_most or self._writes[0][0].done()):
             writing, buffer = self._writes.popleft()
             self._pool.give_back(buffer)
             writing.result()
 
     def _settle(self) -> None:
-        """After a failure: wait for what is under way, so that nobody touches a buffer any more."""
+        """After a failure, wait for pending reads and writes, so that no thread uses a buffer any more."""
         for _, reading, buffer in self._reads:
             if not reading.cancel():
                 reading.exception()
@@ -245,7 +245,7 @@ class _Flow:
 
 
 def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Path, RangeFile]) -> list[Bytes]:
-    """Bring the bytes of every part into memory; the arrays are writable and lie in `buffer` where they were read."""
+    """Read the bytes of every part; the arrays are writable, and lie in `buffer` where they were read."""
     return [
         _part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk.parts
     ]
@@ -270,7 +270,7 @@ def _purpose(segment: CopyRange) -> Purpose:
 
 
 def _read(file: RangeFile, offset: int, nbytes: int, room: Bytes, purpose: Purpose) -> Bytes:
-    """Read a range, rounded outwards to what the file asks for; `room` is page-aligned."""
+    """Read a range, rounded outwards to the file's alignment; `room` is page-aligned."""
     start = offset // file.alignment * file.alignment
     stop = round_up(offset + nbytes, file.alignment)
     found = file.read_into(start, room.data[: stop - start], purpose)
@@ -282,7 +282,7 @@ def _read(file: RangeFile, offset: int, nbytes: int, room: Bytes, purpose: Purpo
 
 
 class ChecksumRenewal:
-    """Follows a file's bytes in order: takes checksums of members, writes them where they belong, digests the rest.
+    """Processes a file's bytes in order: computes members' checksums, writes them into place, digests all bytes.
 
     Law: after the last byte, every place of every checksum holds the CRC-32 of its range as it was passed through.
     """
@@ -295,7 +295,7 @@ class ChecksumRenewal:
         self._digest = blake3()
 
     def pass_through(self, views: Iterable[Bytes]) -> None:
-        """Take the file's next bytes (uint8), renewing checksums in place."""
+        """Process the file's next bytes (uint8), renewing checksums in place."""
         for view in views:
             stop = self._position + view.size
             self._take(view, stop)
@@ -304,7 +304,7 @@ class ChecksumRenewal:
             self._position = stop
 
     def digest(self) -> str:
-        """BLAKE3-128 of everything, 32 hex digits."""
+        """Return the BLAKE3-128 of all bytes, 32 hex digits."""
         return self._digest.hexdigest(16)
 
     def _take(self, view: Bytes, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""The copy plan: every output file as ordered byte ranges of the sources. Pure."""
+"""The copy plan as values: every output file as ordered byte ranges of the sources. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CastRange:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes that are known already."""
+    """Constant bytes."""
 
     content: bytes
 
@@ -49,7 +49,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Zeros."""
+    """A run of zero bytes."""
 
     nbytes: int
 
@@ -95,24 +95,24 @@ class FilePlan:
 
     @property
     def source_files(self) -> frozenset[Path]:
-        """The files its segments read."""
+        """Return the files that its segments read."""
         return frozenset(s.file for s in self.segments if isinstance(s, CopyRange | CastRange))
 
     @property
     def read_bytes(self) -> int:
-        """Bytes its segments take from files."""
+        """Bytes that its segments read from files."""
         return sum(source_bytes(segment) for segment in self.segments)
 
 
 def source_bytes(segment: Segment) -> int:
-    """Bytes a segment reads."""
+    """Return the bytes that a segment reads."""
     if isinstance(segment, CastRange):
         return segment.n_elements * segment.stored.itemsize
     return segment.nbytes if isinstance(segment, CopyRange) else 0
 
 
 def patch_states(given: StoredState, target: StoredState) -> Iterator[tuple[Path, Patch]]:
-    """Yield what puts the values of `given` at the places of `target`: (file of the target, patch).
+    """Yield (file of the target, patch) that copy the values of `given` to the places of `target`.
 
     Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
     """
@@ -175,7 +175,7 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 
 def _together(first: Segment | None, second: Segment) -> CopyRange | None:
-    """Two ranges as one, if the second follows the first in the same file."""
+    """Join two ranges if the second follows the first in the same file; else None."""
     if not isinstance(first, CopyRange) or not isinstance(second, CopyRange):
         return None
     follows = first.file == second.file and first.offset + first.nbytes == second.offset

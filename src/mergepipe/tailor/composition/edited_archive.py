@@ -1,4 +1,4 @@
-"""Plans torch.save archives whose pickle has changed: members are laid out anew, tensors stay byte for byte."""
+"""Plan torch.save archives with an edited pickle: members are laid out again, tensors copied byte for byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan_edited(
 
 
 def _member(name: str, member: ZipMember, file: SkeletonFile, patches: Sequence[Patch]) -> MemberPlan:
-    """One member as it is, but for the patches inside it."""
+    """Plan one member with the patches inside it."""
     segments: list[Segment] = []
     position, stop = member.offset, member.offset + member.nbytes
     first = bisect_left(patches, position, key=lambda patch: patch.offset)

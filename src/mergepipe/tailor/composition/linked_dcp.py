@@ -1,4 +1,4 @@
-"""Composites of torch DCP checkpoints by metadata alone: no tensor byte is copied, chunks stay where they are."""
+"""Plan linked composites of torch DCP checkpoints: new metadata points to the sources' chunks, none is copied."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
 
 
 def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
-    """Where each chunk of the skeleton is to be looked for instead."""
+    """Map each chunk of the skeleton to its new location."""
     skeleton = assignment.skeleton
     counters = [{name: step for step in source.steps for name in step.parameters} for source in assignment.sources]
     for (name, kind), target in skeleton.states.items():

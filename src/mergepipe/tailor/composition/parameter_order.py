@@ -1,4 +1,4 @@
-"""The order in which the Trainer numbers a model's parameters, for architectures where it is known without torch.
+"""Compute the order in which the Trainer numbers a model's parameters, for known architectures, without torch.
 
 `optimizer.pt` knows parameters by number only. The Trainer numbers those with weight decay first, in the order the
 model defines them, then those without (norms and biases). A slow test compares this table with transformers itself.

@@ -1,4 +1,4 @@
-"""Changes single values inside a pickle and leaves every other byte of it as it is; nothing is executed."""
+"""Edit single values inside a pickle without executing it; all other bytes stay the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _find(value: _Value, path: PicklePath) -> _Value | None:
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """What is known of one value: itself if it can be a key, and where the entries of a container are."""
+    """The outline of one value: the value itself if it can be a key, and the positions of a container's entries."""
 
     key: str | int | None = None
     entries: dict[str | int, _Entry] = field(default_factory=dict)
@@ -74,14 +74,14 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Pushed:
-    """A value on the stack, and the byte its instructions begin at. A mark has no value."""
+    """A value on the stack, and the byte offset of its first instruction. A mark has no value."""
 
     start: int
     value: _Value | None
 
 
 class _Outline:
-    """Follows the instructions of a pickle with values that hold nothing but their outline."""
+    """Interprets a pickle's instructions on outlines instead of values."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -128,7 +128,7 @@ class _Outline:
             self._apply(opcode, argument, position)
 
     def _close(self, name: str, position: int) -> None:
-        """End what a mark began; an item ends where the next one begins."""
+        """Close the container that a mark opened; an item ends where the next one begins."""
         at = next(i for i in reversed(range(len(self._stack))) if self._stack[i].value is None)
         mark, items = self._stack[at], self._stack[at + 1 :]
         del self._stack[at:]
@@ -148,13 +148,13 @@ class _Outline:
             self._top().entries[key.key] = _Entry(value, stop, closing)
 
     def _add(self, value: _Value, stop: int) -> None:
-        """An item of a sequence: found by its number, never changed itself."""
+        """Add an item of a sequence: addressed by index, never replaced itself."""
         target = self._top()
         target.entries[target.n_items] = _Entry(value, stop, None)
         target.n_items += 1
 
     def _apply(self, opcode: pickletools.OpcodeInfo, argument: object, position: int) -> None:
-        """Any other instruction: takes so many values, makes at most one."""
+        """Apply any other instruction: pop its arguments, push at most one value."""
         start = position
         for _ in opcode.stack_before:
             start = self._stack[-1].start

@@ -1,4 +1,4 @@
-"""Composites of DeepSpeed ZeRO checkpoints for another number of ranks, in ZeRO's own format."""
+"""Plan composites of DeepSpeed ZeRO checkpoints for another number of ranks, in ZeRO's own format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, Format, Piece, StoredState
-from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, giving_state
+from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import (
     CompositionPlan,
     PatchCollector,
@@ -57,14 +57,14 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
     first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
     groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)
     steps = choose_steps(assignment, [group.names for group in groups])
-    work = _Work(store, assignment, zero, overlay, groups, steps, world_size)
+    work = _Repartition(store, assignment, zero, overlay, groups, steps, world_size)
     plans = sorted([*work.other_files(), *work.optimizer_files()], key=lambda plan: plan.name)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), tuple(plans))
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank holds of a parameter: elements `span`, from element `start` of the rank's flat partition on."""
+    """A rank's share of a parameter: elements `span`, at element `start` of the rank's flat partition."""
 
     name: str
     span: Span
@@ -72,7 +72,7 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Repartition:
     store: Store
     assignment: Assignment
     zero: ZeroFiles
@@ -90,7 +90,7 @@ class _Work:
     # --- files that are copied
 
     def other_files(self) -> Iterator[FilePlan]:
-        """Everything but the optimizer files: weights patched, the number of ranks changed, the rest as it is."""
+        """Plan all files but the optimizer's: weights patched, the number of ranks changed, the rest copied."""
         patches = self._patches()
         for file in self.overlay.files:
             state = _RANDOM_STATE.fullmatch(file.path.name)
@@ -100,18 +100,18 @@ class _Work:
             yield from self._model_files(patches)
 
     def _patches(self) -> PatchCollector:
-        """Weights from their sources; in every model file, the number of ranks and what follows from it."""
+        """Collect patches: weights from their sources, and the number of ranks in every model file."""
         patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
             owner = skeleton.units.tied.get(name, name)
             if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
-                patches.state(_given(self.assignment, name, kind), target)
+                patches.state(_source_state(self.assignment, name, kind), target)
         shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
-        is_cut_anew = tuple(group.names for group in self.groups) != skeleton.flat_groups
+        is_repartitioned = tuple(group.names for group in self.groups) != skeleton.flat_groups
         for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
             patches.edits[path]["dp_world_size",] = self.world_size
-            if is_cut_anew:
+            if is_repartitioned:
                 patches.edits[path]["param_shapes",] = shapes
         return patches
 
@@ -130,7 +130,7 @@ class _Work:
     # --- optimizer files
 
     def optimizer_files(self) -> Iterator[FilePlan]:
-        """One file a rank, with the structure of the skeleton's first."""
+        """Plan one optimizer file per rank, with the structure of the skeleton's first."""
         first = self.zero.optimizer[min(self.zero.optimizer)]
         counters = {
             path: int(choice.value) for choice in self.steps for file, path in choice.counter.entries if file == first
@@ -143,7 +143,7 @@ class _Work:
             yield shard.plan(name)
 
     def shares(self, group: FlatGroup, rank: int) -> tuple[list[_Share], int, int]:
-        """What a rank holds of a group: shares in order, elements with padding, elements of padding at the end."""
+        """Return a rank's part of a group: shares in order, elements with padding, elements of padding."""
         skeleton = self.assignment.skeleton
         sizes = [(name, element_count(skeleton.parameters[name])) for name in group.names]
         if skeleton.stage == 3:
@@ -181,16 +181,16 @@ class _Work:
         return shares, per_rank, n_padding if rank == self.world_size - 1 else 0
 
 
-def _given(assignment: Assignment, name: str, kind: str) -> StoredState:
+def _source_state(assignment: Assignment, name: str, kind: str) -> StoredState:
     owner = assignment.skeleton.units.tied.get(name, name)
-    given = giving_state(assignment.source(owner), name, kind)
-    if given is None:
+    stored = state_to_copy(assignment.source(owner), name, kind)
+    if stored is None:
         raise AssertionError(f"{kind} of {name} was checked to be there")
-    return given
+    return stored
 
 
 def _apply(edits: Edits, root: Node) -> None:
-    """Change values of a pickle that is written anew anyway."""
+    """Apply edits to a value that is pickled again anyway."""
     for path, value in edits.items():
         root.at(path[:-1]).mapping()[path[-1]] = value
 
@@ -199,7 +199,7 @@ def _apply(edits: Edits, root: Node) -> None:
 class _Shard:
     """One rank's optimizer file: the skeleton's structure with this rank's tensors."""
 
-    work: _Work
+    work: _Repartition
     archive: TorchArchive
     rank: int
     members: list[MemberPlan] = field(default_factory=list)
@@ -251,7 +251,7 @@ class _Shard:
                 yield kind, self._flat(value, kind, shares, n_elements)
 
     def _cuts(self, optimizer: Node) -> None:
-        """What stages 1 and 2 note of where the group was cut."""
+        """Update the partition records of stages 1 and 2."""
         for number, group in enumerate(self.work.groups):
             shares, _, n_padding = self.work.shares(group, self.rank)
             for key, replacement in (("group_paddings", n_padding), ("param_slice_mappings", _fragments(shares))):
@@ -272,9 +272,9 @@ class _Shard:
         segments: list[Segment] = []
         position = 0
         for share in shares:
-            given = unpacked(self.work.store, _given(assignment, share.name, kind))
+            stored = unpacked(self.work.store, _source_state(assignment, share.name, kind))
             segments += _gap(share.start - position, old.dtype)
-            segments += _elements(given, share, old.dtype)
+            segments += _elements(stored, share, old.dtype)
             position = share.start + share.span.n_elements
         segments += _gap(n_elements - position, old.dtype)
         return self._member(segments, old.dtype, (n_elements,))
@@ -297,16 +297,16 @@ def _gap(n_elements: int, dtype: DType) -> list[Segment]:
     return [Fill(n_elements * dtype.itemsize)] if n_elements else []
 
 
-def _elements(given: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
-    """The elements of one share, from wherever the source keeps them."""
+def _elements(stored: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
+    """Yield the segments of one share's elements in the source."""
     place = Piece(_MEMBER, 0, share.span.n_elements * dtype.itemsize, share.span)
-    target = StoredState(given.parameter, given.kind, dtype, given.shape, (place,))
-    for _, patch in patch_states(given, target):
+    target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,))
+    for _, patch in patch_states(stored, target):
         yield patch.segment
 
 
 def _fragments(shares: Sequence[_Share]) -> dict[object, object]:
-    """`param_slice_mappings` of one group: where each parameter's part lies in the rank's partition."""
+    """Build `param_slice_mappings` of one group: the position of each parameter in the rank's partition."""
     return {
         share.name: Record(_FRAGMENT, (), {"numel": share.span.n_elements, "start": share.start}) for share in shares
     }

@@ -1,4 +1,4 @@
-"""Reads a finished composite back and compares it with its sources, before anybody sees it."""
+"""Read a finished composite back and compare it with its sources before it is published."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, Format, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, giving_state
-from mergepipe.tailor.composition.cast import cast_bytes, values_of
+from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import unpacked
+from mergepipe.tailor.composition.dtype_cast import cast_bytes, values_of
 from mergepipe.tailor.composition.staleness import StepChoice
 from mergepipe.tailor.values import StateReader
 
@@ -26,7 +26,7 @@ _READERS = 8
 
 
 class Thoroughness(StrEnum):
-    """How much of a composite is read back."""
+    """The extent to which a composite is read back."""
 
     SAMPLED = "sampled"  # both ends of every contiguous piece
     FULL = "full"
@@ -35,7 +35,7 @@ class Thoroughness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """What was compared: values with their sources, copies of weights with their masters."""
+    """Counts of compared states, elements, and copies of weights."""
 
     thoroughness: Thoroughness
     states: int
@@ -85,24 +85,24 @@ class _Check:
         Returns how many elements were compared, and whether there was a master.
         """
         owner = self.made.units.tied.get(state.parameter, state.parameter)
-        given = giving_state(self.assignment.source(owner), state.parameter, state.kind)
-        if given is None:
+        stored = state_to_copy(self.assignment.source(owner), state.parameter, state.kind)
+        if stored is None:
             raise _failed(self.made, f"{state.kind} of {state.parameter} has no source")
         target = unpacked(self.store, state)
-        compared = self._compare(unpacked(self.store, given), target)
+        compared = self._compare(unpacked(self.store, stored), target)
         master = self.made.states.get((owner, FP32)) if state.kind in DERIVED_KINDS else None
         if master is not None:
             self._compare(unpacked(self.store, master), target)
         return compared, master is not None
 
-    def _compare(self, given: StoredState, target: StoredState) -> int:
-        """Compare `target` with `given` cast to its dtype; return how many elements were compared."""
+    def _compare(self, stored: StoredState, target: StoredState) -> int:
+        """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
         count = 0
         for span in _spans(target, self.thoroughness):
-            wanted = cast_bytes(self.reader.read(given, span), given.dtype, target.dtype, given.parameter)
+            wanted = cast_bytes(self.reader.read(stored, span), stored.dtype, target.dtype, stored.parameter)
             if not _same(wanted, self.reader.read(target, span), target):
                 raise _failed(
-                    self.made, f"{target.kind} of {target.parameter} differs from {given.kind} of its source in "
+                    self.made, f"{target.kind} of {target.parameter} differs from {stored.kind} of its source in "
                     f"elements [{span.start}, {span.stop})",
                 )  # fmt: skip
             count += span.n_elements
@@ -130,7 +130,7 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
 
 
 def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
-    """Whether the bytes are equal, or differ in nothing but which NaN they hold."""
+    """Whether the bytes are equal except for the payload of NaNs."""
     if np.array_equal(a, b):
         return True
     x, y = (values_of(each, state.dtype, state.parameter).astype(np.float64) for each in (a, b))

@@ -1,4 +1,4 @@
-"""Which files of the skeleton a composite consists of: all that belong to the checkpoint, and nothing beside it."""
+"""List the files of the skeleton that belong to the checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def list_skeleton(checkpoint: TrainingCheckpoint) -> tuple[SkeletonFile, ...]:
 
 
 def _walk(base: Path, prefix: str, depth: int) -> Iterator[str]:
-    """Names of files below `base/prefix`; directories are entered down to `depth`."""
+    """Yield names of files below `base/prefix`, down to `depth` directories."""
     try:
         entries = sorted(os.scandir(base / prefix), key=lambda e: e.name)
         kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]

@@ -1,4 +1,4 @@
-"""How old each unit's part of a composite is, and which value each step counter gets. Pure."""
+"""Compute each unit's staleness, and choose the value of each step counter. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe.tailor.composition.assignment import Assignment
 
 
 class StepPolicy(StrEnum):
-    """How a step counter was chosen."""
+    """The rule that chose a step counter."""
 
     EXACT = "exact"  # the counter's parameters come from one source: that source's value
     NEWEST = "newest"  # one counter serves parameters of several sources: the largest of their values
@@ -21,7 +21,7 @@ class StepPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepChoice:
-    """The value one counter of the skeleton gets."""
+    """The value chosen for one step counter of the skeleton."""
 
     counter: AdamStep
     value: float
@@ -63,7 +63,7 @@ def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None 
 
 
 def _regrouped(steps: Sequence[AdamStep], groups: Sequence[Sequence[str]]) -> Iterator[AdamStep]:
-    """One counter for each group that any counter serves."""
+    """Build one counter for each group that any counter serves."""
     by_name = {name: step for step in steps for name in step.parameters}
     for names in groups:
         served = [by_name[name] for name in names if name in by_name]

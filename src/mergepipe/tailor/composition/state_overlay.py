@@ -1,4 +1,4 @@
-"""The state of a run taken from a partial checkpoint: step, scheduler, random states and options of the optimizer."""
+"""Take a run's state from a partial checkpoint: step, scheduler, random states, optimizer options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Edits = Mapping[PicklePath, object]
 
 @dataclass(frozen=True, slots=True)
 class StateOverlay:
-    """What the state changes in the skeleton's files.
+    """The changes that the state makes to the skeleton's files.
 
     `files` are the skeleton's under their new names, with the state's in place of their namesakes. `edits` are new
     values in the pickles of archives, by path; `contents` are small files that are new altogether, by name.
@@ -145,7 +145,7 @@ def _is_same(known: object, value: JsonValue) -> bool:
 
 
 def _like(old: Node, value: JsonValue) -> object:
-    """The new value of an option in the form of the old one."""
+    """Convert an option's new value to the form of the old one."""
     if isinstance(old.value, PickledTensor):
         raise UnsupportedError.of(
             "tailor.state.rates", f"{old.file}: {old.path}", "is a tensor, not a plain number", "name a complete "
@@ -180,7 +180,7 @@ def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[Skeleton
 
 
 def _engine_state(store: Store, assignment: Assignment, path: Path) -> Edits:
-    """The engine's own counters, and the scheduler where the engine keeps it."""
+    """Read the engine's own counters, and the scheduler where the engine keeps it."""
     root = Node(read_torch_zip(store, path).root, path.name)
     step = assignment.state.step
     edits: dict[PicklePath, object] = {("global_steps",): step}

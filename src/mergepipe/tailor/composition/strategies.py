@@ -1,4 +1,4 @@
-"""Recipes for the usual compositions of full checkpoints: parity, filter, latest."""
+"""Write recipes for common compositions of full checkpoints: parity, filter, latest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composition.open_source import open_source
+from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.units import ModelUnits, UnitKind
 
 _NUMBERED = re.compile(r".*?(\d{1,12})", re.ASCII)
 
 
 class Strategy(StrEnum):
-    """Which units come from which checkpoint."""
+    """The strategy that assigns units to checkpoints."""
 
     PARITY = "parity"  # even layers and the head from the newest, the rest from the one before
     FILTER = "filter"  # both ends of the model from the newest, the layers between from the one before
@@ -43,7 +43,7 @@ def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCh
     found: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
         try:
-            opened = open_source(store, path)
+            opened = open_source_checkpoint(store, path)
         except MergePipeError:
             continue
         if not opened.missing and (at is None or opened.step <= at):
@@ -76,7 +76,7 @@ def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint
 
 
 def _odd_part(units: ModelUnits) -> list[str]:
-    """What parity takes from the older checkpoint: odd layers, embeddings, final norm."""
+    """Return the units that parity takes from the older checkpoint: odd layers, embeddings, final norm."""
     plain = [str(u) for u in units.parameters if u.kind in (UnitKind.EMBED, UnitKind.NORM)]
     return [*(["layers odd"] if units.n_layers > 1 else []), *plain]
 

@@ -1,4 +1,4 @@
-"""Which flat groups a DeepSpeed ZeRO checkpoint has at another number of ranks. Pure."""
+"""Compute the flat groups of a DeepSpeed ZeRO checkpoint for another number of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FlatGroup:
 
 
 def regrouped(skeleton: TrainingCheckpoint, optimizer_file: Node, world_size: int) -> tuple[FlatGroup, ...]:
-    """The flat groups for `world_size` ranks: in stage 3, parameter groups are cut by the size of a rank's part.
+    """Compute the flat groups for `world_size` ranks; stage 3 cuts parameter groups by the size of a rank's part.
 
     Law: at the skeleton's own number of ranks, they are the skeleton's.
 

@@ -1,4 +1,4 @@
-"""Writes inert values back as pickles that torch reads, without torch."""
+"""Write inert values as pickles that torch reads, without importing torch."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class InertPickler:
 
     def _many(self, before: bytes, values: list[object] | tuple[object, ...], after: bytes) -> None:
         self._out.append(before)
-        for each in values:
-            self._put(each)
+        for value in values:
+            self._put(value)
         self._out.append(after)
 
     def _mapping(self, mapping: dict[object, object]) -> None:

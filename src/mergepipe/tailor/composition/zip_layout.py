@@ -1,4 +1,4 @@
-"""Lays a torch.save archive out as segments of a file plan: headers as literals, members from anywhere, zip64 too."""
+"""Lay out a torch.save archive as segments of a file plan: literal headers, members from any source, zip64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lay_out_archive(file: str, stem: str, members: Iterable[MemberPlan]) -> File
 
 
 def literal_member(name: str, content: bytes) -> MemberPlan:
-    """A member whose bytes are known."""
+    """Make a member of constant bytes."""
     return MemberPlan(name, (Literal(content),), zlib.crc32(content))
 
 
@@ -76,7 +76,7 @@ class _Layout:
             self._position += segment.nbytes
 
     def directory(self) -> bytes:
-        """The central directory and its end records, to be appended last."""
+        """Append the central directory and its end records, after all members."""
         records = [_central(*entry) for entry in self._entries]
         nbytes, count, start = sum(map(len, records)), len(records), self._position
         end = b""
@@ -93,7 +93,7 @@ class _Layout:
 
     @property
     def checksums(self) -> Sequence[Checksum]:
-        """Every unknown checksum, behind its member and in the directory."""
+        """List every unknown checksum with its places: behind its member and in the directory."""
         found, place = [], self._position
         for unknown, entry in zip(self._ranges, self._entries, strict=True):
             if unknown is not None:
@@ -108,7 +108,7 @@ def _sizes(nbytes: int) -> bytes:
 
 
 def _central(name: str, header: int, nbytes: int, crc: int) -> bytes:
-    """A directory record; what does not fit 32 bits goes to a zip64 field, sizes before the offset."""
+    """Build a directory record; values over 32 bits go to a zip64 field, sizes before the offset."""
     wide = b""
     if nbytes >= _ALL_ONES_32:
         wide += struct.pack("<2Q", nbytes, nbytes)

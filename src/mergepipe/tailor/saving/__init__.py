@@ -1,4 +1,4 @@
-"""Partial saving while training: chosen units of a model with their optimizer state, per rank, crash-safe."""
+"""Save partial checkpoints during training: selected units with their optimizer state, per rank, crash-safe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for only now: the callback needs transformers."""
+    """Import the named attribute lazily: the callback needs transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The callback that saves partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3."""
+"""Save partial checkpoints under the Hugging Face Trainer: plain, DDP, DeepSpeed ZeRO-1/2/3."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         self._tracker = tracker or (ChangeTracker() if isinstance(strategy, LatestChanged) else None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what could not be put together again, and note where training goes on from."""
+        """Refuse settings that cannot be composed later, and log the step at which training resumes."""
         _check_arguments(args, kwargs["model"])
         self._saves(args).start(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Save, when it is time; what the Trainer is about to save in full anyway is left to it."""
+        """Save a partial checkpoint when it is due, unless the Trainer is about to save a full one."""
         if state.global_step % self._every_steps or control.should_save:
             return control
         saves = self._saves(args)
@@ -55,7 +55,7 @@ class PartialCheckpointCallback(_TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note a full checkpoint that the Trainer has written."""
+        """Log a full checkpoint that the Trainer has written."""
         saves = self._saves(args)
         name = f"checkpoint-{state.global_step}"
         if all(saves.ranks.gather((saves.run / name).is_dir())):
@@ -74,7 +74,7 @@ def _view(ranks: Ranks, *, model: Any, optimizer: Any, **_: Any) -> EngineView:
 
 
 def _extra_files(ranks: Ranks, state: Any, scheduler: Any) -> Callable[[Path], Iterable[Path]]:
-    """The small files of a Trainer checkpoint, under the Trainer's names."""
+    """Write the small files of a Trainer checkpoint, under the Trainer's names."""
 
     def write(folder: Path) -> Iterable[Path]:
         suffix = f"_{ranks.rank}" if ranks.world_size > 1 else ""

@@ -1,4 +1,4 @@
-"""How much each unit's weights changed since it was last saved, estimated from samples of them."""
+"""Estimate how much each unit's weights changed since its last save, from samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_SAMPLE_ELEMENTS = 4096
 
 
 class ChangeTracker:
-    """Remembers evenly spread samples of the weights as they were last saved.
+    """Keeps evenly spaced samples of the weights as last saved.
 
     Memory: `sample_elements` x 4 bytes for each parameter this rank holds a part of.
     """
@@ -28,7 +28,7 @@ class ChangeTracker:
         self._saved: dict[tuple[str, int], NDArray[np.float32]] = {}
 
     def remember(self, view: EngineView, units: Iterable[Unit]) -> None:
-        """Take the present weights of `units` as saved."""
+        """Record samples of the current weights of `units` as saved."""
         of_unit = view.units.parameters
         names = {name for unit in units for name in of_unit[unit]}
         for shard in view.weight_shards():
@@ -36,7 +36,7 @@ class ChangeTracker:
                 self._saved[_place(shard)] = shard.sample(self._sample_elements)
 
     def changes(self, view: EngineView, ranks: Ranks) -> dict[Unit, float]:
-        """`‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` where nothing is remembered."""
+        """Return `‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` without recorded samples."""
         local = self._squares(view)
         every = ranks.gather(local)
         found = {}
@@ -47,7 +47,7 @@ class ChangeTracker:
         return found
 
     def _squares(self, view: EngineView) -> dict[str, tuple[float, float]]:
-        """By parameter: the squared norms of the change and of what was saved, scaled up to the whole shard."""
+        """Compute per parameter the squared norms of the change and of the saved values, scaled to the whole shard."""
         squares: dict[str, tuple[float, float]] = {}
         for shard in view.weight_shards():
             saved = self._saved.get(_place(shard))

@@ -1,4 +1,4 @@
-"""What one rank of a training engine holds, whatever the engine: states of parameters by element ranges."""
+"""View what one rank of any training engine holds: states of parameters by element ranges."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ class EngineView:
         return model_units(self.parameters, self.tied)
 
     def shards_of(self, names: Iterable[str]) -> Iterator[LocalShard]:
-        """This rank's shards of the named parameters."""
+        """Return this rank's shards of the named parameters."""
         wanted = frozenset(names)
         return (shard for shard in self.shards if shard.parameter in wanted)
 
     def weight_shards(self) -> Iterator[LocalShard]:
-        """Each parameter's most exact weights: the masters, where it has them."""
+        """Return each parameter's most precise weights: the masters, where it has them."""
         mastered = {shard.parameter for shard in self.shards if shard.kind == FP32}
         for shard in self.shards:
             if shard.kind == FP32 or (shard.kind == WEIGHT and shard.parameter not in mastered):
                 yield shard
 
     def local_bytes(self) -> dict[Unit, int]:
-        """Bytes of each unit on this rank."""
+        """Sum the bytes of each unit on this rank."""
         units = self.units
         home = {name: unit for unit, names in units.parameters.items() for name in names}
         found = dict.fromkeys(units.parameters, 0)
@@ -99,7 +99,7 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's small value, in the order of ranks, on every rank. No rank returns before all have called."""
+        """Gather a small value of every rank, in order of ranks, on every rank. Blocks until all ranks have called."""
         ...
 
 

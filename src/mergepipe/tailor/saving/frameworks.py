@@ -1,4 +1,4 @@
-"""torch and transformers as partial saving needs them: the only module of `train` that imports them, lazily."""
+"""Wrap torch and transformers for partial saving: the only module of `saving` that imports them, lazily."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TorchRanks:
 
 
 def current_ranks() -> Ranks:
-    """The ranks of torch.distributed where it is running, else this process alone."""
+    """Return the ranks of torch.distributed where it is running, else this process alone."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -128,7 +128,7 @@ def save_random_state(path: Path) -> None:
 
 
 def restore_random_state(folder: Path) -> None:
-    """Take up this process's random states from a checkpoint written by `save_partial`, or a composite of such.
+    """Restore this process's random states from a checkpoint written by `save_partial`, or a composite of such.
 
     Raises:
         NotFoundError: it has none of this rank.
@@ -150,7 +150,7 @@ def restore_random_state(folder: Path) -> None:
 
 
 def _random_types() -> list[Any]:
-    """What numpy's random state is pickled of, for a loader that calls nothing else."""
+    """List the types in numpy's pickled random state, as the allow-list of a loader."""
     rebuild = np.empty(0, np.uint32).__reduce__()[0]
     return [rebuild, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 
@@ -172,7 +172,7 @@ def save_distributed(model: Any, optimizer: Any, state: Mapping[str, Any], folde
 
 
 def save_distributed_state(model: Any, optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """Write what `save_distributed` writes beside tensors: options of the optimizer, and `state`. One rank alone."""
+    """Write the optimizer's options and `state` in the form of `save_distributed`, without tensors. One rank alone."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 

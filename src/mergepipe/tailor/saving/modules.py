@@ -1,4 +1,4 @@
-"""What a model says of itself, whatever wraps it: its tensors by name, and which names are aliases."""
+"""Inspect a torch model inside any wrapper: its tensors by name, and which names are aliases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModuleTensors:
     names: dict[int, str]  # by id of the parameter
 
     def name_of(self, parameter: Any) -> str:
-        """The name of a parameter that the optimizer has.
+        """Return the name of an optimizer's parameter.
 
         Raises:
             UnsupportedError: it is none of the model's.
@@ -34,14 +34,14 @@ class ModuleTensors:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DDP, DeepSpeed and torch.compile."""
+    """Return the model inside DDP, DeepSpeed and torch.compile."""
     while type(model).__name__ in _WRAPPER_CLASSES:
         model = next(getattr(model, name) for name in _WRAPPERS if hasattr(model, name))
     return model
 
 
 def module_tensors(model: Any) -> ModuleTensors:
-    """Look through a model that is not wrapped.
+    """Collect the tensors of a model that is not wrapped.
 
     Raises:
         UnsupportedError: an adapter model, whose checkpoints hold only part of it.

@@ -1,4 +1,4 @@
-"""Partial saving over a whole run: when a full save is due, which units are next, and the log of it all."""
+"""Manage the partial saves of a run: when a full save is due, which units are next, and the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.errors import RecipeError
-from mergepipe.tailor.composition.from_log import partial_name
+from mergepipe.tailor.composition.log_composition import partial_name
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
 from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial
@@ -45,13 +45,13 @@ class PartialRun:
             )
 
     def start(self, step: int) -> None:
-        """Note that training goes on from `step`."""
+        """Log that training resumes from `step`."""
         if self.ranks.rank == 0:
             note_start(self.run, step)
         self.ranks.gather(None)
 
     def history(self, step: int) -> tuple[SaveRecord, ...]:
-        """The saves before `step` that the run stands on: none, unless a full one of them still exists."""
+        """Return the saves before `step` that the run builds on: none, unless a full one of them still exists."""
         found: tuple[SaveRecord, ...] = ()
         if self.ranks.rank == 0:
             records = tuple(r for r in read_journal(self.run).records if r.step < step)
@@ -66,7 +66,7 @@ class PartialRun:
         history: tuple[SaveRecord, ...],
         write_extra: Callable[[Path], Iterable[Path]] = no_extra_files,
     ) -> SaveRecord:
-        """Save the units whose turn it is, all of them where `history` is empty; log it.
+        """Save the units that are due, all of them if `history` is empty, and log the save.
 
         Raises:
             LimitError: the strategy's budget is smaller than a unit.
@@ -117,7 +117,7 @@ class PartialRun:
         return choose_units(self.strategy, situation)
 
     def free_name(self, name: str) -> str:
-        """`name`, or with a number behind it where training went back and that step was saved before."""
+        """Return `name`, with a number appended if that step was saved before training was rolled back."""
         if self.ranks.rank:
             return self.ranks.gather(name)[0]
         free = next(n for i in range(10**6) if not (self.run / (n := name + (f"-r{i}" if i else ""))).exists())

@@ -1,4 +1,4 @@
-"""Writes one partial checkpoint: every rank its shard into one staging directory, made visible by rank 0 at the end."""
+"""Write one partial checkpoint: every rank writes its shard into staging, rank 0 publishes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PartialJob:
-    """What to save: `units` of `view` at `step`, visible as `out`.
+    """A partial save: `units` of `view` at `step`, published as `out`.
 
     `write_extra(folder)` writes small files of this rank beside the shard and returns their paths.
     """
@@ -44,7 +44,7 @@ class PartialJob:
 
 
 def write_partial(job: PartialJob, ranks: Ranks) -> int:
-    """Save, on every rank together; return the bytes of all files. Nothing is visible before all of it is durable.
+    """Save, called on every rank; return the bytes of all files. Published only after everything is durable.
 
     All ranks must see one file system. Memory: the largest local shard, and a write chunk of 8 MiB.
 
@@ -98,7 +98,7 @@ def write_together(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What one rank wrote."""
+    """The files that one rank wrote."""
 
     shard: ShardFile | None
     extra_bytes: int
@@ -106,14 +106,14 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error as it travels between ranks."""
+    """An error in a form that can be sent between ranks."""
 
     kind: type[MergePipeError]
     problems: tuple[Problem, ...]
 
 
 def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
-    """Act, and gather what every rank got; if one failed, raise its error on all of them.
+    """Call `act` and gather every rank's result; if one rank failed, raise its error on all.
 
     Any exception is caught: a rank that left now would let the others wait for it for ever.
     """
@@ -160,7 +160,7 @@ def _names(job: PartialJob) -> frozenset[str]:
 
 
 def _counters(job: PartialJob) -> tuple[LocalCounter, ...]:
-    """The counters that serve what is saved, cut down to that."""
+    """Return the counters of the saved parameters, restricted to them."""
     names = _names(job)
     cut = (replace(c, parameters=tuple(n for n in c.parameters if n in names)) for c in job.view.counters)
     return tuple(counter for counter in cut if counter.parameters)

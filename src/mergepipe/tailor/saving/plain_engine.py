@@ -1,4 +1,4 @@
-"""What a rank holds under plain torch, DDP or FSDP2: whole tensors, or rows of them."""
+"""View what a rank holds under plain torch, DDP or FSDP2: whole tensors, or rows of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_distributed(tensor: Any) -> bool:
 
 
 def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -> EngineView:
-    """See one rank's part; what every rank has alike is rank 0's. `model` is not wrapped.
+    """View one rank's part; replicated tensors belong to rank 0. `model` is not wrapped.
 
     Raises:
         UnsupportedError: tensors cut otherwise than by rows; optimizer states of another shape than their parameter's.
@@ -68,7 +68,7 @@ def _check_shape(name: str, kind: str, value: Any, parameter: Any) -> None:
 
 
 def _shards(name: str, kind: str, tensor: Any, ranks: Ranks) -> Iterator[LocalShard]:
-    """This rank's part of a tensor: none or one."""
+    """Return this rank's part of a tensor: none or one shard."""
     if not _is_distributed(tensor):
         if ranks.rank == 0 and tensor.numel():
             yield local_shard(name, kind, Span(0, tensor.numel()), tensor)

@@ -1,4 +1,4 @@
-"""The logs of partial saving in a run's directory: appended durably by rank 0, read back by whoever goes on."""
+"""Append to and read the logs of partial saves in a run's directory; rank 0 appends durably."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAPER_LOG_NAME = "flags.jsonl"
 
 
 def read_journal(run: Path) -> SaveLog:
-    """The saves so far; none where there is no log.
+    """Read the saves so far; none without a log.
 
     Raises:
         CorruptError: a line is no line of ours.
@@ -28,18 +28,18 @@ def read_journal(run: Path) -> SaveLog:
 
 
 def note_save(run: Path, record: SaveRecord) -> None:
-    """Append a save that is visible already to both logs."""
+    """Append a published save to both logs."""
     _append(run / PAPER_LOG_NAME, record.to_paper_line())
     _append(run / LOG_NAME, record.to_line())
 
 
 def note_start(run: Path, step: int) -> None:
-    """Append that training goes on from `step`: what was saved past it is given up."""
+    """Append that training resumes from `step`: later saves are abandoned."""
     _append(run / LOG_NAME, start_line(step))
 
 
 def _append(path: Path, line: str) -> None:
-    """Append one line durably; what a crash cut short before it is cut off."""
+    """Append one line durably, after removing a line that a crash truncated."""
     try:
         owned.make_folders(path.parent)
         flags = os.O_RDWR | os.O_APPEND

@@ -1,4 +1,4 @@
-"""Logs of saves while training: one JSON object a line, in the paper's form or in our own."""
+"""Parse and format logs of saves during training: one JSON object per line, in the paper's form or MergePipe's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SaveRecord:
     seconds: float = 0.0
 
     def to_line(self) -> str:
-        """Our own line. Law: `read_log(r.to_line())` gives `r` back."""
+        """Format as MergePipe's log line. Law: `read_log(r.to_line())` gives `r` back."""
         return _line({
             "event": SAVE, "step": self.step, "full": self.is_full, "folder": self.folder,
             "units": [str(unit) for unit in self.units], "model": [str(unit) for unit in self.model_units],
@@ -58,7 +58,7 @@ class SaveRecord:
 
 
 def start_line(step: int) -> str:
-    """Our own line that says training (re)starts at `step`."""
+    """Format MergePipe's log line for a (re)start of training at `step`."""
     return _line({"event": START, "step": step})
 
 
@@ -68,7 +68,7 @@ def _line(document: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SaveLog:
-    """The saves of a log that belong to the run as it went on, in order of their steps, each step once.
+    """The saves of a log that belong to the run's final course, in order of steps, each step once.
 
     When training went back to an earlier step, what had been saved past it belongs to a branch that was given up
     (`dropped_steps`). `cut_line` is the number of a last line that a crash cut short, else 0.
@@ -135,7 +135,7 @@ class _Event:
 
 
 def _paper_layers(events: Iterable[_Event]) -> int:
-    """The number of layers, taken from our own lines, or from the largest number, which is the embeddings'."""
+    """Return the number of layers, from MergePipe's lines, or from the largest number, which is the embeddings'."""
     listed = list(events)
     for event in listed:
         if event.own is not None and event.own.model_units:
@@ -145,7 +145,7 @@ def _paper_layers(events: Iterable[_Event]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line as it stands in the log."""
+    """One raw line of the log."""
 
     where: str
     text: str

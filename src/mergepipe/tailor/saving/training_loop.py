@@ -1,4 +1,4 @@
-"""`save_partial`: partial saving for a training loop of one's own, under plain torch, DDP or FSDP2."""
+"""Save partial checkpoints from a custom training loop, under plain torch, DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_partial(
     tracker: ChangeTracker | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> SaveRecord:
-    """Save the units whose turn it is into `run`, after an optimizer step; call it on every rank.
+    """Save the units that are due into `run`, after an optimizer step. Call it on every rank.
 
     The first save of a run is full: a torch.distributed.checkpoint directory, which `load` takes, and so is what is
     composed of it and of the partial ones. Neither model nor optimizer is modified. `tracker` is needed by
@@ -70,7 +70,7 @@ def save_partial(
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """What a loop resumes from beside the tensors of its units."""
+    """The state that a training loop resumes from, beside the tensors of its units."""
 
     model: Any
     optimizer: Any

@@ -1,4 +1,4 @@
-"""Which units a partial save takes: strategies as frozen values, one pure choosing function."""
+"""Choose the units of a partial save: strategies as frozen values, one pure function."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Strategy: TypeAlias = Parity | Filter | LatestChanged
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a choice is made from.
+    """The input of a choice: units, past saves, changes and sizes.
 
     `units` are the model's; `n_partial` counts the partial saves before this one. `changes` (relative, `inf` where
     unknown), `last_saved` (step) and `unit_bytes` are needed by `LatestChanged` only.
@@ -91,7 +91,7 @@ def choose_units(strategy: Strategy, situation: Situation) -> tuple[Unit, ...]:
 
 
 def _turn(unit: Unit, units: tuple[Unit, ...]) -> int:
-    """Even or odd, by the layer's own number; the final norm and the head go with the odd ones."""
+    """Return the unit's parity: that of its layer number; final norm and head count as odd."""
     if unit.kind is UnitKind.LAYER:
         return unit.index
     if unit.kind is UnitKind.OTHER:
@@ -109,7 +109,7 @@ def _filtered(strategy: Filter, situation: Situation) -> set[Unit]:
 
 
 def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
-    """Take units by falling change, older first among equals, while they fit; what did not change is not taken."""
+    """Take changed units by falling change, older first among equals, while they fit the budget."""
     largest = max(situation.units, key=lambda unit: situation.unit_bytes[unit])
     if situation.unit_bytes[largest] > strategy.budget_bytes:
         raise LimitError.of(

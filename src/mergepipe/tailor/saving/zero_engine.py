@@ -1,4 +1,4 @@
-"""What a rank of DeepSpeed ZeRO holds (stages 1, 2 and 3): flat partitions cut at the parameters."""
+"""View what a rank of DeepSpeed ZeRO (stages 1, 2 and 3) holds: flat partitions cut at the parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_zero(optimizer: Any) -> Any | None:
 
 
 def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> EngineView:
-    """See one rank's part. `model` is the module inside the engine.
+    """View one rank's part. `model` is the module inside the engine.
 
     Raises:
         UnsupportedError: state on another device by swapping, or more kinds of parallelism than data parallelism.
@@ -105,7 +105,7 @@ def _group(zero: Any, flat: Any, shapes: dict[str, tuple[int, ...]], parts: tupl
 
 
 def _stage12_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Group]:
-    """The group is one run of parameters, cut in equal parts: a parameter can straddle ranks."""
+    """Build the groups of stages 1 and 2: parameters in sequence, cut in equal parts across parameter boundaries."""
     groups = []
     for flat, members in zip(zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, strict=True):
         begin = ranks.rank * flat.numel()
@@ -125,7 +125,7 @@ def _stage12_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Gro
 
 
 def _stage3_groups(zero: Any, module: ModuleTensors, ranks: Ranks) -> list[_Group]:
-    """Each parameter is cut alone; a sub-group is the concatenation of what the rank has of its parameters."""
+    """Build the groups of stage 3: each parameter is cut alone; a sub-group concatenates the rank's parts."""
     groups = []
     for flat, members in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         shapes, parts, start = {}, [], 0

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planning_problems import make
 
 from mergepipe.operators.statistics import COMMON_DENSITIES
-from mergepipe.planning.adjust import adjusted_density
 from mergepipe.planning.budget import ShareBudget
+from mergepipe.planning.density_adjustment import adjusted_density
 from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import AdjustPolicy, PlanOptions, Policy
 

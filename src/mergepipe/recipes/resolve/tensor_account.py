@@ -1,4 +1,4 @@
-"""Where every tensor of every input went: used, or dropped for a reason; what nobody expects is refused."""
+"""Account for every input tensor: used, or dropped for a reason; report unexpected ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.errors import MismatchError
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import Recipe
-from mergepipe.recipes.resolve.arrangement import OpenModel, Wanted, is_allowed
 from mergepipe.recipes.resolve.layers import template
-from mergepipe.recipes.resolve.name_patterns import by_pattern, these
+from mergepipe.recipes.resolve.name_patterns import count_text, group_by_pattern
+from mergepipe.recipes.resolve.output_tensors import OpenModel, OutputTensor, is_allowed
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 
 REASON_EXACT = "integer or boolean buffer"
@@ -23,26 +23,26 @@ REASON_LAYER = "in a layer that no slice takes"
 REASON_AROUND = "outside the layers, taken from another slice"
 REASON_LENDER = "lends its configuration only"
 
-# What models store now and then and work out anew when they are loaded.
+# Buffers that some models store and recompute on loading.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
 _MASK_DIMENSIONS = 4
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a buffer that models compute themselves: rotary frequencies, causal masks."""
+    """Whether a tensor is a buffer that models recompute: rotary frequencies, causal masks."""
     if _COMPUTED.search(name) is None:
         return False
     return "rotary" in name or len(shape) in (0, _MASK_DIMENSIONS)
 
 
-class Accounting:
-    """Says for each tensor that no task uses why that is so."""
+class TensorAccount:
+    """Finds the reason for each tensor that no task uses."""
 
     def __init__(
         self,
         recipe: Recipe,
         models: Sequence[OpenModel],
-        wanted: Sequence[Wanted],
+        outputs: Sequence[OutputTensor],
         used: Sequence[set[str]],
         allow: Sequence[str],
     ) -> None:
@@ -50,14 +50,14 @@ class Accounting:
         self._used = used
         self._allow = allow
         self._is_sliced = not recipe.models
-        self._names = {each.name for each in wanted}
-        self._templates = {template(each.name) for each in wanted if each.group is not None}
-        taking_part = {each.model for each in wanted}
-        taking_part |= {member.model for each in wanted if each.group for member in each.group.experts}
+        self._names = {output.name for output in outputs}
+        self._templates = {template(each.name) for each in outputs if each.group is not None}
+        taking_part = {each.model for each in outputs}
+        taking_part |= {member.model for each in outputs if each.group for member in each.group.experts}
         self._taking_part = taking_part
 
     def dropped(self, findings: Findings, unrelated: Collection[int] = ()) -> Iterator[DroppedTensor]:
-        """Every tensor that no task uses, model by model in storage order; what is unexpected is noted.
+        """List every tensor that no task uses, by model in storage order; report unexpected ones.
 
         Of `unrelated` models enough was said before.
         """
@@ -79,13 +79,13 @@ class Accounting:
 
     def _note_unexpected(self, model: OpenModel, names: Sequence[str], findings: Findings) -> None:
         base = self._models[0].input.text
-        for pattern, found in by_pattern(names).items():
-            message = f"'{model.input.text}' has {these(found)}, the base '{base}' has not"
+        for pattern, found in group_by_pattern(names).items():
+            message = f"'{model.input.text}' has {count_text(found)}, the base '{base}' has not"
             hint = f"to leave {'it' if len(found) == 1 else 'them'} out: --allow-dropped '{pattern}'"
             findings.add(MismatchError, "merge.tensor.unexpected", pattern, message, hint)
 
     def _reason(self, index: int, name: str) -> str | None:
-        """Why a tensor is not used, if that was to be expected."""
+        """Return why a tensor is expected to be unused; empty if it is not."""
         entry = self._models[index].tensors[name]
         if index not in self._taking_part:
             return REASON_LENDER

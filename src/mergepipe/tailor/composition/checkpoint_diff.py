@@ -1,4 +1,4 @@
-"""How far two checkpoints of one run are apart, unit by unit: weights, exp_avg, exp_avg_sq."""
+"""Measure the difference of two checkpoints of one run by unit: weights, exp_avg, exp_avg_sq."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.cast import values_of
 from mergepipe.tailor.composition.composition_plan import unpacked
+from mergepipe.tailor.composition.dtype_cast import values_of
 from mergepipe.tailor.values import StateReader
 
 BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it
@@ -114,7 +114,7 @@ class _Comparison:
         )
 
     def _kind(self, names: list[str], kind: str) -> Change | None:
-        """The change of one kind over all parameters that have it whole on both sides."""
+        """Measure the change of one kind over all parameters that both checkpoints have completely."""
         before = difference = 0.0
         found = False
         for name in names:

@@ -1,4 +1,4 @@
-"""What each level of a graded expert costs and leaves, block by block, and which steps between levels are worth it."""
+"""Compute cost and remaining error of each level of graded experts by block, and the efficient steps between levels."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Ladder:
 
     @property
     def price_KB(self) -> NDArray[np.float64]:
-        """What each level is priced at."""
+        """The price of each level."""
         price_KB = np.asarray(self.cost_KB * self.price_of_byte, np.float64)
         return price_KB if self.decoding_KB is None else price_KB + self.decoding_KB
 
     def at(
         self, level_B: NDArray[np.int8], values_KB: NDArray[np.float64], none_B: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """The value of each block at its own level; `none_B` where that is 0."""
+        """Return the value of each block at its own level; `none_B` where the level is 0."""
         found_B = none_B.copy()
         for k, level in enumerate(self.levels_K):
             here_B = level_B == level
@@ -60,15 +60,15 @@ class Ladder:
         return found_B
 
     def cost_at(self, level_B: NDArray[np.int8]) -> NDArray[np.int64]:
-        """Bytes of each block at its own level."""
+        """Return the bytes of each block at its own level."""
         return self.at(level_B, self.cost_KB.astype(np.float64), np.zeros(len(level_B))).astype(np.int64)
 
     def left_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """What is left of each block at its own level."""
+        """Return the energy left out of each block at its own level."""
         return self.at(level_B, self.left_KB, self.unread_B)
 
     def decoding_at(self, level_B: NDArray[np.int8]) -> NDArray[np.float64]:
-        """Seconds to decode each block at its own level."""
+        """Return the seconds to decode each block at its own level."""
         none_B = np.zeros(len(level_B))
         return none_B if self.decoding_KB is None else self.at(level_B, self.decoding_KB, none_B)
 
@@ -79,8 +79,8 @@ Ladders = Mapping[tuple[int, int], Ladder]
 NO_LADDERS: Ladders = {}
 
 
-def find_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
-    """The ladders of all graded tensors whose own stretches fit into blocks of `grid` elements.
+def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
+    """Build the ladders of all graded tensors whose encoded blocks fit into blocks of `grid` elements.
 
     Those of other grids are read in full or not at all, as anything else.
     """
@@ -88,7 +88,7 @@ def find_ladders(columns: Columns, operator: Operator, grid: int, pricing: Prici
     for t, task in enumerate(columns.tasks):
         if not task.base.n_elements:
             continue
-        open_task = _without_unread(task, columns, t)
+        open_task = _without_unread_experts(task, columns, t)
         sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
         for slot, e in enumerate(columns.participants(t)):
             source = open_task.experts[slot]
@@ -98,8 +98,8 @@ def find_ladders(columns: Columns, operator: Operator, grid: int, pricing: Prici
     return found
 
 
-def _without_unread(task: MergeTask, columns: Columns, t: int) -> MergeTask:
-    """The task with nothing in place of experts of which not even the index is read."""
+def _without_unread_experts(task: MergeTask, columns: Columns, t: int) -> MergeTask:
+    """Remove the experts whose index is not read from a task."""
     if not columns.unread:
         return task
     experts = list(task.experts)
@@ -129,14 +129,14 @@ def _ladder(source: Graded, top: int, stretches: int, pricing: Pricing) -> Ladde
 
 
 def _joined(values_C: NDArray[np.float64], stretches: int) -> NDArray[np.float64]:
-    """Sums over as many stretches as make up a block."""
+    """Sum over the encoded blocks that make up a plan block."""
     joined: NDArray[np.float64] = np.add.reduceat(values_C, np.arange(0, len(values_C), stretches))
     return joined
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """Steps (S) up the ladder of every block, in order of block and level.
+    """Level steps (S) of every block, in order of block and level.
 
     Each goes from the level of the one before to `level_S`, for `cost_S` more bytes, and takes `gain_S` from what is
     left. `rate_S`, gain by price, never rises inside a block: taken in falling order, steps are taken in order.
@@ -149,8 +149,8 @@ class Steps:
     rate_S: NDArray[np.float64]
 
 
-def find_steps(ladder: Ladder) -> Steps:
-    """The lower hull of price and what is left: from each level on to the one that gains most by its price."""
+def ladder_steps(ladder: Ladder) -> Steps:
+    """Compute the lower hull of price and remaining error: each step goes to the level with the most gain per price."""
     n_levels, n_blocks = ladder.cost_KB.shape
     every, rungs_K1, price_KB = np.arange(n_blocks), np.arange(n_levels)[:, None], ladder.price_KB
     at_B, cost_B, left_B = np.full(n_blocks, -1), np.zeros(n_blocks, np.int64), ladder.unread_B

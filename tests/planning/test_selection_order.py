@@ -18,10 +18,17 @@ from mergepipe.planning.block_columns import lay_out_columns
 from mergepipe.planning.budget import ByteBudget, ShareBudget
 from mergepipe.planning.conflict_policy import tensor_cosines
 from mergepipe.planning.items import Items
-from mergepipe.planning.levels import ALL
+from mergepipe.planning.level_ladders import ALL
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.policies import at_random, by_norm, descending, kind_of, layer_of, stratified
 from mergepipe.planning.problem import PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.selection_order import (
+    descending_order,
+    kind_of,
+    layer_of,
+    norm_order,
+    random_order,
+    stratified_order,
+)
 
 SIZES = {f"model.layers.{layer}.{kind}.weight": 2 * BLOCK for layer in range(3) for kind in ("attn", "mlp")}
 
@@ -42,7 +49,7 @@ def items_of(costs: list[int], scores: list[int], n_experts: int = 1) -> Items:
 
 def prefix_score(costs: list[int], scores: list[int], budget: int) -> int:
     spent = score = 0
-    for i in by_norm(items_of(costs, scores)).tolist():
+    for i in norm_order(items_of(costs, scores)).tolist():
         spent += costs[i]
         if spent > budget:
             break
@@ -80,14 +87,14 @@ def test_by_norm__misses_the_exact_knapsack_by_less_than_one_item(pairs: list[tu
 
 @given(hnp.arrays(np.float64, st.integers(0, 60), elements=st.sampled_from([0.0, -1.0, 1.0, 2.5, 1e-300, 1e300])))
 def test_descending__equals_a_stable_sort(rates: NDArray[np.float64]) -> None:
-    assert descending(rates).tolist() == np.argsort(-rates, kind="stable").tolist()
+    assert descending_order(rates).tolist() == np.argsort(-rates, kind="stable").tolist()
 
 
 def test_at_random__is_a_permutation_that_the_seed_decides() -> None:
     items = items_of([1] * 1000, [1] * 1000)
-    first, second = at_random(items, 1), at_random(items, 2)
+    first, second = random_order(items, 1), random_order(items, 2)
     assert sorted(first.tolist()) == list(range(1000))
-    assert first.tolist() == at_random(items, 1).tolist()
+    assert first.tolist() == random_order(items, 1).tolist()
     assert first.tolist() != second.tolist()
     assert first[:6].tolist() == FIRST_DRAWN_WITH_SEED_1
 
@@ -97,7 +104,7 @@ FIRST_DRAWN_WITH_SEED_1 = [852, 830, 377, 650, 825, 933]
 
 def test_at_random__takes_every_item_equally_often() -> None:
     items = items_of([1] * 40, [1] * 40)
-    counts = Counter(i for seed in range(2000) for i in at_random(items, seed)[:10].tolist())
+    counts = Counter(i for seed in range(2000) for i in random_order(items, seed)[:10].tolist())
     assert len(counts) == 40
     assert all(abs(count - 500) < 5 * 500**0.5 for count in counts.values())
 
@@ -132,7 +139,7 @@ def test_stratified__reads_the_same_share_of_every_expert_layer_and_kind(share: 
 def test_stratified__takes_the_highest_scores_of_a_stratum() -> None:
     items = items_of([1] * 8, [1, 5, 3, 4, 2, 9, 7, 8])
     names = ["a.0.w"] * 4 + ["a.1.w"] * 4
-    assert set(stratified(items, names)[:4].tolist()) == {1, 3, 5, 7}
+    assert set(stratified_order(items, names)[:4].tolist()) == {1, 3, 5, 7}
 
 
 def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> tuple[Arrays, tuple[Arrays, ...]]:

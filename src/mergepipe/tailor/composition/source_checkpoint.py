@@ -1,4 +1,4 @@
-"""Opens what a composition takes from."""
+"""Open the source checkpoints of a composition."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME
 
 
-def open_source(store: Store, path: Path) -> TrainingCheckpoint:
-    """Open a checkpoint; a partial one of ours is never complete, whatever units it holds: no framework resumes it.
+def open_source_checkpoint(store: Store, path: Path) -> TrainingCheckpoint:
+    """Open a checkpoint; a partial one never counts as complete, since no framework can resume it.
 
     Raises:
         MergePipeError: see `open_training_checkpoint`.

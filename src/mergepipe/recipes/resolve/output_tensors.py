@@ -1,4 +1,4 @@
-"""What every tensor of the output is made of: the recipe's models, slices or modules, spelled out tensor by tensor."""
+"""List every output tensor with its sources, from the recipe's models, slices or modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One model that takes part: its index, its own parameters, and its first layer where layers are taken."""
+    """One model of a group: its index, its own parameters, and its first layer in a slice."""
 
     model: int
     own: Mapping[str, Setting]
@@ -44,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Models that are merged together. `shared` are the parameters around them, from the nearest outwards.
+    """Models that are merged together. `shared` are the enclosing parameters, innermost first.
 
     `takes_part`: the anchor is merged with the experts, and is not only what deltas are taken against or what lends
     names; `is_listed`: it stands among the models, with parameters of its own.
@@ -58,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputTensor:
     """One tensor of the output: `sources` names the anchor's tensor, then the experts'. Without a group, a copy."""
 
     name: str
@@ -68,8 +68,8 @@ class Wanted:
     model: int = 0
 
 
-class Arrangement:
-    """Spells out a recipe. Problems are noted; what is wanted is complete only if there are none."""
+class OutputListing:
+    """Lists the output tensors of a recipe. The list is complete only if no problem is reported."""
 
     def __init__(
         self, recipe: Recipe, models: Sequence[OpenModel], findings: Findings, allow_dropped: Sequence[str] = ()
@@ -82,8 +82,8 @@ class Arrangement:
         self._index = {model.input.key: index for index, model in enumerate(models)}
         self._lists = [layer_lists(model.tensors) for model in models]
 
-    def wanted(self) -> Iterator[Wanted]:
-        """Every output tensor: in the base's storage order, or the layers of slices between what surrounds them."""
+    def output_tensors(self) -> Iterator[OutputTensor]:
+        """List every output tensor in the base's storage order, or slices' layers between the tensors around them."""
         recipe = self._recipe
         if recipe.models:
             yield from self._of_models(recipe.models, (recipe.parameters,), self._models[0].tensors)
@@ -92,7 +92,7 @@ class Arrangement:
         else:
             yield from self._of_modules()
 
-    def _of_modules(self) -> Iterator[Wanted]:
+    def _of_modules(self) -> Iterator[OutputTensor]:
         names = self._models[0].tensors
         taken: dict[str, str] = {}
         for module in self._recipe.modules:
@@ -106,7 +106,7 @@ class Arrangement:
                 yield from self._of_models(module.models, shared, own)
             else:
                 yield from self._of_slices(module.slices, shared, module.name, module.where)
-        yield from (Wanted(name, None, (name,)) for name in names if name not in taken)
+        yield from (OutputTensor(name, None, (name,)) for name in names if name not in taken)
 
     def _check_module(self, module: OutputModule, own: Sequence[str], taken: Mapping[str, str]) -> None:
         names, text = self._models[0].tensors, self._models[0].input.text
@@ -124,14 +124,14 @@ class Arrangement:
         models: Sequence[ModelInput],
         shared: tuple[Mapping[str, Setting], ...],
         names: Sequence[str] | Mapping[str, Readable],
-    ) -> Iterator[Wanted]:
+    ) -> Iterator[OutputTensor]:
         members = [Member(self._index[model.key], model.parameters) for model in models]
         group = self._group(members, self._recipe.base, shared, is_slice=False)
         self._check_layer_counts(group)
         lists = self._lists[group.anchor.model]
         n_sources = 1 + len(group.experts)
         for name in names:
-            yield Wanted(name, group, (name,) * n_sources, _depth(name, lists), group.anchor.model)
+            yield OutputTensor(name, group, (name,) * n_sources, _depth(name, lists), group.anchor.model)
 
     def _group(
         self,
@@ -141,7 +141,7 @@ class Arrangement:
         *,
         is_slice: bool,
     ) -> Group:
-        """Tell the anchor from the experts: the base where it is listed (or lends names only), else the first model."""
+        """Split a group into anchor and experts: the anchor is the base if listed (or naming only), else the first."""
         role = self._recipe.operator.base_role
         key = base_key(self._recipe, base)
         keys = [self._models[member.model].input.key for member in members]
@@ -177,14 +177,14 @@ class Arrangement:
                     self._findings.add(MismatchError, "merge.layers.count", model.input.where, message, hint)
 
     def _may_drop(self, model: OpenModel, layers: LayerList) -> bool:
-        """Whether all that a model has beyond some layers may be dropped, and there is something."""
+        """Whether a model has tensors beyond some layers and all of them may be dropped."""
         split = ((name, layers.split(name)) for name in model.tensors)
         beyond = [name for name, found in split if found is not None and found[0] >= layers.n_layers]
         return bool(beyond) and all(is_allowed(model, name, self._allow_dropped) for name in beyond)
 
     def _of_slices(
         self, slices: Sequence[OutputSlice], shared: tuple[Mapping[str, Setting], ...], module: str, where: str
-    ) -> Iterator[Wanted]:
+    ) -> Iterator[OutputTensor]:
         layers = self._layers(module, where)
         if layers is None or not self._check_ranges(slices, layers):
             return
@@ -200,15 +200,15 @@ class Arrangement:
         yield from self._around(groups[-1], layers, module, before=False)
 
     def _layers(self, module: str, where: str) -> LayerList | None:
-        """The layers that slices of a module are made of."""
+        """Find the layers that slices of a module select from."""
         text = self._models[0].input.text
-        found = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        lists = longest(layer_lists(module_tensors(module, self._models[0].tensors)))
+        if len(lists) == 1:
+            return lists[0]
+        if not lists:
             message, hint = f"'{text}' has no numbered layers to take slices of", "use 'models:' instead"
         else:
-            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, found))}"
+            message = f"'{text}' has several lists of layers equally long: {' and '.join(map(str, lists))}"
             hint = "name the one that is meant with 'modules:'"
         self._findings.add(RecipeError, "recipe.slice.layers", where, message, hint)
         return None
@@ -218,9 +218,9 @@ class Arrangement:
         for source in (source for piece in slices for source in piece.sources):
             index = self._index[source.model.key]
             own = self._lists[index].get(layers.prefix) if self._models[index].kind is CheckpointKind.FULL else layers
-            found = 0 if own is None else own.n_layers
-            if source.stop > found:
-                message = f"[{source.start}, {source.stop}] goes beyond the {found} layers of '{source.model.text}'"
+            n_layers = 0 if own is None else own.n_layers
+            if source.stop > n_layers:
+                message = f"[{source.start}, {source.stop}] goes beyond the {n_layers} layers of '{source.model.text}'"
                 self._findings.add(
                     RecipeError, "recipe.slice.range", source.where, message, f"counted as {own or layers}"
                 )
@@ -231,38 +231,38 @@ class Arrangement:
         members = [Member(self._index[s.model.key], s.model.parameters, s.start) for s in piece.sources]
         return self._group(members, piece.base or self._recipe.base, (piece.parameters, *shared), is_slice=True)
 
-    def _around(self, group: Group, layers: LayerList, module: str, *, before: bool) -> Iterator[Wanted]:
-        """Tensors outside the layers, from the models of the first slice or the last; at depth 0, as in mergekit."""
+    def _around(self, group: Group, layers: LayerList, module: str, *, before: bool) -> Iterator[OutputTensor]:
+        """List tensors outside the layers, from the models of the first or last slice; at depth 0, as in mergekit."""
         n_sources = 1 + len(group.experts)
         for name in module_tensors(module, self._models[group.anchor.model].tensors):
             if layers.split(name) is None and is_before_layers(name) is before:
-                yield Wanted(name, group, (name,) * n_sources, 0.0, group.anchor.model)
+                yield OutputTensor(name, group, (name,) * n_sources, 0.0, group.anchor.model)
 
-    def _of_slice(self, piece: OutputSlice, group: Group, layers: LayerList, first: int) -> Iterator[Wanted]:
+    def _of_slice(self, piece: OutputSlice, group: Group, layers: LayerList, first: int) -> Iterator[OutputTensor]:
         members = (group.anchor, *group.experts)
         if self._models[group.anchor.model].kind is not CheckpointKind.FULL:
             return  # noted with the group: differences may lack any layer
         anchor_tensors = self._models[group.anchor.model].tensors
         by_layer: dict[int, list[str]] = {}
         for name in anchor_tensors:
-            found = layers.split(name)
-            if found is not None:
-                by_layer.setdefault(found[0], []).append(found[1])
+            parts = layers.split(name)
+            if parts is not None:
+                by_layer.setdefault(parts[0], []).append(parts[1])
         for offset in range(piece.n_layers):
             depth = depth_of(offset, piece.n_layers)
             for rest in by_layer[group.anchor.first_layer + offset]:
                 sources = tuple(layers.name(member.first_layer + offset, rest) for member in members)
-                yield Wanted(layers.name(first + offset, rest), group, sources, depth, group.anchor.model)
+                yield OutputTensor(layers.name(first + offset, rest), group, sources, depth, group.anchor.model)
 
 
 def is_allowed(model: OpenModel, name: str, patterns: Sequence[str]) -> bool:
-    """Whether a tensor of a model, under its own name or the first model's, fits one of `patterns`."""
+    """Whether a model's tensor, by its own name or the first model's, matches one of `patterns`."""
     return any(fnmatchcase(each, glob) for glob in patterns for each in (name, model.tensors[name].name))
 
 
 def _depth(name: str, lists: Mapping[str, LayerList]) -> float:
     for layers in lists.values():
-        found = layers.split(name)
-        if found is not None:
-            return depth_of(found[0], layers.n_layers)
+        parts = layers.split(name)
+        if parts is not None:
+            return depth_of(parts[0], layers.n_layers)
     return 0.0

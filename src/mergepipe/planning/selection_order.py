@@ -1,4 +1,4 @@
-"""The order in which items are taken: by norm, at random, spread over strata, or by what is not said yet."""
+"""Order items for selection by policy: by norm, at random, or spread over strata."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 Order = NDArray[np.int64]
 
 
-def descending(rate_I: NDArray[np.float64]) -> Order:
-    """Indices by falling rate, equal rates in order of index; faster than a stable sort."""
+def descending_order(rate_I: NDArray[np.float64]) -> Order:
+    """Sort indices by falling rate, equal rates by index; faster than a stable sort."""
     order_I = np.argsort(-rate_I)
     sorted_I = rate_I[order_I]
     ties = sorted_I[1:] == sorted_I[:-1]
@@ -29,28 +29,28 @@ def descending(rate_I: NDArray[np.float64]) -> Order:
     return order_I
 
 
-def by_norm(items: Items) -> Order:
-    """Highest score per byte first; ties by expert, tensor, block."""
-    return descending(items.rate_I)
+def norm_order(items: Items) -> Order:
+    """Order items by falling score per byte; ties by expert, tensor, block."""
+    return descending_order(items.rate_I)
 
 
-def at_random(items: Items, seed: int) -> Order:
-    """A permutation drawn with `seed`, the same on every machine: items sorted by a mix of seed and place."""
+def random_order(items: Items, seed: int) -> Order:
+    """Draw a permutation with `seed`, the same on every machine: items sorted by a hash of seed and index."""
     with np.errstate(over="ignore"):
         mixed = items.flat_I.astype(np.uint64) * _GOLDEN + _mix(np.full(1, seed & (2**64 - 1), np.uint64) + _GOLDEN)
     return np.argsort(_mix(mixed), kind="stable")
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection that scatters every bit."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), a bijection that mixes all bits."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def stratified(items: Items, names: list[str]) -> Order:
-    """Spread evenly over experts, over layers inside an expert, over kinds of tensors inside a layer.
+def stratified_order(items: Items, names: list[str]) -> Order:
+    """Spread items evenly over experts, over layers inside an expert, over kinds of tensors inside a layer.
 
     At any budget each expert has had about the same share of its bytes, each layer of an expert, each kind of a layer;
     inside a kind the highest scores per byte go first. `names` are the tensors' names.
@@ -64,7 +64,7 @@ def stratified(items: Items, names: list[str]) -> Order:
     start = 0
     for e in np.unique(expert_I):
         own = np.flatnonzero(expert_I == e)
-        own = own[descending(items.rate_I[own])]
+        own = own[descending_order(items.rate_I[own])]
         own = _evenly(own, items, layer_I[own] * n_kinds + kind_I[own])
         own = _evenly(own, items, layer_I[own])
         place_I[start : start + len(own)] = _places(items.cost_I[own], np.zeros(len(own), np.int64))
@@ -73,8 +73,8 @@ def stratified(items: Items, names: list[str]) -> Order:
     return sequence_I[np.argsort(place_I, kind="stable")]
 
 
-def in_step(items: Items, order_I: Order) -> Order:
-    """The order with the steps of each block in their own order, in the places that they have together."""
+def ascending_steps(items: Items, order_I: Order) -> Order:
+    """Reorder the level steps of each block to ascend, within the positions that they occupy together."""
     n = items.n_single
     flat_S = items.flat_I[:n]
     if not (flat_S[1:] == flat_S[:-1]).any():
@@ -91,7 +91,7 @@ def _evenly(sequence: Order, items: Items, group: NDArray[np.int64]) -> Order:
 
 
 def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Where each item stands in its group's bytes, from 0 to 1: its middle."""
+    """Compute each item's position in its group's bytes, from 0 to 1, at its middle."""
     by_group = np.argsort(group, kind="stable")
     sorted_cost, sorted_group = cost[by_group], group[by_group]
     reached = np.cumsum(sorted_cost)
@@ -104,13 +104,13 @@ def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.flo
 
 
 def layer_of(name: str) -> str:
-    """The first number among the components of a tensor's name, empty if there is none."""
+    """Return the first number among the components of a tensor's name, empty if there is none."""
     found = _LAYER.search(name)
     return found.group(1) if found else ""
 
 
 def kind_of(name: str) -> str:
-    """What follows the layer's number: `self_attn.q_proj.weight`; the whole name if there is no number."""
+    """Return the name after the layer's number: `self_attn.q_proj.weight`; the whole name if there is no number."""
     found = _LAYER.search(name)
     return name[found.end() :] if found else name
 

@@ -1,4 +1,4 @@
-"""Elements of one floating dtype rounded to another, nearest even: what an optimizer makes of its master weights."""
+"""Cast elements between floating dtypes, rounding to nearest even, as optimizers cast master weights."""
 
 from __future__ import annotations
 

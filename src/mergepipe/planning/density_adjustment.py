@@ -1,4 +1,4 @@
-"""Lets densities fall under a tight budget: the papers' bounded adjustment of operator parameters.
+"""Lower densities under a tight budget: the papers' bounded adjustment of operator parameters.
 
 A budget that holds the share `held` of what reading everything costs holds at most that share of the elements that an
 operator would keep of a delta. So an expert's density moves down to `max(min_density, held)`, never up and never below
@@ -21,7 +21,7 @@ NO_DENSITY = "the operator has no density"
 def adjust_densities(
     problem: PlanningProblem, policy: AdjustPolicy, held: float, *, needs_cut: bool
 ) -> tuple[PlanningProblem, tuple[Fallback, ...]]:
-    """The problem with the densities that `held` allows, and every decision made."""
+    """Lower the problem's densities to what `held` allows; return the new problem and every decision."""
     known = [_known_densities(problem, e) if needs_cut else None for e in range(len(problem.experts))]
     adjuster = _Adjuster(problem, policy, held, known)
     tasks = tuple(adjuster.adjusted(task) for task in problem.resolution.tasks)
@@ -32,7 +32,7 @@ def adjust_densities(
 
 
 def adjusted_density(density: float, min_density: float, held: float, known: Sequence[float] | None) -> float:
-    """The density to use instead of `density`; one of `known` (if given) or `density` itself.
+    """Return the density to use instead of `density`: one of `known` (if given) or `density` itself.
 
     Laws: never above `density`; never below `min(density, min_density)`; `density` where `held` is 1.
     """
@@ -43,13 +43,13 @@ def adjusted_density(density: float, min_density: float, held: float, known: Seq
 
 
 def _known_densities(problem: PlanningProblem, expert: int) -> list[float]:
-    """Densities whose cut is known in every tensor that was analysed."""
+    """Return the densities whose cut is known in every analysed tensor."""
     each = [set(statistics.densities_D.tolist()) for statistics in problem.statistics[expert].values()]
     return sorted(set.intersection(*each)) if each else []
 
 
 class _Adjuster:
-    """Adjusts tensors one by one, each set of parameters once."""
+    """Adjusts the tasks one by one; each distinct set of parameters is adjusted once."""
 
     def __init__(
         self, problem: PlanningProblem, policy: AdjustPolicy, held: float, known: Sequence[Sequence[float] | None]
@@ -64,7 +64,7 @@ class _Adjuster:
         self._decided: set[tuple[int, float]] = set()
 
     def adjusted(self, task: MergeTask) -> MergeTask:
-        if task.action is not Action.MERGE or not any("density" in each for each in task.parameters.experts):
+        if task.action is not Action.MERGE or not any("density" in expert for expert in task.parameters.experts):
             return task
         key = (id(task.parameters), task.expert_models)  # the problem keeps the parameters alive
         if key not in self._done:

@@ -1,4 +1,4 @@
-"""Turns a selection into a plan: runs of blocks per tensor and expert, bindings of the inputs, fallbacks in words."""
+"""Assemble a plan from a selection: runs of blocks per tensor and expert, file bindings, fallback notices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.planning.block_columns import Columns
 from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.levels import ALL
+from mergepipe.planning.level_ladders import ALL
 from mergepipe.planning.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
     Access,
@@ -24,8 +24,8 @@ from mergepipe.planning.plan import (
     Runs,
     SharedRuns,
 )
+from mergepipe.planning.prefix_selection import Selection
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.planning.selection import Selection
 
 BASE_ONLY = "no block of any expert is read: the result is the base"
 STOPPED = "the rest of the budget is not spent"
@@ -34,7 +34,7 @@ STOPPED = "the rest of the budget is not spent"
 def planned_tensors(
     candidates: Candidates, selection: Selection, rules: Rules, energy_ET2: NDArray[np.float64] | None
 ) -> tuple[PlannedTensor, ...]:
-    """One per merged tensor, with one `Access` per expert; `energy_ET2`, if given, is what is left and all."""
+    """Build one `PlannedTensor` per merged tensor; `energy_ET2`, if given, is (energy left out, total energy)."""
     access = [_accesses(e, candidates, selection, rules, energy_ET2) for e in range(candidates.n_experts)]
     slot_ET = candidates.columns.slot_ET
     tensors = []
@@ -55,7 +55,7 @@ def planned_tensors(
 
 
 def _among_participants(access: Access, slot_E: NDArray[np.int16]) -> Access:
-    """The access with experts that serve others named by their place in the tensor."""
+    """Rewrite the serving experts of shared runs to their index among the tensor's experts."""
     shared = tuple((start, stop, int(slot_E[source])) for start, stop, source in access.shared)
     return replace(access, shared=shared)
 
@@ -85,7 +85,7 @@ def _accesses(
 
 
 def _runs(mask_B: NDArray[np.bool_], columns: Columns) -> list[Runs]:
-    """Per tensor the half-open runs of True, counted from the tensor's first block."""
+    """Return per tensor the half-open runs of True, counted from the tensor's first block."""
     start_R, stop_R, cut_T = _edges(mask_B, np.zeros(len(mask_B), np.int16), columns)
     pairs = list(zip(start_R.tolist(), stop_R.tolist(), strict=True))
     return [tuple(pairs[a:b]) for a, b in pairwise(cut_T)]
@@ -101,7 +101,7 @@ def _shared_runs(mask_B: NDArray[np.bool_], source_B: NDArray[np.int16], columns
 
 
 def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns) -> NDArray[np.bool_]:
-    """Where a block does not go on what the block before it has."""
+    """Mark the blocks that begin a run: their mask or value differs from the block before."""
     begins_B = np.ones(len(mask_B), np.bool_)
     begins_B[1:] = (mask_B[1:] != mask_B[:-1]) | (value_B[1:] != value_B[:-1])
     begins_B[1:] |= columns.tensor_B[1:] != columns.tensor_B[:-1]
@@ -111,7 +111,7 @@ def _begins(mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Colu
 def _edges(
     mask_B: NDArray[np.bool_], value_B: NDArray[np.int16], columns: Columns
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
-    """Starts and stops of runs inside their tensors, and the places in them where each tensor begins."""
+    """Return starts and stops of runs inside their tensors, and the index of each tensor's first run."""
     begins_B = _begins(mask_B, value_B, columns)
     start_R = np.flatnonzero(mask_B & begins_B)
     stop_R = np.flatnonzero(mask_B & np.append(begins_B[1:], True)) + 1
@@ -126,7 +126,7 @@ def planned_models(
     planned_E: NDArray[np.int64],
     side_E: NDArray[np.int64],
 ) -> tuple[PlannedModel, ...]:
-    """All models: those that are nowhere an expert are read in full where they are the base."""
+    """Build all `PlannedModel`s; models that are never an expert are read in full where they are the base."""
     expert_of = {model: e for e, model in enumerate(problem.resolution.expert_models)}
     models = []
     for index, model in enumerate(problem.models):
@@ -141,7 +141,7 @@ def planned_models(
 
 
 def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
-    """The files of a checkpoint as they were when it was opened."""
+    """Bind the files of a checkpoint as they were when it was opened."""
     return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest) for f in checkpoint.files)
 
 
@@ -161,7 +161,7 @@ def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planne
 def whole_tensor_fallbacks(
     problem: PlanningProblem, columns: Columns, reasons: Mapping[tuple[int, int], str]
 ) -> tuple[Fallback, ...]:
-    """One per expert and reason, naming the first tensor."""
+    """Build one notice per expert and reason, naming the first tensor."""
     tensors: dict[tuple[int, str], list[int]] = defaultdict(list)
     for (e, t), reason in sorted(reasons.items()):
         tensors[e, reason].append(t)
@@ -177,7 +177,7 @@ def whole_tensor_fallbacks(
 
 
 def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
-    """One for each expert whose index the budget does not hold."""
+    """Build one notice for each expert whose index does not fit the budget."""
     found = []
     for e in sorted(problem.unread) if budget_bytes else ():
         model = problem.experts[e]
@@ -190,7 +190,7 @@ def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallb
 def budget_fallbacks(
     problem: PlanningProblem, columns: Columns, items: Items, selection: Selection, budget_bytes: int
 ) -> tuple[Fallback, ...]:
-    """A notice where a budget reads nothing, or where a whole tensor that does not fit ends the selection."""
+    """Build a notice if the budget reads nothing, or if a whole tensor that does not fit ends the selection."""
     item = selection.next_item
     if item is None or budget_bytes == 0:
         return ()

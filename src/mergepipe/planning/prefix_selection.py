@@ -1,4 +1,4 @@
-"""Takes items in order while they fit: a prefix, so that a larger budget selects the same and more."""
+"""Select the longest prefix of the ranked items that fits a budget, so that a larger budget selects a superset."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.policies import Order
+from mergepipe.planning.selection_order import Order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What is read.
+    """The blocks that are read, their levels and their cost.
 
     Attributes:
         level_EB: the level at which blocks are read from the expert's own file, 0 where they are not.
@@ -31,7 +31,7 @@ class Selection:
 
     @property
     def read_EB(self) -> NDArray[np.bool_]:
-        """Blocks read from the expert's own file, in full or in part."""
+        """Blocks that are read from the expert's own file, in full or in part."""
         return self.level_EB > 0
 
     @property
@@ -40,7 +40,7 @@ class Selection:
 
 
 def full_costs(candidates: Candidates, sample_E: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes per expert when everything is read: its own blocks, and its samples if any block of it takes part."""
+    """Sum the bytes per expert of a full read: its own blocks, and its samples if any of its blocks contributes."""
     cost_E = (candidates.cost_EB * candidates.own_EB()).sum(axis=1)
     takes_part_E = (
         (~candidates.free_EB).any(axis=1) if candidates.columns.n_columns else np.zeros(len(cost_E), np.bool_)
@@ -51,7 +51,7 @@ def full_costs(candidates: Candidates, sample_E: NDArray[np.int64]) -> NDArray[n
 def take_prefix(
     candidates: Candidates, items: Items, order_I: Order, sample_E: NDArray[np.int64], budget_bytes: int
 ) -> Selection:
-    """The longest prefix of `order_I` that costs at most `budget_bytes`.
+    """Select the longest prefix of `order_I` that costs at most `budget_bytes`.
 
     `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
     """
@@ -79,7 +79,7 @@ def take_prefix(
 
 
 def _first_uses(candidates: Candidates, items: Items, order_I: Order, experts: NDArray[np.int64]) -> dict[int, int]:
-    """Where in the order each of `experts` takes part first; experts that never do are left out."""
+    """Find the position in the order at which each of `experts` first contributes; others are left out."""
     if not len(experts) or not len(items):
         return {}
     place_I = np.empty(len(items), np.int64)
@@ -95,7 +95,7 @@ def _first_uses(candidates: Candidates, items: Items, order_I: Order, experts: N
 
 
 def _expand(candidates: Candidates, items: Items, taken: Order) -> NDArray[np.int8]:
-    """Of the steps of a block the last that is taken counts."""
+    """Expand the selected items to levels by block; the last selected step of a block counts."""
     level_EB = np.zeros(candidates.cost_EB.shape, np.int8)
     single = np.sort(taken[taken < items.n_single])
     level_EB.ravel()[items.flat_I[single]] = items.level_I[single]

@@ -1,4 +1,4 @@
-"""The composition a log of partial saves implies: each unit from the newest save at or before a step."""
+"""Derive a composition from a log of partial saves: each unit from its newest save at or before a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FULL_NAMES = ("checkpoint-{}", "full-{}", "global_step{}", "step-{}")
 
 @dataclass(frozen=True, slots=True)
 class UnitSource:
-    """Where one unit comes from: `folder`, saved at `step`."""
+    """The source of one unit: `folder`, saved at `step`."""
 
     unit: Unit
     folder: Path
@@ -69,7 +69,7 @@ class LoggedComposition:
 
 
 def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
-    """The units as a recipe writes them: layers in one selector with ranges, the others one each.
+    """Format units as recipe selectors: layers in one selector with ranges, the others one each.
 
     Law: `parse_selector` of each, applied to a model with these units, selects exactly them.
     """
@@ -134,7 +134,7 @@ def compose_from_log(
 
 
 def _model_units(log: SaveLog) -> tuple[Unit, ...]:
-    """All units of the model, as our own lines list them; else as the paper's numbers imply."""
+    """List all units of the model, from MergePipe's own log lines, else from the paper's numbering."""
     listed = next((record.model_units for record in log.records if record.model_units), ())
     if listed:
         return listed
@@ -159,7 +159,7 @@ def _check_units(run: Path, newest: Collection[Unit], model: Collection[Unit], a
 def _base(
     run: Path, records: Sequence[SaveRecord], newest: dict[Unit, SaveRecord], model: frozenset[Unit]
 ) -> SaveRecord:
-    """The newest full save; without one, in the paper's form only, the save that most units come from."""
+    """Choose the newest full save; without one, in the paper's log form, the save that most units come from."""
     full = [r for r in records if r.is_full or (r.is_full is None and model <= set(r.units))]
     if full:
         return full[-1]
@@ -185,7 +185,7 @@ def _folder(run: Path, record: SaveRecord, folders: Collection[str] | None) -> s
 
 
 def partial_name(step: int, repeat: int = 0) -> str:
-    """The directory of a partial save; `repeat` counts saves of the same step after going back."""
+    """Return the directory name of a partial save; `repeat` counts repeated saves of one step."""
     return f"{_PARTIAL_PREFIX}{step}" + (f"-r{repeat}" if repeat else "")
 
 
@@ -209,7 +209,7 @@ def _notes(log: SaveLog, at: int, state_step: int, newest_step: int) -> Iterator
 def composition_from_log_file(
     log: Path, run: Path, at: int, *, units: Iterable[Unit] | None = None
 ) -> LoggedComposition:
-    """Read a log file, look which directories the run has, and compose.
+    """Compose from a log file and the directories that exist in the run.
 
     Raises:
         NotFoundError, StorageError: the log or the run cannot be read.
@@ -225,5 +225,5 @@ def composition_from_log_file(
 
 
 def _is_stateless(folder: Path) -> bool:
-    """Whether it is a partial save that holds tensors alone."""
+    """Whether a directory is a partial save without training state."""
     return (folder / MANIFEST_NAME).is_file() and not any((folder / name).is_file() for name in _STATE_MARKS)
