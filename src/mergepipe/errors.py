@@ -1,16 +1,16 @@
 """The error tree: few classes by what the caller can do, each with one exit code.
 
     MergePipeError
-    ├── RecipeError        2  what was asked for is wrong: fix the recipe, the option or the plan
+    ├── RecipeError        2  the request is wrong: fix the recipe, the option or the plan
     ├── NotFoundError      3  a path or a named thing does not exist
     ├── CorruptError       4  a file contradicts itself or its format: replace the file
     ├── MismatchError      5  sound inputs that do not fit together
-    ├── UnsupportedError   6  understood, and not done: refused before the first write
+    ├── UnsupportedError   6  understood but not supported: refused before the first write
     ├── OutputError        7  the output cannot go there: choose another place, or --force
-    ├── StorageError       8  the operating system refused (space, permission, I/O): mend it and retry
-    ├── ConflictError      9  somebody else changed or holds it: look, then retry
-    ├── LimitError        10  a limit that was set (memory, budget) is too small for the job
-    ├── PublishedError    11  the output is complete in its place; what came after it failed
+    ├── StorageError       8  the operating system refused (space, permission, I/O): fix that and retry
+    ├── ConflictError      9  another process changed or locked it: check, then retry
+    ├── LimitError        10  a configured limit (memory, budget) is too small for the job
+    ├── PublishedError    11  the output is complete and published; a later step failed
     └── InterruptedRunError 130  stopped by the user; nothing was published
 
 Codes (`"checkpoint.header.overlap"`) are append-only and never change their meaning; messages may improve.
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: what (`code`), where, what was found and needed (`message`), what to do (`hint`)."""
+    """One problem: its `code`, its location, a `message` with what was found and needed, a `hint` for what to do."""
 
     code: str
     where: str
@@ -38,7 +38,7 @@ class Problem:
 
 
 class MergePipeError(Exception):
-    """Base of every error a user can cause or meet. Holds at least one `Problem`."""
+    """Base class of all errors that users can cause or encounter. Holds at least one `Problem`."""
 
     exit_code: ClassVar[int] = 1
 
@@ -78,19 +78,19 @@ class CorruptError(MergePipeError):
 
 
 class MismatchError(MergePipeError):
-    """Sound inputs that do not fit together."""
+    """Each input is valid, but they do not fit together."""
 
     exit_code = 5
 
 
 class UnsupportedError(MergePipeError):
-    """Understood, and not done by this version."""
+    """The request is understood, but not supported by this version."""
 
     exit_code = 6
 
 
 class OutputError(MergePipeError):
-    """The output cannot go there."""
+    """The output cannot be written at the requested place."""
 
     exit_code = 7
 
@@ -102,19 +102,19 @@ class StorageError(MergePipeError):
 
 
 class ConflictError(MergePipeError):
-    """Another process changed or holds what this one needs."""
+    """Another process changed or locked what this one needs."""
 
     exit_code = 9
 
 
 class LimitError(MergePipeError):
-    """A limit that was set is too small for the job."""
+    """A configured limit is too small for the job."""
 
     exit_code = 10
 
 
 class PublishedError(MergePipeError):
-    """The output is complete and published; something that came after it failed."""
+    """The output is complete and published; a later step failed."""
 
     exit_code = 11
 

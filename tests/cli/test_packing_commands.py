@@ -78,7 +78,7 @@ def test_pack__refuses_to_write_into_the_base(work: Workplace, run: Runner) -> N
 def test_unpack__refuses_what_is_no_store(work: Workplace, run: Runner) -> None:
     ran = run("unpack", work.family.base, "-o", work.root / "back")
     assert ran.exit_code == 3
-    assert "is no delta store: there is no mergepipe-store.json in it; name one that `pack` made" in ran.err
+    assert "is not a delta store: it has no mergepipe-store.json; name a store that `pack` made" in ran.err
 
 
 def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runner) -> None:

@@ -22,19 +22,19 @@ from mergepipe.deltastore.codec.block import (
     encode_block,
 )
 from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level, Piece
-from mergepipe.deltastore.codec.range_decoder import decode_symbols_by_16
 from mergepipe.deltastore.codec.rans import (
     LANES,
     LOWEST_STATE,
     SKIPPED,
     TOTAL,
-    are_frequencies,
+    are_valid_frequencies,
     decode_symbols,
     encode_symbols,
-    fill_table,
-    padded,
+    fill_decode_table,
+    padded_length,
     scale_counts,
 )
+from mergepipe.deltastore.codec.rans_vector_decoder import decode_symbols_vector
 from mergepipe.errors import CorruptError
 from mergepipe.testing.rounding import decode, encode
 from mergepipe.testing.strategies import SPECIAL
@@ -257,14 +257,14 @@ def test_choose_bands__deltas_that_are_all_zero_or_not_finite_still_have_cuts() 
 def test_scale_counts__rows_add_up_and_keep_every_symbol(counts: list[list[int]]) -> None:
     counts_CS = np.array(counts, np.int64)
     frequencies_CS = scale_counts(counts_CS)
-    assert are_frequencies(frequencies_CS)
+    assert are_valid_frequencies(frequencies_CS)
     assert ((frequencies_CS > 0) == (counts_CS > 0)).all()
 
 
 def coded_stage(seed: int, n_symbols: int, n_contexts: int) -> tuple[NDArray[np.uint8], ...]:
     """Frequencies, contexts of some elements (some skipped), their symbols: as a stage has them."""
     rng = np.random.default_rng(seed)
-    n = padded(int(rng.integers(1, 2000)))
+    n = padded_length(int(rng.integers(1, 2000)))
     rows_N = rng.integers(0, n_contexts, n).astype(np.uint8)
     symbols_N = (n_symbols * rng.random(n) ** rng.integers(1, 30)).astype(np.uint8)
     rows_N[rng.random(n) < rng.random()] = SKIPPED
@@ -276,7 +276,7 @@ def coded_stage(seed: int, n_symbols: int, n_contexts: int) -> tuple[NDArray[np.
 
 
 @given(seed=seeds, n_symbols=st.sampled_from([2, 5, 16, 256]), n_contexts=st.integers(1, 16))
-def test_decode_symbols__gives_back_what_was_encoded_one_by_one_and_by_16(
+def test_decode_symbols__gives_back_what_was_encoded_by_the_scalar_and_the_vector_decoder(
     seed: int, n_symbols: int, n_contexts: int
 ) -> None:
     stored, rows_N, symbols_N = coded_stage(seed, n_symbols, n_contexts)
@@ -284,8 +284,8 @@ def test_decode_symbols__gives_back_what_was_encoded_one_by_one_and_by_16(
     words, states = np.empty(len(rows_N) + 1, np.uint16), np.zeros(LANES, np.uint32)
     first = encode_symbols(symbols_N, rows_N, len(rows_N), frequencies_CS.reshape(-1), n_symbols, words, states)
     table = np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
-    fill_table(frequencies_CS.reshape(-1), n_symbols, table)
-    for decode_with in (decode_symbols, decode_symbols_by_16):
+    fill_decode_table(frequencies_CS.reshape(-1), n_symbols, table)
+    for decode_with in (decode_symbols, decode_symbols_vector):
         coded = np.concatenate([words[first:], np.zeros(first, np.uint16)])
         left, found_N = states.copy(), np.full(len(rows_N), 7, np.uint8)
         assert decode_with(coded.view(np.uint8), 0, left, rows_N, len(rows_N), table, found_N) == len(words) - first
@@ -294,15 +294,15 @@ def test_decode_symbols__gives_back_what_was_encoded_one_by_one_and_by_16(
 
 
 @given(seed=seeds)
-def test_decode_symbols__lying_words_are_decoded_alike_one_by_one_and_by_16(seed: int) -> None:
+def test_decode_symbols__lying_words_are_decoded_alike_by_the_scalar_and_the_vector_decoder(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stored, rows_N, _ = coded_stage(seed, 16, 3)
     table = np.zeros((SKIPPED + 1) * TOTAL, np.uint32)
-    fill_table(stored.view(np.uint16).reshape(-1), 16, table)
+    fill_decode_table(stored.view(np.uint16).reshape(-1), 16, table)
     words = rng.integers(0, 1 << 16, len(rows_N) + 1).astype(np.uint16)
     states = rng.integers(0, 1 << 32, LANES).astype(np.uint32)
     found = []
-    for decode_with in (decode_symbols, decode_symbols_by_16):
+    for decode_with in (decode_symbols, decode_symbols_vector):
         left, found_N = states.copy(), np.zeros(len(rows_N), np.uint8)
         taken = decode_with(words.view(np.uint8), 0, left, rows_N, len(rows_N), table, found_N)
         assert taken <= len(rows_N)
@@ -355,10 +355,10 @@ def test_decode_deltas__refuses_bands_of_other_dtypes_before_anything_is_written
     context = BlockContext(base, dtype, bands, "test")
     room_N = np.full(16384, 7, np.float32)
     n = len(base) // dtype.itemsize
-    with pytest.raises(CorruptError, match=f"which {dtype.name} has not"):
+    with pytest.raises(CorruptError, match=f"which {dtype.name} does not support"):
         decode_deltas(block.codec, level, block.pieces, context, room_N[:n])
     values = np.full(len(base), 7, np.uint8)
-    with pytest.raises(CorruptError, match=f"which {dtype.name} has not"):
+    with pytest.raises(CorruptError, match=f"which {dtype.name} does not support"):
         decode_block(block.codec, block.pieces, context, values)
     assert (room_N == 7).all()
     assert (values == 7).all()

@@ -13,32 +13,32 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_packing import packed_streams
-from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_rows, encode_block
+from mergepipe.deltastore.codec.bit_packing import pack_streams
+from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes, base_contexts, encode_block
 from mergepipe.deltastore.codec.byte_differences import fold_differences
-from mergepipe.deltastore.codec.byte_equality import are_equal
-from mergepipe.deltastore.codec.byte_lookup import HAS_WIDE_LOOKUPS, look_up_by_64, look_up_one_by_one
+from mergepipe.deltastore.codec.byte_equality import bytes_equal
+from mergepipe.deltastore.codec.byte_lookup import HAS_VECTOR_LOOKUP, look_up_scalar, look_up_vector
 from mergepipe.deltastore.codec.contexts import Contexts
-from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
-from mergepipe.deltastore.codec.levels import Codec
-from mergepipe.deltastore.codec.range_encoder import HAS_VECTORS
-from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, SKIPPED, TOTAL, Halves, padded, scale_counts
-from mergepipe.deltastore.codec.residual_streams import EXCEPTION_BITS, STREAM_CODES, WIDTH_COUNTS
-from mergepipe.deltastore.codec.residual_widths import FIRST_STEP_COUNT, N_SAMPLE_COUNTS, choose_widths
-from mergepipe.deltastore.codec.symbol_stages import encode_stages, push_one_by_one, push_stages
-from mergepipe.deltastore.codec.symbols import (
+from mergepipe.deltastore.codec.element_codes import (
     EDGE_CLASSES,
-    EDGE_WIDTHS,
-    MAX_LOW,
+    MAX_CELL_BITS,
     N_CODES,
     N_WIDTHS,
     NEAR_CELLS,
     QUANTILE_BUCKETS,
+    WIDTHS_PER_CLASS,
 )
+from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE, sum_tile
+from mergepipe.deltastore.codec.levels import Codec
+from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, SKIPPED, TOTAL, Bits16, padded_length, scale_counts
+from mergepipe.deltastore.codec.rans_vector_encoder import HAS_VECTOR_ENCODER
+from mergepipe.deltastore.codec.residual_streams import EXCEPTION_BITS, STREAM_CODES, WIDTH_COUNTS
+from mergepipe.deltastore.codec.residual_widths import FIRST_STEP_COUNT, N_SAMPLE_COUNTS, choose_widths
+from mergepipe.deltastore.codec.symbol_stages import encode_stages, encode_stages_scalar, encode_stages_vector
 from mergepipe.kernels.compiled import Bytes, Counts
 
 seeds = st.integers(0, 2**32 - 1)
-_WAYS = [look_up_one_by_one, *([look_up_by_64] if HAS_WIDE_LOOKUPS else [])]
+_FEATURES = [look_up_scalar, *([look_up_vector] if HAS_VECTOR_LOOKUP else [])]
 _BANDS = Bands((6e-5, 2e-5, 3e-6))
 
 
@@ -123,16 +123,16 @@ def test_base_rows__given_once_for_several_experts_give_the_same_blocks(n: int) 
     base, _ = lasting_pair(n, 5, 1)
     experts = [lasting_pair(n, 5, spread)[1] for spread in (2, 6, 30)]
     alone = [block_digest(encode_block(base, expert, BF16, _BANDS)) for expert in experts]
-    beside = base_rows(base, BF16)
+    beside = base_contexts(base, BF16)
     assert beside is not None
     assert [block_digest(encode_block(base, expert, BF16, _BANDS, beside)) for expert in experts] == alone
 
 
 def test_base_rows__are_none_where_nothing_can_be_worked_out() -> None:
     base, _ = lasting_pair(4096, 5, 1)
-    assert base_rows(None, BF16) is None
-    assert base_rows(base, F32) is None
-    assert base_rows(base[:-2], BF16) is None
+    assert base_contexts(None, BF16) is None
+    assert base_contexts(base, F32) is None
+    assert base_contexts(base[:-2], BF16) is None
 
 
 def test_encode_block__takes_arrays_that_are_read_only_or_not_aligned() -> None:
@@ -156,41 +156,41 @@ def test_encode_block__threads_do_not_disturb_each_other() -> None:
 def test_are_equal__says_what_a_comparison_of_all_bytes_says(seed: int, n: int, flip: int) -> None:
     first = np.random.default_rng(seed).integers(0, 256, n).astype(np.uint8)
     second = first.copy()
-    assert are_equal(first, second)
+    assert bytes_equal(first, second)
     if n:
         second[flip % n] ^= 1
-        assert not are_equal(first, second)
-        assert not are_equal(first, first[:-1])
+        assert not bytes_equal(first, second)
+        assert not bytes_equal(first, first[:-1])
 
 
-@pytest.mark.parametrize("way", range(len(_WAYS)))
+@pytest.mark.parametrize("way", range(len(_FEATURES)))
 @given(seed=seeds, n=st.integers(0, 300))
 def test_look_up__finds_what_indexing_finds(way: int, seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     table, indices = (rng.integers(0, 256, size).astype(np.uint8) for size in (256, n))
     wanted, out = table[indices], indices.copy()
-    _WAYS[way](table, out, n, out)  # in place, as contexts are looked up
+    _FEATURES[way](table, out, n, out)  # in place, as contexts are looked up
     assert np.array_equal(out, wanted)
 
 
 def random_codes(seed: int, n: int, n_contexts: int, skew: int) -> tuple[Bytes, Bytes]:
     """Contexts and codes of `n` elements, padded."""
     rng = np.random.default_rng(seed)
-    contexts, codes = np.full(padded(n), SKIPPED, np.uint8), np.zeros(padded(n), np.uint8)
+    contexts, codes = np.full(padded_length(n), SKIPPED, np.uint8), np.zeros(padded_length(n), np.uint8)
     contexts[:n] = rng.integers(0, n_contexts, n)
     shares = rng.random(20) ** skew + 1e-9
     codes[:n] = rng.choice(np.arange(1, 21), n, p=shares / shares.sum())
     return contexts, codes
 
 
-@pytest.mark.skipif(not HAS_VECTORS, reason="this machine has one way only")
+@pytest.mark.skipif(not HAS_VECTOR_ENCODER, reason="this machine has one way only")
 @given(seed=seeds, n=st.integers(1, 3000), n_contexts=st.integers(1, MAX_CONTEXTS), skew=st.sampled_from([0, 1, 8, 40]))
 def test_push_stages__gives_what_pushing_one_by_one_gives(seed: int, n: int, n_contexts: int, skew: int) -> None:
     contexts, codes = random_codes(seed, n, n_contexts, skew)
     counts_CK = np.zeros((n_contexts, N_CODES), np.int64)
     np.add.at(counts_CK, (contexts[:n], codes[:n]), 1)
     (head, *_), (body, *_) = encode_stages(contexts, codes, counts_CK)
-    fast, slow = (way(contexts, codes, head, body) for way in (push_stages, push_one_by_one))
+    fast, slow = (way(contexts, codes, head, body) for way in (encode_stages_vector, encode_stages_scalar))
     for (states, words), (slow_states, slow_words) in zip(fast, slow, strict=True):
         assert np.array_equal(states, slow_states)
         assert np.array_equal(words, slow_words)
@@ -201,7 +201,7 @@ def test_packed_streams__hold_the_numbers_bit_by_bit(seed: int, n: int, widest: 
     rng = np.random.default_rng(seed)
     codes, widths = rng.integers(1, 21, n).astype(np.uint8), rng.integers(0, widest + 1, n).astype(np.uint8)
     fines = (rng.integers(0, 1 << 15, n) & ((1 << widths.astype(np.int64)) - 1)).astype(np.uint16)
-    for (first, last), packed in zip(STREAM_CODES, packed_streams(codes, fines, widths), strict=True):
+    for (first, last), packed in zip(STREAM_CODES, pack_streams(codes, fines, widths), strict=True):
         own = (codes >= first) & (codes <= last)
         bits = "".join(
             format(fine, f"0{width}b")[::-1] for fine, width in zip(fines[own], widths[own], strict=True) if width
@@ -238,7 +238,7 @@ def slow_low_bits(counts_Q: NDArray[np.uint32]) -> int:
     largest, low = (bucket - shift * 8) << shift, 0
     while largest >> low > NEAR_CELLS:
         low += 1
-    return min(low, MAX_LOW)
+    return min(low, MAX_CELL_BITS)
 
 
 @given(seed=seeds, n_contexts=st.integers(1, MAX_CONTEXTS), scale=st.floats(0.1, 60))
@@ -254,14 +254,14 @@ def test_choose_widths__chooses_the_cheapest_and_near_cells(seed: int, n_context
     choose_widths(counts, n_contexts, low_bits, widths)
     beyond_SW = counts_SW.sum(axis=1, dtype=np.int64)[:, None] - counts_SW.cumsum(axis=1, dtype=np.int64)
     cost_SW = np.arange(WIDTH_COUNTS) * counts_SW.sum(axis=1, dtype=np.int64)[:, None] + EXCEPTION_BITS * beyond_SW
-    wanted_EK = cost_SW[:, : WIDTH_COUNTS - 1].argmin(axis=1).reshape(EDGE_CLASSES, EDGE_WIDTHS)
-    is_seen_EK = counts_SW.any(axis=1).reshape(EDGE_CLASSES, EDGE_WIDTHS)
-    for column in range(EDGE_WIDTHS):
+    wanted_EK = cost_SW[:, : WIDTH_COUNTS - 1].argmin(axis=1).reshape(EDGE_CLASSES, WIDTHS_PER_CLASS)
+    is_seen_EK = counts_SW.any(axis=1).reshape(EDGE_CLASSES, WIDTHS_PER_CLASS)
+    for column in range(WIDTHS_PER_CLASS):
         seen = np.flatnonzero(is_seen_EK[:, column])
         for edge in range(EDGE_CLASSES):
             finer = seen[seen >= edge]
             near = finer[0] if len(finer) else seen[-1] if len(seen) else None
-            assert widths[edge * EDGE_WIDTHS + column] == (0 if near is None else wanted_EK[near, column])
+            assert widths[edge * WIDTHS_PER_CLASS + column] == (0 if near is None else wanted_EK[near, column])
     assert not widths[N_WIDTHS:].any()
     assert low_bits[0] == slow_low_bits(counts_CQ[0])
     assert not low_bits[1:].any()
@@ -287,8 +287,8 @@ def test_sum_tile__adds_one_after_another(seed: int, n: int) -> None:
 
 @given(seed=seeds, n=st.integers(1, 3000))
 def test_contexts__are_ranges_of_exponents_with_enough_elements(seed: int, n: int) -> None:
-    base: Halves = np.random.default_rng(seed).integers(0, 1 << 16, n).astype(np.uint16)
-    contexts, rows = Contexts.of(base), np.empty(padded(n), np.uint8)
+    base: Bits16 = np.random.default_rng(seed).integers(0, 1 << 16, n).astype(np.uint16)
+    contexts, rows = Contexts.of(base), np.empty(padded_length(n), np.uint8)
     contexts.fill_rows(base, rows)
     lows = contexts.lows.tolist()
     exponents = (base >> 7) & 0xFF

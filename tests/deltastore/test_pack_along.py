@@ -139,7 +139,7 @@ def test_merge__names_differences_and_weights_in_other_files(family: PackFamily,
     assert [each.reason for each in report.not_packed] == ["holds differences from a base, not weights"]
     assert [each.store.name for each in report.packed] == ["expert-2"]
     found = reason_against(replace(open_checkpoint(LocalStore(), family.base), files=(TORCH_FILE,)))
-    assert found == "model.bin is no safetensors file"
+    assert found == "model.bin is not a safetensors file"
 
 
 def test_merge__leaves_stores_that_are_there_and_names_them(

@@ -1,4 +1,4 @@
-"""The only dtype table, the block grid, byte ranges: the geometry everything else is written in."""
+"""Dtypes, block grids, byte ranges and element spans: the units in which all rooms describe tensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT_BLOCK_ELEMENTS = 256 * 1024
-# Added to a dtype's kernel code: the stored values are differences from the base, not weights.
+# Added to a dtype's kernel code if the stored values are deltas from the base, not weights.
 DELTA_FLAG = 16
-# Cuts inside a tensor fall on multiples of this, and sums are kept per stretch of it: totals do not depend on the cuts.
+# Tensors are cut at multiples of this, and sums are kept per grain: totals do not depend on the cuts.
 GRAIN_ELEMENTS = 16 * 1024
 
 
 class DTypeKind(StrEnum):
-    """What can be done with the elements of a dtype."""
+    """How the elements of a dtype can be processed."""
 
     FLOAT = "float"  # decodes to float32, can be merged
     EXACT = "exact"  # integers and booleans: copied, never merged
@@ -94,7 +94,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
-    """`Partition(T; s)`: a flattened tensor of `n_elements` cut in blocks of `block_elements`, the last one shorter.
+    """A flattened tensor of `n_elements` divided into blocks of `block_elements`, the last one shorter.
 
     Laws: the spans are disjoint, in order and cover `[0, n_elements)`; an empty tensor has no block.
     """

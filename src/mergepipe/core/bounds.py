@@ -1,4 +1,4 @@
-"""Numbers that callers give, held against the least and the most that makes sense."""
+"""Check numbers from callers against their allowed range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_DIGITS = 40
 
 
 def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
-    """`value`, which is above zero and not above `most`; that of a size in bytes is what files can have.
+    """Return `value` if it is above zero and at most `most` (default: the largest file size).
 
     Raises:
         LimitError: `option.not-positive`.
@@ -25,5 +25,5 @@ def positive(option: str, value: int, most: int = MAX_SIZE_BYTES) -> int:
 
 
 def shown_number(value: int) -> str:
-    """A number in an error; Python writes out none of thousands of digits."""
+    """Format a number for an error; thousands of digits, which Python refuses to print, are described."""
     return str(value) if abs(value) < 10**_MOST_DIGITS else f"a number of more than {_MOST_DIGITS} digits"

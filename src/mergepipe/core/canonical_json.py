@@ -1,4 +1,4 @@
-"""Canonical JSON and the digests taken of it."""
+"""Canonical JSON, and digests of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blake3 import blake3
 
 
 def canonical_json(value: object) -> bytes:
-    """JSON with sorted keys and no white space: the form that digests are taken of."""
+    """Encode as JSON with sorted keys and no white space, the form that is digested."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -20,17 +20,17 @@ def digest_of(value: object) -> str:
 
 
 def parse_digestible(raw: bytes, refuse: Callable[[str], NoReturn]) -> object:
-    """Read JSON of which a digest can be taken: no key twice, no number or text without a canonical form.
+    """Parse JSON that has a canonical form: no duplicate keys, only finite numbers and valid text.
 
-    `refuse` is called with what is wrong, and raises.
+    `refuse` is called with the reason, and must raise.
     """
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(items)
-        return found if len(found) == len(items) else refuse("a key stands twice in an object")
+        return found if len(found) == len(items) else refuse("an object has the same key twice")
 
     def constant(name: str) -> NoReturn:
-        refuse(f"{name} is not a number of JSON")
+        refuse(f"{name} is not a valid JSON number")
 
     try:
         document: object = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)

@@ -1,7 +1,7 @@
-"""Text that inputs bring, made safe for what shows it: one function for each of terminal, Markdown, YAML and JSON.
+"""Escape text from inputs for output: one function each for terminal, Markdown, YAML and JSON.
 
-Names come from files, and files from strangers: they may hold line breaks, terminal commands and characters that turn
-the direction of writing. HTML is what `printable` leaves, escaped by the template.
+Names in files are untrusted: they may hold line breaks, terminal control sequences and characters that change the text
+direction. For HTML, the template escapes what `printable` returns.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _BACKTICKS = re.compile("`+")
 
 
 def printable(text: str) -> str:
-    """`text` as one line for a terminal: whatever could break it, turn it or command a terminal is written escaped."""
+    """Return `text` as one line for a terminal, with everything that is not printable escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for text of several lines: line feeds stay."""
+    """As `printable`, for text of several lines: line feeds are kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def as_line(value: object) -> object:
-    """As `printable` for text and paths, anything else as it is: what templates are to do with every expression."""
-    is_text = isinstance(value, str | Path) and not hasattr(value, "__html__")  # markup was escaped before
+    """Apply `printable` to text and paths, return other values unchanged: a filter for template expressions."""
+    is_text = isinstance(value, str | Path) and not hasattr(value, "__html__")  # markup is escaped already
     return printable(str(value)) if is_text else value
 
 
 def markdown_text(text: str) -> str:
-    """`text` as running text in Markdown, without formatting or HTML of its own."""
+    """Return `text` as plain text in Markdown, without formatting or HTML."""
     return _MARKDOWN_SPECIAL.sub(r"\\\1", printable(text))
 
 
 def markdown_code(text: str) -> str:
-    """`text` as a code span that may stand in a table."""
+    """Return `text` as a Markdown code span that is valid in a table."""
     shown = printable(text).replace("|", "\\|")
     fence = "`" * (1 + max((len(run) for run in _BACKTICKS.findall(shown)), default=0))
     space = " " if shown[:1] in ("`", "") or shown[-1:] == "`" else ""
@@ -49,7 +49,7 @@ def markdown_code(text: str) -> str:
 
 
 def yaml_scalar(text: str) -> str:
-    """`text` as a double-quoted YAML string that reads back as it is."""
+    """Return `text` as a double-quoted YAML string that parses to the same text."""
     return f'"{"".join(map(_yaml_character, text))}"'
 
 
@@ -65,7 +65,7 @@ def _yaml_character(character: str) -> str:
 
 
 def yaml_document(content: object, width: int) -> str:
-    """`content` in block style, in the order it has; characters beyond ASCII as they are where all can be shown."""
+    """Return `content` in block style, in its order; characters beyond ASCII are unescaped if all are printable."""
     import yaml
 
     text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=width)
@@ -76,12 +76,12 @@ def yaml_document(content: object, width: int) -> str:
 
 
 def json_line(value: object, indent: int | None = None) -> str:
-    """`value` as JSON in ASCII: dataclasses as objects, paths as strings, times in ISO 8601.
+    """Return `value` as ASCII JSON: dataclasses as objects, paths as strings, times in ISO 8601.
 
-    NaN and infinities, which JSON has not, become null.
+    NaN and infinities become null.
 
     Raises:
-        TypeError: something else is in it.
+        TypeError: a value has no JSON form.
     """
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 

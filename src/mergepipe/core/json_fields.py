@@ -1,4 +1,4 @@
-"""Reads one JSON object key by key: every value of its type, nothing missing, nothing left over."""
+"""Parse one JSON object field by field: every value typed, no field missing, no field unknown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FieldCodes:
-    """The error codes of one format, by what is wrong: a key, a value's type, a value. `hint` says what to do."""
+    """The error codes of one format: for a key, for a value's type, for a value. `hint` says what to do."""
 
     key: str
     kind: str
@@ -23,7 +23,7 @@ class FieldCodes:
 
 
 class JsonFields:
-    """One JSON object of a document. Its keys are taken one by one; `done` refuses what is left.
+    """One JSON object of a document. Fields are taken one by one; `done` refuses the remaining ones.
 
     Raises:
         CorruptError: with one of `codes`, from every method.
@@ -40,7 +40,7 @@ class JsonFields:
         self._known: list[str] = []
 
     def fail(self, code: str, message: str) -> NoReturn:
-        """Refuse the document, naming the place of this object in it."""
+        """Refuse the document, naming the location of this object in it."""
         place = f"{self._place}: " if self._place else ""
         raise CorruptError.of(code, self._where, place + message, self._codes.hint)
 
@@ -49,7 +49,7 @@ class JsonFields:
         self.fail(self._codes.value, message)
 
     def take(self, key: str) -> object:
-        """Take the value of a key that must be there."""
+        """Take the value of a required key."""
         self._known.append(key)
         if key not in self._left:
             self.fail(self._codes.key, f"'{key}' is missing")
@@ -60,11 +60,11 @@ class JsonFields:
         return key in self._left
 
     def remaining(self) -> tuple[str, ...]:
-        """The keys that are not taken yet."""
+        """The keys not taken yet."""
         return tuple(self._left)
 
     def mapping(self) -> Mapping[str, object]:
-        """The whole object as it stands in the document."""
+        """The whole object, unparsed."""
         return self._values
 
     def text(self, key: str) -> str:
@@ -132,17 +132,17 @@ class JsonFields:
         return None if value is None else JsonFields(value, self._codes, self._where, self._inside(key))
 
     def each(self, key: str, make: Callable[[JsonFields], T]) -> tuple[T, ...]:
-        """Read every object of an array with `make`, which must take all of it."""
+        """Parse every object of an array with `make`, which must take all of its fields."""
         return tuple(fields.read(make) for fields in self.objects(key))
 
     def read(self, make: Callable[[JsonFields], T]) -> T:
-        """Read this object with `make`, which must take all of it."""
+        """Parse this object with `make`, which must take all of its fields."""
         made = make(self)
         self.done()
         return made
 
     def scalars(self) -> dict[str, float | bool]:
-        """Everything that is left, as numbers and flags."""
+        """Take all remaining fields as numbers and flags."""
         return {key: self._scalar(key) for key in self.remaining()}
 
     def _scalar(self, key: str) -> float | bool:
@@ -150,7 +150,7 @@ class JsonFields:
         return value if isinstance(value, bool) else self._number(value, key)
 
     def done(self) -> None:
-        """Refuse keys that were not asked for."""
+        """Refuse fields that were not taken."""
         for key in sorted(self._left):
             self.fail(self._codes.key, f"unknown key '{key[:40]}', {did_you_mean(key[:40], self._known)}")
 

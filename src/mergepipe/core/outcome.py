@@ -1,4 +1,4 @@
-"""Tells what a call has published by the time it fails: an error after the commit must not read like one before it."""
+"""Track what a call has published, so that an error after the commit says that the output is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMMITTED: ContextVar[list[Path] | None] = ContextVar("committed", default=None
 
 
 def note_committed(place: Path) -> None:
-    """Say that what stands at `place` is complete, whatever fails from here on."""
+    """Record that the output at `place` is complete, whatever fails afterwards."""
     committed = _COMMITTED.get()
     if committed is not None:
         committed.append(place.absolute())
@@ -21,7 +21,7 @@ def note_committed(place: Path) -> None:
 
 @contextlib.contextmanager
 def committed_places() -> Iterator[list[Path]]:
-    """Collect what is committed while the context lasts."""
+    """Collect the outputs committed inside the context."""
     outer, own = _COMMITTED.get(), list[Path]()
     token = _COMMITTED.set(own)
     try:
@@ -34,7 +34,7 @@ def committed_places() -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def private_outputs() -> Iterator[None]:
-    """Forget what is committed while the context lasts: intermediates that nobody sees, or that are removed."""
+    """Ignore the outputs committed inside the context, which are temporary."""
     with committed_places() as committed:
         try:
             yield
@@ -44,7 +44,7 @@ def private_outputs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def published_but(out: Path) -> Iterator[None]:
-    """Turn whatever fails after `out` was committed into an error that says so; interrupts pass.
+    """Convert any failure after `out` was committed to an error that says so; interrupts pass.
 
     Raises:
         PublishedError: `output.published-but`, with the problems of the original error.
@@ -61,7 +61,7 @@ def published_but(out: Path) -> Iterator[None]:
 
 
 def published_error(out: Path, error: BaseException) -> MergePipeError:
-    """The error that says that `out` is complete, and what failed afterwards."""
+    """Make the error that says that `out` is complete, and what failed afterwards."""
     message = "is complete and published, but something failed afterwards"
     problem = Problem("output.published-but", str(out), message, "use it; it need not be made again")
     return PublishedError(problem, *_problems_of(error))

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `4GiB`, `512MB`, `1.5G`."""
+"""Parse sizes in bytes as people write them: `4GiB`, `512MB`, `1.5G`."""
 
 from __future__ import annotations
 

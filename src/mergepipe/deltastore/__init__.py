@@ -1,1 +1,4 @@
-"""The delta store: an expert kept as what it changes of its base, bit for bit, readable in levels."""
+"""The delta store: an expert packed losslessly as its differences from its base, readable at several levels.
+
+Format: docs/internals/formats/delta-store.md.
+"""

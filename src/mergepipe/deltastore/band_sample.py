@@ -1,4 +1,4 @@
-"""Where the bands of a tensor begin, estimated from a sample of its deltas before its one pass."""
+"""Choose the bands of a tensor from a sample of its deltas, before the pass that encodes it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MARGIN_DEVIATIONS = 4.0
 _SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
 _LARGEST = float(np.finfo(np.float32).max)
 _SECOND_BAND_WIDTH = 0.4
-"""At least so much of its cut: of normally distributed deltas the first band is then 1 to 8 %."""
+"""Minimum width as a fraction of the cut: the first band then holds 1 to 8 % of normally distributed deltas."""
 
 
 def sample_spans(n_elements: int) -> tuple[Span, ...]:
-    """The stretches to look at: all of a small tensor, else equal ones at equal distances."""
+    """The spans to sample: all of a small tensor, else spans of equal length at equal distances."""
     if n_elements <= READ_WHOLE_ELEMENTS:
         return (Span(0, n_elements),)
     step = (n_elements - _STRETCH_ELEMENTS) // (_STRETCHES - 1)
@@ -38,7 +38,7 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
 
 
 def bands_of(base: Sample, expert: Sample) -> Bands:
-    """Choose where the bands of a bf16 tensor begin, from samples of it and of its base."""
+    """Choose the bands of a bf16 tensor from samples of it and of its base."""
     deltas = [_deltas(own, other) for own, other in zip(base.stretches, expert.stretches, strict=True)]
     return choose_bands(np.concatenate(deltas), is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
 
@@ -58,18 +58,18 @@ def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample
 
 
 def sample_of(content: RawBytes) -> Sample:
-    """The sample of a bf16 tensor whose bytes are all there. Views of it."""
+    """Take the sample of a bf16 tensor that is in memory as a whole; it consists of views."""
     n = len(content) // BF16.itemsize
     size = BF16.itemsize
     return Sample(n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
 
 
 def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
-    """Cuts of deltas (float32, not modified): the second and third hold `BAND_DENSITIES` of them, the first fewer.
+    """Choose the cuts of deltas (float32, not modified): bands 1 to 2 and 1 to 3 hold `BAND_DENSITIES` of them.
 
-    From a sample, each band is made a little larger, so that it holds its share of the whole tensor all the same.
-    The second band and, where it can be, the third are a power of two wide: as many values of a bf16 grid as a fine
-    number of whole bits tells apart.
+    From a sample, each band is made a little larger, so that it most likely holds its share of the whole tensor. The
+    width of the second band and, if possible, the third is a power of two: residuals of whole bits address all its
+    values.
     """
     magnitudes = np.abs(deltas)
     magnitudes = np.sort(magnitudes[np.isfinite(magnitudes)])[::-1]
@@ -81,7 +81,7 @@ def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
 
 
 def _cut_at(magnitudes: Floats, density: float, *, is_sample: bool) -> float:
-    """The magnitude (descending ones are given) that `density` of the tensor reaches."""
+    """The magnitude that `density` of the tensor reaches; `magnitudes` are descending."""
     n = len(magnitudes)
     margin = _MARGIN_DEVIATIONS * math.sqrt(density * (1 - density) / n) if is_sample and n else 0.0
     rank = min(math.ceil((density + margin) * n), n)
@@ -89,7 +89,7 @@ def _cut_at(magnitudes: Floats, density: float, *, is_sample: bool) -> float:
 
 
 def _power_of_two(width: float) -> float:
-    """The least power of two that is not less than `width` > 0."""
+    """The smallest power of two that is not less than `width` > 0."""
     mantissa, exponent = math.frexp(width)
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
@@ -101,8 +101,8 @@ def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
 
 def _deltas(base: RawBytes, expert: RawBytes) -> Floats:
     n = len(base) // BF16.itemsize
-    own, other, deltas = (np.empty(n, np.float32) for _ in range(3))
-    decode_tile(base, 0, BF16.kernel_code, n, own)
-    decode_tile(expert, 0, BF16.kernel_code, n, other)
-    take_delta(other, own, n, deltas)
+    base_values, expert_values, deltas = (np.empty(n, np.float32) for _ in range(3))
+    decode_tile(base, 0, BF16.kernel_code, n, base_values)
+    decode_tile(expert, 0, BF16.kernel_code, n, expert_values)
+    take_delta(expert_values, base_values, n, deltas)
     return deltas

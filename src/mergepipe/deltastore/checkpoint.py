@@ -1,4 +1,4 @@
-"""Opens a delta store as a checkpoint beside its base: the header is read, the index when it is needed."""
+"""Open a delta store as a checkpoint relative to its base; the index is read when it is first needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import (
     HEADER_NAME,
@@ -35,7 +35,7 @@ from mergepipe.storage.limits import STORE_HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class OpenedStore:
-    """Header and index of a store, held against each other and against the sizes of its files."""
+    """Header and index of a store, checked against each other and against the sizes of its files."""
 
     root: Path
     header: StoreHeader
@@ -48,16 +48,16 @@ class OpenedStore:
 
 
 def read_store(store: Store, path: Path) -> OpenedStore:
-    """Read and check header and index, both as metadata.
+    """Read and check header and index, both charged as metadata.
 
     Raises:
-        CorruptError: one of them is damaged, or a file has not the size that the index says.
+        CorruptError: one of them is damaged, or a file has another size than the index implies.
         UnsupportedError: a newer version.
         NotFoundError, StorageError: from the store.
     """
     if not is_store(path):
         raise NotFoundError.of(
-            "store.not-found", path, f"is no delta store: there is no {HEADER_NAME} in it", "name one that `pack` made"
+            "store.not-found", path, f"is not a delta store: it has no {HEADER_NAME}", "name a store that `pack` made"
         )
     opened = _read_header(store, path, as_metadata)
     _ = opened.index
@@ -65,7 +65,7 @@ def read_store(store: Store, path: Path) -> OpenedStore:
 
 
 def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
-    """All but the index, which is read when it is first needed."""
+    """Read everything but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
     raw = store.read_small(header_path, STORE_HEADER_BYTES)
     header = parse_header(raw, header_path)
@@ -80,13 +80,13 @@ def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
 
 
 def open_store(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
-    """Open the store in `path` as the full checkpoint that was packed, beside `base`.
+    """Open the store in `path` as the full checkpoint that was packed relative to `base`.
 
-    The index is read when it is first needed, and counted as the expert's. The content is bound to the base's, block
-    by block: that is checked as blocks are read.
+    The index is read when it is first needed, charged to the expert. Blocks are checked against the digests of the
+    base's blocks as they are read.
 
     Raises:
-        MismatchError: the base lacks a tensor that was packed beside it, or has another dtype or shape.
+        MismatchError: the base lacks a tensor that was packed relative to it, or has another dtype or shape.
         CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
     """
     opened = _read_header(store, path, as_expert)
@@ -104,10 +104,10 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
         return KeptTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row)
     found = base.tensors.get(entry.name)
     if not isinstance(found, TensorEntry):
-        what = "none of that name" if found is None else "one that is not stored as it is"
+        what = "no such tensor" if found is None else "one that is computed, not stored"
         raise MismatchError.of(
             "store.base", opened.root,
-            f"tensor {shown(entry.name)} was packed beside the base's; {base.path} has {what}",
+            f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     if (found.dtype, found.shape) != (entry.dtype, entry.shape):
@@ -122,7 +122,7 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
 
 
 def _fingerprint(root: Path, name: str, size_bytes: int | None, header: StoreHeader) -> FileFingerprint:
-    """A file as it is, of `size_bytes` where that is known."""
+    """Make the fingerprint of a file, which must have `size_bytes` if that is not None."""
     found = stat_regular(root, name)
     if found is None or (size_bytes is not None and found.st_size != size_bytes):
         what = "is missing" if found is None else f"has {found.st_size} bytes"

@@ -1,4 +1,4 @@
-"""Times decoding: blocks of each codec, encoded in memory, and decoded as a merge decodes them."""
+"""Measure the speed of decoding: blocks of each codec, encoded in memory and decoded as a merge decodes them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _WEIGHT_SIZE, _DELTA_SIZE = 0.02, 1e-4  # standard deviations: deltas of 0.5 %
 
 
 def measure_decoding() -> DecodingPrices:
-    """Processor time an element by codec and level, the digests that are checked included; half a second or so.
+    """Measure the processor time per element by codec and level, verification of digests included.
 
-    Memory: 16 MiB.
+    Takes about half a second. Memory: 16 MiB.
     """
     base_N, expert_N = _examples()
     base, expert = _as_bf16(base_N), _as_bf16(expert_N)
@@ -56,7 +56,7 @@ def _examples() -> tuple[Floats, Floats]:
 
 
 def _as_bf16(values_N: Floats) -> RawBytes:
-    """The upper halves of float32, rounded half up: near enough to time with."""
+    """The upper halves of float32, rounded half up: close enough for timing."""
     halves_N = ((values_N.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
     return halves_N.view(np.uint8)
 
@@ -80,11 +80,11 @@ def _nanoseconds(block: EncodedBlock, level: Level, base: RawBytes, dtype: DType
 
 
 def _least_seconds(action: Callable[[], None]) -> float:
-    """Processor time of the fastest repetition; the first, which may compile, does not count."""
+    """Processor time of the fastest repetition, without the first, which may compile."""
     action()
-    found = []
+    seconds = []
     for _ in range(REPETITIONS):
         started = time.thread_time()
         action()
-        found.append(time.thread_time() - started)
-    return min(found)
+        seconds.append(time.thread_time() - started)
+    return min(seconds)

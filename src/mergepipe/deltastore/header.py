@@ -1,4 +1,7 @@
-"""The store's header, `mergepipe-store.json`: a frozen value, its JSON, its strict reading."""
+"""The header of a delta store, `mergepipe-store.json`: a frozen value, written as JSON and parsed strictly.
+
+Format: "Header" in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, s
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.blocks import BF16, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.errors import UnsupportedError
 
@@ -39,7 +42,7 @@ def is_store(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """One weight file of the original: its header's bytes stand in the headers file, one after another."""
+    """One weight file of the original; the headers file holds the bytes of all their headers, one after another."""
 
     name: str
     size_bytes: int
@@ -50,7 +53,7 @@ class PackedFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """A file of the original that is kept as it is, under the same name."""
+    """A file of the original that is stored unchanged, under the same name."""
 
     name: str
     size_bytes: int
@@ -59,9 +62,9 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """One tensor: which weight file it is in, its rows of the index, its bands.
+    """One tensor: its weight file, its first row of the index, its cuts.
 
-    Tensors stand file by file, by offset. `has_base`: the base has a tensor of this name, dtype and shape.
+    Tensors are ordered by file, then by offset. `has_base`: the base has a tensor of this name, dtype and shape.
     """
 
     name: str
@@ -83,10 +86,10 @@ class PackedEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreHeader:
-    """What a store says of itself.
+    """The fields of a header.
 
-    `base` and `expert` are the paths that were packed, as hints; `base_files` digests what the base's files were.
-    `content_id` is that of the expert (`engine.identity`).
+    `base` and `expert` are the paths that were packed, as hints; `base_files` is a digest of the base's file
+    fingerprints. `content_id` is that of the expert (`checkpoints.content_id`).
     """
 
     base: str
@@ -108,10 +111,10 @@ class StoreHeader:
 
 
 def parse_header(raw: bytes, path: Path) -> StoreHeader:
-    """Read a header.
+    """Parse and check a header.
 
     Raises:
-        CorruptError: it is damaged, or says what cannot be.
+        CorruptError: it is damaged or contradicts the format.
         UnsupportedError: it is of another version.
     """
     document = parse_object(raw, where=path, code="store.header")
@@ -137,10 +140,10 @@ def parse_header(raw: bytes, path: Path) -> StoreHeader:
     return header
 
 
-def _check_version(found: str, path: Path) -> None:
-    name, _, version = found.partition("/")
+def _check_version(format_name: str, path: Path) -> None:
+    name, _, version = format_name.partition("/")
     if name != FORMAT_NAME or not version.isdecimal():
-        raise corrupt(path, f"the format is {shown(found)}, not {FORMAT}")
+        raise corrupt(path, f"the format is {shown(format_name)}, not {FORMAT}")
     if int(version) != FORMAT_VERSION:
         hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
         message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
@@ -148,11 +151,11 @@ def _check_version(found: str, path: Path) -> None:
 
 
 def _check_tensors(header: StoreHeader, path: Path) -> None:
-    """Names are used once; tensors stand file by file; rows follow one another."""
+    """Refuse duplicate names, tensors out of order, and files whose size is not that of their parts."""
     names = [tensor.name for tensor in header.tensors]
     outputs = [file.name for file in header.files] + [kept.name for kept in header.kept]
     if len(set(names)) != len(names) or len(set(outputs)) != len(outputs):
-        raise corrupt(path, "a name is used twice")
+        raise corrupt(path, "two tensors, or two files, have the same name")
     row, file = 0, 0
     for tensor in header.tensors:
         if tensor.first_row != row or not file <= tensor.file < len(header.files):
@@ -172,7 +175,7 @@ class _Fields:
         self.path = path
 
     def refuse(self, key: str, value: object) -> NoReturn:
-        raise corrupt(self.path, f"{key} is {shown(value)}")
+        raise corrupt(self.path, f"invalid {key}: {shown(value)}")
 
     def get(self, key: str, kind: type[T]) -> T:
         value = self._document.get(key)
@@ -194,7 +197,7 @@ class _Fields:
         return tuple(made)
 
     def output_name(self) -> str:
-        """A relative posix path of plain parts, none of the store's own names."""
+        """Read a relative posix path of plain parts that is none of the store's own names."""
         name = self.get("name", str)
         if not all(is_plain_name(part) for part in name.split("/")) or name in OWN_NAMES:
             self.refuse("name", name)

@@ -1,4 +1,7 @@
-"""The store's index: one fixed row a block, checked as a whole; offsets follow from lengths."""
+"""The index of a delta store: one fixed-size row per block, checked as a whole; offsets are sums of lengths.
+
+Format: "Index row" in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import RECORDED_LEVELS, Codec, Level, Piece
 
 DIGEST_BYTES = 16
@@ -37,12 +40,12 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def digest(content: RawBytes, length: int = DIGEST_BYTES) -> bytes:
-    """BLAKE3 of bytes, cut to `length`."""
+    """BLAKE3 of bytes, truncated to `length` bytes."""
     return blake3(content.data).digest(length)
 
 
 def make_row(block: EncodedBlock, base_digest: bytes | None, expert: RawBytes) -> NDArray[np.void]:
-    """The index row of a block: an array of one. `base_digest` is that of the base's bytes of the block."""
+    """Make the index row of a block, an array of one. `base_digest` is that of the base's bytes of the block."""
     contents = [block.pieces.get(piece, _NOTHING) for piece in Piece]
     fields = _ROW_FIELDS.pack(
         int(block.codec),
@@ -58,7 +61,7 @@ def make_row(block: EncodedBlock, base_digest: bytes | None, expert: RawBytes) -
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """All rows, and where each piece of each block begins in its file: `offsets_PR`, one more than there are rows."""
+    """All rows, and the offset of each piece of each block in its file: `offsets_PR` has one more column than rows."""
 
     rows: NDArray[np.void]
     offsets_PR: NDArray[np.int64]
@@ -71,46 +74,46 @@ class StoreIndex:
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> StoreIndex:
-        """Read the index.
+        """Parse and check an index.
 
         Raises:
-            CorruptError: it is no whole number of rows, or a row says what cannot be.
+            CorruptError: it is not a whole number of rows, or a row contradicts the format.
         """
         if len(content) % ROW_BYTES:
-            raise corrupt(where, f"{len(content)} bytes are no whole number of rows of {ROW_BYTES}")
+            raise corrupt(where, f"{len(content)} bytes are not a whole number of rows of {ROW_BYTES} bytes")
         rows = np.frombuffer(content, ROW)
         if len(rows) and int(rows["codec"].max()) > max(Codec):
-            raise corrupt(where, f"an unknown codec {int(rows['codec'].max())}")
+            raise corrupt(where, f"unknown codec {int(rows['codec'].max())}")
         if not (rows["errors"] >= 0).all() or np.isinf(rows["errors"]).any():
-            raise corrupt(where, "a recorded error that is no sum of squares")
+            raise corrupt(where, "a recorded squared error is negative or not finite")
         return cls.of(rows)
 
     def codec(self, row: int) -> Codec:
         return Codec(int(self.rows["codec"][row]))
 
     def file_bytes(self, piece: Piece) -> int:
-        """Length of the file of a piece."""
+        """The length of the file of a piece."""
         return int(self.offsets_PR[piece, -1])
 
     def piece_range(self, piece: Piece, first: int, stop: int) -> tuple[int, int]:
-        """Bytes of the file of `piece` that hold it for the rows `[first, stop)`."""
+        """The byte range that holds a piece of the rows `[first, stop)` in its file."""
         return int(self.offsets_PR[piece, first]), int(self.offsets_PR[piece, stop])
 
     def bytes_of(self, pieces: Sequence[Piece], first: int, stop: int) -> int:
-        """Bytes of some pieces of the rows `[first, stop)`."""
+        """The total length of some pieces of the rows `[first, stop)`."""
         return sum(high - low for low, high in (self.piece_range(piece, first, stop) for piece in pieces))
 
     def check_piece(self, piece: Piece, row: int, content: RawBytes, where: str) -> None:
-        """Hold the bytes of a piece against its checksum.
+        """Check the bytes of a piece against their checksum.
 
         Raises:
-            CorruptError: they are not those that were written.
+            CorruptError: they do not match.
         """
         if len(content) and digest(content, CHECK_BYTES) != self.rows["checks"][row, piece].tobytes():
             raise corrupt(where, f"the {piece.name.lower().replace('_', '-')} piece of block {row} is damaged")
 
     def errors(self, level: Level, first: int, stop: int) -> NDArray[np.float64]:
-        """Squared error left at `level`, block by block."""
+        """Squared errors of the blocks at `level`."""
         if level is Level.LOSSLESS:
             return np.zeros(stop - first, np.float64)
         column = RECORDED_LEVELS.index(level)

@@ -1,4 +1,4 @@
-"""The index of a delta store, read when it is first needed."""
+"""Read the index of a delta store when it is first needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import range_cost_bytes
-from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, Piece
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
@@ -20,16 +20,16 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 
 Charged = Callable[[Store, Path, int], bytes]
-"""Reads so many bytes of a file from its start, and charges them to somebody."""
+"""Reads the given number of bytes from the start of a file and charges them to one purpose."""
 
 
 def as_metadata(store: Store, path: Path, nbytes: int) -> bytes:
-    """For who reads all of the store: the index is a header like others."""
+    """Read bytes charged as metadata, for callers that read the whole store."""
     return store.read_metadata(path, 0, nbytes)
 
 
 def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
-    """For merges: the index is a part of the expert, which a budget counts."""
+    """Read bytes charged to the expert, for merges: a budget counts the index."""
     file = store.open(path)
     try:
         content = bytearray(nbytes)
@@ -42,9 +42,9 @@ def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
 
 
 class StoreSide:
-    """One store's index, read at most once. Safe to use from many threads.
+    """The index of one store, read at most once, and what its size tells before. Safe to use from many threads.
 
-    Memory, once it is read: the index (140 bytes a block) and its offsets (48).
+    Memory, once it is read: the index (140 bytes per block) and its offsets (48).
     """
 
     def __init__(self, store: Store, root: Path, header: StoreHeader, sizes: Mapping[str, int], read: Charged) -> None:
@@ -67,12 +67,12 @@ class StoreSide:
 
     @property
     def stored_bytes(self) -> int:
-        """All pieces of all tensors."""
+        """The bytes of all pieces of all tensors."""
         return sum(self._sizes[name] for name in PIECE_NAMES.values())
 
     @property
     def least_bytes(self) -> int:
-        """The index, and the files of the pieces that every level needs."""
+        """The bytes of the index and of the pieces that every level reads."""
         return self.cost_bytes + sum(self._sizes[PIECE_NAMES[piece]] for piece in PIECES_OF[Level.HEAD])
 
     @property
@@ -82,7 +82,7 @@ class StoreSide:
 
     @property
     def files(self) -> frozenset[Path]:
-        """The files of pieces."""
+        """The files that hold pieces."""
         return frozenset(self._root / name for name in PIECE_NAMES.values())
 
     @property
@@ -91,10 +91,10 @@ class StoreSide:
 
     @property
     def index(self) -> StoreIndex:
-        """The index, read now if it has not been.
+        """The index; the first access reads it.
 
         Raises:
-            CorruptError: it is damaged, or a file has not the size that it says.
+            CorruptError: it is damaged, or a file has another size than it implies.
             StorageError, LimitError: from the store.
         """
         if self._index is None:
@@ -117,7 +117,7 @@ class StoreSide:
         return index
 
     def _check_lengths(self, index: StoreIndex, path: Path) -> None:
-        """Refuse blocks that are stored in more bytes than they have: what is read of them goes into memory."""
+        """Refuse blocks whose pieces have more bytes than the block, as they are read into memory."""
         stored_R = index.rows["lengths"].sum(axis=1, dtype=np.int64)
         for tensor in self._header.tensors:
             room_B = np.full(tensor.n_rows, BLOCK_ELEMENTS * tensor.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Puts the encoded blocks of one store in order, whatever order they come in."""
+"""Write the encoded blocks of one store in index order, in whatever order they arrive."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EARLY_BYTES = 8 << 20
 
 
 class OrderedBlocks:
-    """Takes blocks in any order from many threads, and writes them in that of the index.
+    """Accepts blocks in any order from many threads, and writes them in index order.
 
-    Memory: `early_bytes` of blocks that came before their turn, and their rows; what is more waits in the file
-    `early`, which is made when it is needed and emptied when nothing waits in it. `on_written` is told, while all else
-    waits, how many blocks are written by now. Pieces are copied before `put` returns, or written. Once something failed
-    nothing more is taken: what is on disk is not known then, and must not be called durable.
+    Memory: `early_bytes` of blocks that arrive before their turn, and their rows; further ones wait in the temporary
+    file `early`, created on demand and truncated when nothing waits in it. `on_written` is called, under the lock, with
+    the number of blocks written. `put` copies or writes pieces before it returns. After a failure nothing more is
+    accepted: the content on disk is unknown then, and must not be recorded as durable.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class OrderedBlocks:
 
     @property
     def n_written(self) -> int:
-        """How many blocks are in the store; the next one has this number."""
+        """The number of blocks in the store, which is the number of the next block."""
         return self._writer.n_rows
 
     def put(self, number: int, block: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Take block `number` with its row of the index.
+        """Add block `number` with its row of the index.
 
         Raises:
-            StorageError: it could not be written, or another one before.
+            StorageError: this block, or one before, could not be written.
         """
         with self._lock:
             if self._failure is not None:
@@ -90,13 +90,13 @@ class OrderedBlocks:
         return {piece: content[ends[piece] - lengths[piece] : ends[piece]] for piece in Piece}
 
     def close(self) -> None:
-        """Remove the file of what came early."""
+        """Remove the temporary file."""
         self._early.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A block before its turn: its pieces one after another, in memory or (None) in the file from `offset` on."""
+    """A block before its turn: its pieces concatenated, in memory or (None) in the temporary file at `offset`."""
 
     row: NDArray[np.void]
     content: RawBytes | None
@@ -104,7 +104,7 @@ class _Waiting:
 
 
 class _EarlyFile:
-    """What does not fit into memory; used under the caller's lock."""
+    """The temporary file of blocks that do not fit into memory; used under the caller's lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,12 +113,12 @@ class _EarlyFile:
         self._left = 0
 
     def append(self, content: RawBytes) -> int:
-        """Write bytes at the end; return where they begin."""
+        """Write bytes at the end; return their offset."""
         start = self._end
         rest = content.data
         try:
             if self._descriptor < 0:
-                with contextlib.suppress(FileNotFoundError):  # of a run that was killed
+                with contextlib.suppress(FileNotFoundError):  # left by a killed run
                     owned.remove_file(self._path)
                 self._descriptor = owned.create_file(self._path, flags=os.O_RDWR, mode=0o600)
             while rest:
@@ -131,7 +131,7 @@ class _EarlyFile:
         return start
 
     def take_back(self, offset: int, nbytes: int) -> RawBytes:
-        """Read bytes that were written; they are given up."""
+        """Read back bytes, which are free afterwards."""
         content = np.empty(nbytes, np.uint8)
         done = 0
         try:

@@ -1,4 +1,4 @@
-"""A tensor that a store keeps as it is, for want of a base's: one byte range, whose place the index tells."""
+"""A tensor that a store holds unencoded because the base lacks it: one byte range, located by the index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DType, Span, element_count
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_parts import corrupt
+from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index_reader import StoreSide
@@ -22,7 +22,7 @@ from mergepipe.storage.ledger import Purpose
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """One tensor of a store that the base has not; nothing of the index is read before its place is asked for."""
+    """One tensor of a store that the base lacks; the index is read when its offset is first needed."""
 
     name: str
     dtype: DType
@@ -51,15 +51,15 @@ class KeptTensor:
         return frozenset({self.root / PIECE_NAMES[Piece.WHOLE]})
 
     def entry(self) -> TensorEntry:
-        """Where it lies.
+        """Locate the tensor.
 
         Raises:
-            CorruptError: it is not stored as it is, or has not its size.
+            CorruptError: it is encoded, or its size does not fit.
         """
         stop = self.first_row + BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
         index = self.side.index
         if any(index.codec(row) is not Codec.RAW for row in range(self.first_row, stop)):
-            raise corrupt(self.root, f"tensor {shown(self.name)} has no base, and is not stored as it is")
+            raise corrupt(self.root, f"tensor {shown(self.name)} has no base but is encoded")
         first, last = index.piece_range(Piece.WHOLE, self.first_row, stop)
         if last - first != self.nbytes:
             raise corrupt(self.root, f"tensor {shown(self.name)} has {last - first} bytes, {self.nbytes} are needed")
@@ -75,13 +75,13 @@ class KeptTensor:
         return block_cost_bytes(self.entry(), span)
 
     def opened(self, files: Mapping[Path, RangeFile]) -> KeptFetch:
-        """Ready to be fetched; keeps nothing."""
+        """Make the fetch over open files; it keeps no bytes."""
         return KeptFetch(self.entry(), files)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFetch:
-    """Reads spans of a tensor as they are; holds one at a time."""
+    """Reads spans of an unencoded tensor; holds one at a time."""
 
     entry: TensorEntry
     files: Mapping[Path, RangeFile]

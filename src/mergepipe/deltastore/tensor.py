@@ -1,4 +1,4 @@
-"""A packed tensor as a merge reads it: blocks fetched piece by piece, decoded beside the base's bytes."""
+"""A packed tensor as merges read it: fetch the pieces of blocks and decode them with the base's bytes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.prices import DecodingPrices
 
 GROUP_BLOCKS = 16
-"""Blocks whose pieces are read at once: at most 16 MiB of bf16 and what it decodes to."""
+"""Blocks whose pieces are read at once: at most 16 MiB of pieces and of decoded elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """One tensor of a delta store, at a level. At LOSSLESS it is the expert's tensor; below, float32 deltas.
+    """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below.
 
-    Each block is read on its own. Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
+    Blocks are decoded one by one. Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
     """
 
     name: str
@@ -97,7 +97,7 @@ class PackedTensor:
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """The ranges of the store's files that this level reads. The base's file is not among them."""
+        """The byte ranges of the store's files that this level reads; the base's file is not included."""
         entries = []
         for piece in PIECES_OF[self.level]:
             start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
@@ -116,7 +116,7 @@ class PackedTensor:
         return self if wanted is self.level else self.others.setdefault(wanted, replace(self, level=wanted))
 
     def exact_level(self, kept: int) -> Level:
-        """See `Graded`; the last level where a lower one saves nothing."""
+        """See `Graded`; LOSSLESS where a lower level saves nothing."""
         for level, band in EXACT_BANDS.items():
             if kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
                 return level
@@ -139,9 +139,9 @@ class PackedTensor:
         )
 
     def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
-        """`level_cost_bytes` of each `stretches` blocks."""
+        """`level_cost_bytes` of each run of `stretches` blocks."""
         first_B = np.arange(0, self.n_blocks, stretches)
-        if GROUP_BLOCKS % stretches:  # a fetch is cut inside
+        if GROUP_BLOCKS % stretches:  # groups end inside these runs
             first_B = np.arange(self.n_blocks)
         last_B = np.append(first_B[1:], self.n_blocks)
         cost_B = np.zeros(len(first_B), np.int64)
@@ -155,7 +155,7 @@ class PackedTensor:
         return np.add.reduceat(cost_B, np.arange(0, self.n_blocks, stretches))
 
     def squared_errors(self, level: int) -> NDArray[np.float64]:
-        """What is left of the delta's squares at `level`, block by block (float64)."""
+        """The squared error of the delta at `level`, by block (float64)."""
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
 
     def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
@@ -168,7 +168,7 @@ class PackedTensor:
         return seconds_B
 
     def kept_with_ties(self, kept: int) -> int | None:
-        """See `Graded`: known of the density whose cut the second band begins at."""
+        """See `Graded`; known for the density of the second band's cut."""
         if int(BAND_DENSITIES[0] * self.n_elements) == kept:
             return max(kept, self.elements_above(1))
         return None
@@ -181,11 +181,11 @@ class PackedTensor:
         return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
 
     def opened(self, files: Mapping[Path, RangeFile]) -> PackedFetch:
-        """Ready to be fetched; keeps nothing between fetches."""
+        """Make the fetch over open files; it keeps nothing between calls."""
         return PackedFetch(self, files)
 
     def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
-        """As `opened`, for who has the base's bytes."""
+        """As `opened`, for callers that have the base's bytes."""
         return PackedFetch(self, files, turns).with_base
 
     def _path(self, piece: Piece) -> Path:
@@ -193,7 +193,7 @@ class PackedTensor:
 
 
 def block_groups(span: Span) -> Iterator[tuple[int, int]]:
-    """Blocks `[first, stop)` that are read together to fetch `span`: cut at multiples of `GROUP_BLOCKS`."""
+    """Split `span` into ranges of blocks `[first, stop)` that are read together, at multiples of `GROUP_BLOCKS`."""
     first, last = span.start // BLOCK_ELEMENTS, -(-span.stop // BLOCK_ELEMENTS)
     while first < last:
         stop = min(last, (first // GROUP_BLOCKS + 1) * GROUP_BLOCKS)
@@ -203,7 +203,7 @@ def block_groups(span: Span) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks `[first, stop)` that were read together: where their pieces begin, and their bytes."""
+    """Blocks `[first, stop)` that were read together: offsets and bytes of their pieces."""
 
     first: int
     stop: int
@@ -211,7 +211,7 @@ class _Group:
     contents: Mapping[Piece, RawBytes]
 
     def content(self, piece: Piece, block: int) -> RawBytes:
-        """The bytes of a piece of one block; none where it has none."""
+        """The bytes of a piece of one block, empty if it has none."""
         offsets, at = self.offsets[piece], block - self.first
         return self.contents[piece][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
 
@@ -232,7 +232,7 @@ class PackedFetch:
     def with_base(self, span: Span, base: BaseBytes, out: RawBytes, purpose: Purpose) -> None:
         """Write the elements of `span`; `base` holds the base's bytes of it.
 
-        Blocks that `span` cuts are completed from the base's file.
+        Blocks that `span` contains in part are completed from the base's file.
         """
         self._fetch(span, base, out, purpose)
 
@@ -245,7 +245,7 @@ class PackedFetch:
                     self._decode(block, self._base_of(block, own, span, base), group, _Target(span, own, out))
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
-        """Read the pieces of some blocks, one request each, into an array of this thread: for one use."""
+        """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
         pieces, root, row = PIECES_OF[self._tensor.level], self._tensor.root, self._tensor.first_row
         offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
@@ -261,10 +261,10 @@ class PackedFetch:
         return _Group(first, stop, offsets, contents)
 
     def _base_of(self, block: int, own: Span, span: Span, base: BaseBytes | None) -> RawBytes:
-        """The base's bytes of a block, held against their digest.
+        """Return the base's bytes of a block after checking their digest.
 
         Raises:
-            MismatchError: it is not the base that was packed beside.
+            MismatchError: it is not the base that the store was packed with.
         """
         entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
         if base is not None and span.start <= own.start and own.stop <= span.stop:
@@ -276,7 +276,7 @@ class PackedFetch:
             found_digest = digest(found)
         if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
             raise MismatchError.of(
-                "store.base", self._where(block), f"the base {entry.file} is not the one it was packed beside",
+                "store.base", self._where(block), f"the base {entry.file} is not the one the store was packed with",
                 "give the base that it was packed with",
             )  # fmt: skip
         return found
@@ -299,14 +299,14 @@ class PackedFetch:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where the elements of block `own` go in the buffer of `span`."""
+    """The destination of one block (`own`) in the buffer of `span`."""
 
     span: Span
     own: Span
     out: RawBytes
 
     def write(self, decode: _Decode, itemsize: int = 4) -> None:
-        """Decode straight into the buffer where the whole block is wanted, else by way of a copy."""
+        """Decode directly into the buffer if `span` contains the whole block, else through a copy."""
         low, high = max(self.own.start, self.span.start), min(self.own.stop, self.span.stop)
         place = self.out[(low - self.span.start) * itemsize : (high - self.span.start) * itemsize]
         if high - low == self.own.n_elements:
@@ -331,13 +331,13 @@ def read_range(file: RangeFile, start: int, stop: int, purpose: Purpose) -> RawB
 
 
 def read_bytes(file: RangeFile, start: int, stop: int) -> int:
-    """Room, in whole pages, that `read_into` needs."""
+    """The buffer size, in whole pages, that `read_into` needs."""
     first = start // file.alignment * file.alignment
     return round_up(round_up(stop - first, file.alignment), PAGE_BYTES)
 
 
 def read_into(file: RangeFile, start: int, stop: int, purpose: Purpose, room: RawBytes) -> RawBytes:
-    """`read_range` into page-aligned `room`: the part of it that holds the bytes.
+    """As `read_range`, into the page-aligned buffer `room`; return the part that holds the bytes.
 
     Raises:
         CorruptError: the file ends before.

@@ -1,4 +1,4 @@
-"""Writes the files of one store from start to end, block by block, in memory of some chunks."""
+"""Write the files of one store sequentially, with bounded memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROWING_FILES = (*PIECE_NAMES.values(), HEADERS_NAME, INDEX_NAME)
 
 @dataclass(frozen=True, slots=True)
 class DurableStore:
-    """What of an unfinished store is durable: its first rows, the bytes of each file, the digest of the index."""
+    """The durable part of an unfinished store: number of rows, bytes of each file, digest of the index so far."""
 
     n_rows: int
     file_bytes: Mapping[str, int]
@@ -36,10 +36,10 @@ class DurableStore:
 
 
 class StoreWriter:
-    """The files of a store in `directory`, which is staging and belongs to the caller. A context manager.
+    """The files of a store in the staging directory `directory`, which belongs to the caller. A context manager.
 
-    Blocks come in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files. With `durable` it
-    goes on where an earlier writer was; the files have been cut to what that says.
+    Blocks are appended in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files. With
+    `durable` it resumes an earlier writer, whose files were truncated to these sizes.
 
     Raises:
         StorageError: the operating system refused.
@@ -60,17 +60,17 @@ class StoreWriter:
             for name in GROWING_FILES:
                 start = None if durable is None else durable.file_bytes[name]
                 self._files[name] = _GrowingFile(directory / name, start, chunk_bytes)
-        except BaseException:  # an interrupt too: nobody else would close them
+        except BaseException:  # also on an interrupt: no other code closes them
             self.close()
             raise
 
     @property
     def index_blake3(self) -> str:
-        """The digest of the index of what was appended."""
+        """The digest of the index rows appended so far."""
         return self._index_hasher.hexdigest(16)
 
     def append(self, row: NDArray[np.void], pieces: Mapping[Piece, RawBytes]) -> None:
-        """Write the next block: its `index.make_row`, and its pieces."""
+        """Append the next block: its row from `index.make_row`, and its pieces."""
         for piece in Piece:
             content = pieces.get(piece)
             if content is not None and len(content):
@@ -81,23 +81,23 @@ class StoreWriter:
         self.n_rows += 1
 
     def append_header(self, content: bytes) -> None:
-        """Write the header (length prefix included) of the next weight file."""
+        """Append the header (length prefix included) of the next weight file."""
         self._write(HEADERS_NAME, np.frombuffer(content, np.uint8))
 
     def sync(self) -> DurableStore:
-        """Make durable what was appended; tell what that is."""
+        """Make everything appended durable, and describe it."""
         for file in self._files.values():
             file.sync()
         sizes = {name: file.size_bytes for name, file in self._files.items()}
         return DurableStore(self.n_rows, sizes, self.index_blake3)
 
     def finish(self, header: StoreHeader) -> None:
-        """Make all files durable, the header last. `header.index_blake3` is that of the index."""
+        """Make all files durable, the header last. `header.index_blake3` must be that of the index."""
         self.sync()
         write_durably(self._directory / HEADER_NAME, header.to_json(), self._ledger)
 
     def close(self) -> None:
-        """Close the files; what is in memory is lost."""
+        """Close the files; bytes still in memory are lost."""
         for file in self._files.values():
             file.close()
 
@@ -115,7 +115,7 @@ class StoreWriter:
 
 
 class _GrowingFile:
-    """A file that is written at its end, a chunk at a time: a new one, or one that has `start_bytes` already."""
+    """A file appended to in chunks: a new one, or one that already has `start_bytes`."""
 
     def __init__(self, path: Path, start_bytes: int | None, chunk_bytes: int) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class _GrowingFile:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that were appended."""
+        """Bytes appended, including those still in memory."""
         return self._written + self._filled
 
     def append(self, content: RawBytes) -> None:
@@ -173,11 +173,11 @@ class _GrowingFile:
 
 
 def read_rows(directory: Path, n_rows: int) -> bytes:
-    """The first rows of the index of a store; fewer where it ends before."""
+    """Read the first rows of a store's index; fewer if it ends before."""
     path = directory / INDEX_NAME
     return read_head(path, n_rows * ROW_BYTES)
 
 
 def index_digest(content: bytes) -> str:
-    """What a header says of its index: BLAKE3-128, in hex."""
+    """The digest of an index as the header has it: BLAKE3-128, in hex."""
     return blake3(content).hexdigest(16)

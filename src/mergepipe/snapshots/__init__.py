@@ -1,1 +1,1 @@
-"""Snapshots: manifest, shards, block digests, staging and publishing."""
+"""Snapshots: manifest, layout, shards, block digests, staging and publishing."""

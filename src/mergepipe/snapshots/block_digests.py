@@ -1,4 +1,4 @@
-"""The digests of every block of a snapshot, packed in one binary side file: `mergepipe.blocks`."""
+"""The digests of all blocks of a snapshot, and the side file that holds them: `mergepipe.blocks`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def block_digest(content: object) -> bytes:
 
 
 def root_of(blocks: Sequence[bytes]) -> str:
-    """The Merkle root of a tensor: BLAKE3-128 of its block digests one after another, 32 hex digits."""
+    """The Merkle root of a tensor: BLAKE3-128 of its concatenated block digests, 32 hex digits."""
     return blake3(b"".join(blocks)).hexdigest(DIGEST_BYTES)
 
 
@@ -42,18 +42,18 @@ class BlockTable:
     tensors: tuple[tuple[bytes, ...], ...]
 
     def to_bytes(self) -> bytes:
-        """The side file (`docs/internals/formats/blocks.md`)."""
+        """Encode the side file (`docs/internals/formats/blocks.md`)."""
         blocks = [block for tensor in self.tensors for block in tensor]
         head = _HEAD.pack(_MAGIC, BLOCKS_VERSION, DIGEST_BYTES, len(self.headers), len(blocks))
         return b"".join((head, _BLOCK_ELEMENTS.pack(self.block_elements), *self.headers, *blocks))
 
 
 def block_table_of(raw: bytes, where: object, n_files: int, element_counts: Sequence[int]) -> BlockTable:
-    """Read what `BlockTable.to_bytes` wrote for files and tensors of which the manifest tells.
+    """Decode `BlockTable.to_bytes`, given the counts of files and blocks from the manifest.
 
     Raises:
         UnsupportedError: `blocks.newer`.
-        CorruptError: `blocks.format`, it is none, or one of other tensors.
+        CorruptError: `blocks.format`, it is no table, or one of other tensors.
     """
 
     def refuse(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Distances between checkpoints, summed in float64 over their tensors of floats, in bounded memory."""
+"""Compute distances between checkpoints, summed in float64 over their float tensors, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OnTick = Callable[[int], None]
 
 
 def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> float:
-    """`||A - B||` over the tensors of floats that both have in the same shape.
+    """`||A - B||` over the float tensors that both have in the same shape.
 
-    `on_tick` is called now and then with the bytes read since the last call.
+    `on_tick` is called from time to time with the bytes read since the last call.
     """
     total = 0.0
     with _opened(store, a, b) as files:
@@ -42,7 +42,7 @@ def distance(store: Store, a: Checkpoint, b: Checkpoint, on_tick: OnTick) -> flo
 
 
 def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
-    """`||A||` over its tensors of floats; `on_tick` as in `distance`."""
+    """`||A||` over its float tensors; `on_tick` as in `distance`."""
     total = 0.0
     with _opened(store, checkpoint) as files:
         for entry in checkpoint.tensors.values():
@@ -58,7 +58,7 @@ def norm(store: Store, checkpoint: Checkpoint, on_tick: OnTick) -> float:
 def tensor_norms(
     store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
 ) -> dict[str, tuple[float, float]]:
-    """`||A - B||` and `||A||` of each named tensor of floats that both have in the same shape; `on_tick` as above."""
+    """`||A - B||` and `||A||` of each named float tensor that both have in the same shape; `on_tick` as above."""
     found = {}
     with _opened(store, a, b) as files:
         for name in names:
@@ -82,7 +82,7 @@ def _is_float(entry: Readable) -> bool:
 
 @contextlib.contextmanager
 def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Path, RangeFile]]:
-    """Open all files for ordinary reads: what is compared was written or read a moment ago."""
+    """Open all files for cached reads: they were written or read recently."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, RangeFile] = {}
         stored = [entry for each in checkpoints for tensor in each.tensors.values() for entry in tensor.stored]

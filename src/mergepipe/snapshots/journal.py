@@ -1,4 +1,4 @@
-"""The journal of an unfinished merge: checksummed records, each appended after what it tells of is durable."""
+"""The journal of an unfinished merge: checksummed records, each appended after the bytes it describes are durable."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FileUse = tuple[str, Purpose, int]
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """What an interrupted run left: the tensors that are durable, and what it read and wrote.
+    """The state recorded by an interrupted run: its durable tensors, and what it read and wrote.
 
-    `key` identifies what is made; `content` are the device and inode of the directory it is made in. `usage` is what
-    was counted last. `valid_bytes` is where the sound records end, `check` the last one's checksum.
+    `key` identifies the output; `content` are the device and inode of its directory. `usage` is the last recorded one.
+    `valid_bytes` is where the valid records end, `check` the checksum of the last one.
     """
 
     key: str
@@ -52,13 +52,13 @@ def expert_bytes_of(usage: Sequence[FileUse]) -> int:
 
 
 class Journal:
-    """An open journal; a context manager. A record that failed to be written is the last one.
+    """An open journal; a context manager. After a failed write no record is appended.
 
-    Law: a file cut anywhere reads as the records that are whole before the cut.
+    Law: a file truncated anywhere reads as the records that are complete before that point.
     """
 
     def __init__(self, path: Path, state: JournalState | None = None) -> None:
-        """Make a new journal, or go on with one after its last sound record."""
+        """Create a journal, or continue one after its last valid record."""
         self._path = path
         self._check = "" if state is None else state.check
         self._descriptor = -1
@@ -83,7 +83,7 @@ class Journal:
         self._append({"kind": "durable", "tensors": tensors, "usage": [list(use) for use in usage]})
 
     def stop(self, usage: Sequence[FileUse]) -> None:
-        """Record what was read exactly, by a run that ends in order."""
+        """Record the exact usage of a run that ends in order."""
         self._append({"kind": "stop", "usage": [list(use) for use in usage]})
 
     def _append(self, record: Mapping[str, object]) -> None:
@@ -112,9 +112,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> JournalState | None:
-    """What the sound records of a journal say, up to the first that is torn; None if there is nothing to go on with.
+    """Read the valid records of a journal, up to the first torn one; None if there is nothing to resume.
 
-    Anything else than this version's format counts as nothing: what was being made is then made anew.
+    Any other format counts as nothing: the output is then made from the start.
     """
     try:
         raw = read_small(path, JOURNAL_BYTES)
@@ -136,7 +136,7 @@ def read_journal(path: Path) -> JournalState | None:
 
 
 def _read(state: JournalState | None, payload: bytes) -> JournalState | None:
-    """The state after one more record; None where the record is none of this format, whatever its checksum says."""
+    """The state after one more record; None if the record is not of this format."""
     try:
         record = json.loads(payload)
         if not isinstance(record, dict):
@@ -147,7 +147,7 @@ def _read(state: JournalState | None, payload: bytes) -> JournalState | None:
 
 
 def _checksum(previous: str, payload: bytes) -> str:
-    """Chained, so that a record stands only where it was written."""
+    """Chained, so that a record is valid only at its position."""
     return blake3(previous.encode() + payload).hexdigest(_CHECK_DIGITS // 2)
 
 

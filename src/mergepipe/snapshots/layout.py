@@ -1,4 +1,4 @@
-"""Where everything of a snapshot stands, worked out from its manifest alone and held against itself."""
+"""Compute where every byte of a snapshot is, from its manifest, and check the manifest for consistency."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor: its place in the manifest's order, and where its bytes are in its file."""
+    """One tensor: its index in the manifest, and the position of its bytes in its file."""
 
     index: int
     name: str
@@ -88,10 +88,10 @@ class SnapshotLayout:
 
 
 def layout_of(manifest: Manifest, where: Path, block_elements: int = DEFAULT_BLOCK_ELEMENTS) -> SnapshotLayout:
-    """Place every tensor of a manifest.
+    """Locate every tensor of a manifest.
 
     Raises:
-        CorruptError: `manifest.accounting`: names stand twice, or sizes or digests are not those of their parts.
+        CorruptError: `manifest.accounting`: duplicate names, or sizes or digests that are not those of their parts.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -139,7 +139,7 @@ def read_table(directory: Path, manifest: Manifest) -> BlockTable:
     """Read the digests of all blocks.
 
     Raises:
-        CorruptError: `blocks.*`: it is not what the manifest says.
+        CorruptError: `blocks.*`: it contradicts the manifest.
         NotFoundError, StorageError: it cannot be read.
         UnsupportedError: `blocks.newer`.
     """
@@ -188,5 +188,5 @@ def small_digest(content: bytes) -> str:
 
 
 def weight_map(manifest: Manifest) -> Mapping[str, str]:
-    """Which file each tensor is in."""
+    """Map each tensor to its file."""
     return {tensor.name: tensor.file for tensor in manifest.tensors}

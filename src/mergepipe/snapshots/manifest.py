@@ -1,4 +1,4 @@
-"""The manifest of a snapshot, `mergepipe.json`: a frozen value, its canonical JSON, its id."""
+"""The manifest of a snapshot, `mergepipe.json`: a frozen value with its canonical JSON and its id (sid)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """An input file as it was found."""
+    """A file of an input, in the state in which it was read."""
 
     name: str
     size_bytes: int
@@ -28,7 +28,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """One model that was read: `role` is base or expert; `read_bytes` is what was requested of its tensor data."""
+    """One model that was read: `role` is base or expert; `read_bytes` are the requested bytes of tensor data."""
 
     role: str
     model: str
@@ -40,7 +40,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor as written: digest of its blocks, and how it came about."""
+    """One tensor as written: the digest of its blocks, and how it was computed."""
 
     name: str
     dtype: str
@@ -96,9 +96,9 @@ class RealizedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a planned merge took in: blocks of the merged tensors in all, those touched by an expert, per expert.
+    """The coverage of a planned merge: blocks of the merged tensors in total, blocks read from any expert, per expert.
 
-    `free` blocks equal the base's and are known without reading; `shared` ones were served by another expert's bytes.
+    `free` blocks equal the base's and need no read; `shared` ones were served by another expert's bytes.
     """
 
     blocks: int
@@ -110,7 +110,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The immutable record of one merge. `sid` identifies what was made; `run` tells how it went and is not part of it.
+    """The immutable record of one merge. `sid` identifies the result; `run` describes the run and is not part of it.
 
     `plan` is the whole plan of a merge under a budget: its runs of blocks are the touch map.
     `blocks` is the table of block digests and `sidecars` are the other small files.
@@ -146,7 +146,7 @@ class Manifest:
         return digest_of(identity)
 
     def to_json(self) -> bytes:
-        """Readable JSON with a stable order of keys."""
+        """Encode as readable JSON with a stable order of keys."""
         content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
         content["digest"] = digest_of(content)
         return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

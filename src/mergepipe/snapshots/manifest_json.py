@@ -1,4 +1,4 @@
-"""Reads a stored manifest back into its value: strictly, every key known, every value of its type, the sid checked."""
+"""Parse a stored manifest strictly: no unknown keys, every value typed, the sid verified."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _CODES: Final = FieldCodes("manifest.field", "manifest.field", "manifest.field",
 
 
 def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
-    """Read what `Manifest.to_json` wrote. Law: `manifest_of_json(m.to_json()) == m`.
+    """Parse the output of `Manifest.to_json`. Law: `manifest_of_json(m.to_json()) == m`.
 
     Raises:
         UnsupportedError: `manifest.version`.
-        CorruptError: `manifest.json`, `manifest.field`, or `manifest.sid` or `manifest.digest` where that is
-            not the content's.
+        CorruptError: `manifest.json`, `manifest.field`; `manifest.sid` or `manifest.digest` if they do not match the
+            content.
     """
     top = JsonFields(_parse(raw, where), _CODES, where)
     check_format(top.text("format"), where)
@@ -49,7 +49,7 @@ def manifest_of_json(raw: bytes, where: object = "manifest") -> Manifest:
 
 
 def check_format(text: str, where: object) -> None:
-    """Refuse a manifest whose `format` is not the one that is written.
+    """Refuse a manifest of another `format`.
 
     Raises:
         UnsupportedError: `manifest.version`, another version; `manifest.composite`, another kind of manifest.
@@ -149,7 +149,7 @@ def _dropped(found: JsonFields) -> DroppedRecord:
 
 
 def _run_facts(found: JsonFields) -> dict[str, float | int | str]:
-    """How the merge went: numbers and strings under names that are not known beforehand."""
+    """Parse the description of the run: numbers and strings under arbitrary names."""
     facts: dict[str, float | int | str] = {}
     for key in found.remaining():
         value = found.take(key)

@@ -1,4 +1,4 @@
-"""Reads every block of a snapshot once, at the speed of the disk, and says which digest each has."""
+"""Read every block of a snapshot once, sequentially, and compute its digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READ_BYTES = 8 << 20
 FEWEST_READERS = 4
 _QUEUED_READS = 64
 
-# All bits of the exponent, and where the format has no infinities all bits but the sign's: what is not finite.
+# Values with all of these bits set are not finite: the exponent's, or all but the sign in formats without infinities.
 _NOT_FINITE: dict[DType, int] = {
     F64: 0x7FF0 << 48, F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80, F8_E4M3: 0x7F, F8_E5M2: 0x7C,
 }  # fmt: skip
@@ -35,10 +35,10 @@ OnBytes = Callable[[int], None]
 
 @dataclass(slots=True)
 class Scan:
-    """What was found: the digest of every block by tensor index (None where it could not be read).
+    """The digest of every block by tensor index (None if it could not be read).
 
-    `headers` are the digests of the files' headers, `unreadable` why files could not be read, `not_finite` how many
-    values of a tensor are infinite or no number, by name.
+    `headers` are the digests of the files' headers, `unreadable` the reasons why files could not be read, `not_finite`
+    the number of infinities and NaN of each tensor, by name.
     """
 
     blocks: list[list[bytes | None]]
@@ -89,7 +89,7 @@ def _header_digest(store: Store, path: Path, file: PlacedFile) -> bytes | None:
 
 
 def _runs(layout: SnapshotLayout, file: PlacedFile) -> Iterator[tuple[PlacedBlock, ...]]:
-    """Blocks that are read together."""
+    """Group blocks that are read together."""
     run: list[PlacedBlock] = []
     for block in layout.blocks(file):
         if run and block.stop - run[0].start > READ_BYTES:
@@ -121,7 +121,7 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The digests of the blocks of one read; those that are not there have none."""
+    """The digests of the blocks of one read; unread ones have none."""
 
     digests: tuple[tuple[PlacedBlock, bytes | None], ...]
     not_finite: Mapping[str, int]
@@ -131,7 +131,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One request and what becomes of it, on a thread of the pool."""
+    """One request and its processing, on a thread of the pool."""
 
     file: RangeFile
     blocks: tuple[PlacedBlock, ...]
@@ -181,7 +181,7 @@ def _take(scan: Scan, found: _Found) -> None:
 
 
 def count_not_finite(content: NDArray[np.uint8], dtype: DType) -> int:
-    """How many of the stored values are infinite or no number; 0 for what is not a float."""
+    """Count the infinities and NaN among stored values; 0 if they are not floats."""
     mask = _NOT_FINITE.get(dtype)
     if mask is None or not len(content):
         return 0

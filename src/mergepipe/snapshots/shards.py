@@ -1,4 +1,4 @@
-"""Sharded safetensors output: the layout of every shard first, then one pass that writes and digests it."""
+"""Write sharded safetensors: plan the layout of every shard, then write and digest the tensors in one pass."""
 
 from __future__ import annotations
 
@@ -121,27 +121,27 @@ def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> 
 
 
 class DurableProgress(Protocol):
-    """What was durable when a run was interrupted, and where to note what is durable by now."""
+    """The durable part of an interrupted output, and the recording of further progress."""
 
     @property
     def done(self) -> tuple[TensorDigest, ...]:
-        """The tensors that need not be written, in output order."""
+        """The tensors that are durable already, in output order."""
         ...
 
     @property
     def interval_bytes(self) -> int:
-        """About how many bytes are written between two notes."""
+        """About how many bytes are written between two records."""
         ...
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
-        """The next tensors in output order are durable; their files' names are to be made so by the callee."""
+        """Record that the next tensors in output order are durable; the callee makes their files' names durable."""
         ...
 
 
 class ShardWriter:
-    """Writes the shards of one output from start to end, digesting every block on the way. A context manager.
+    """Writes the shards of one output sequentially, digesting every block. A context manager.
 
-    With a `progress`, what it says is done is skipped, and about every `interval_bytes` what is durable is noted.
+    With a `progress`, durable tensors are skipped, and progress is recorded about every `interval_bytes`.
     Memory: one write chunk of 8 MiB.
     """
 
@@ -237,7 +237,7 @@ class ShardWriter:
         return len(shard.header) + written if skipped else 0
 
     def _note_if_due(self) -> None:
-        """Note what is durable: closed files, and what the open one has once it is synchronised."""
+        """Record progress: closed files, and the open one after synchronising it."""
         progress = self._progress
         if progress is None:
             return

@@ -1,4 +1,4 @@
-"""The only publisher: an output grows in an invisible sibling directory and appears in one atomic step, or never."""
+"""Stage an output in a hidden sibling directory and publish it in one atomic step; no other module publishes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _SHOWN_FILES = 3
 
 
 def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> None:
-    """Refuse an output that exists, overlaps an input, or would replace something that mergepipe did not make.
+    """Refuse an output that exists, overlaps an input, or would replace files that mergepipe did not make.
 
-    `force` is None where nothing can be replaced.
+    `force` is None where replacing is not possible.
 
     Raises:
-        OutputError: naming what is in the way.
+        OutputError: naming the obstacle.
     """
     resolved = out.resolve()
     for path in inputs:
@@ -76,10 +76,10 @@ def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> No
 
 
 def _is_there(out: Path) -> bool:
-    """Whether there is anything of the name, a link too.
+    """Whether the name exists, as a link too.
 
     Raises:
-        OutputError: there can be nothing of this name.
+        OutputError: the name is impossible.
     """
     try:
         out.lstat()
@@ -93,10 +93,10 @@ def _is_there(out: Path) -> bool:
 
 
 def _check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but an empty directory and what mergepipe made, with nothing else in it.
+    """Refuse to replace anything but an empty directory, or one that holds only files that mergepipe made.
 
     Raises:
-        OutputError: naming what is in the way.
+        OutputError: naming the obstacle.
     """
     if out.is_symlink() or not out.is_dir():
         raise OutputError.of("output.not-a-directory", out, "exists and is not a directory", "remove it yourself")
@@ -124,14 +124,14 @@ def _check_replaceable(out: Path) -> None:
 
 
 def _files_in(directory: Path) -> Iterator[str]:
-    """The names, relative to a directory, of all in it that is no directory."""
+    """The relative names of all files in a directory, at any depth."""
     for folder, folders, names in os.walk(directory):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         yield from (str((Path(folder) / name).relative_to(directory)) for name in (*names, *links))
 
 
 def _recorded_files(path: Path) -> Iterator[str]:
-    """The names of the files that a manifest (of a snapshot, a composite or a delta) lists; of a damaged one, none."""
+    """The files that a manifest (of a snapshot, a composite or a delta) lists; none if it is damaged."""
     try:
         content = json.loads(owned.read_file(path, MANIFEST_BYTES, path.parent))
     except (OSError, MergePipeError, ValueError, RecursionError):
@@ -152,7 +152,7 @@ def _name_of(record: object) -> str | None:
 
 
 def check_free_space(out: Path, needed_bytes: int) -> None:
-    """Refuse to start where the file system of `out` cannot hold the result.
+    """Refuse to start if the file system of `out` cannot hold the result.
 
     Raises:
         StorageError: with the free and the needed bytes.
@@ -160,7 +160,7 @@ def check_free_space(out: Path, needed_bytes: int) -> None:
     parent = out.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    held = _allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be continued or removed
+    held = _allocated_bytes(staging_directory(out.absolute()))  # left by a dead run, to be resumed or removed
     free = shutil.disk_usage(parent).free + held
     if free < needed_bytes:
         raise StorageError.of(
@@ -201,12 +201,12 @@ class Staging:
 
     @property
     def path(self) -> Path:
-        """Where to write the snapshot."""
+        """The directory to write the snapshot in."""
         return self._directory / CONTENT_NAME
 
     @property
     def directory(self) -> Path:
-        """The whole of the staging directory; what lies beside `path` is never published."""
+        """The staging directory; only `path` inside it is published."""
         return self._directory
 
     def __enter__(self) -> Staging:
@@ -223,7 +223,7 @@ class Staging:
                 _empty(self._directory)
                 owned.make_folder(self.path)
             self._keeps = False
-        except BaseException as error:  # an interrupt too: nobody else would remove what was made
+        except BaseException as error:  # also on an interrupt: no other code removes it
             self._abandon()
             if isinstance(error, OSError):
                 raise os_error(error, self._directory, "creating the staging directory") from error
@@ -269,7 +269,7 @@ class Staging:
         return descriptor
 
     def _wait_for_sweep(self, owner: Owner | None) -> None:
-        """Wait a moment where the lock is not held by a run, but by somebody who removes what a dead one left."""
+        """Wait briefly if the lock is held by a process that removes a dead run's files."""
         if self._patience == 0 or (owner is not None and is_alive(owner, 0.0)):
             raise _busy(self._out, owner)
         self._patience -= 1
@@ -281,7 +281,7 @@ class Staging:
         self._abandon()
 
     def keep(self) -> None:
-        """Leave the directory where it is when the context ends: another run can continue it."""
+        """Keep the directory when the context ends, so that another run can resume it."""
         self._keeps = True
 
     def publish(self) -> None:
@@ -336,20 +336,20 @@ class Staging:
 
 
 def staging_directory(out: Path) -> Path:
-    """Where the snapshot that is to become `out` grows."""
+    """The staging directory of the output `out`."""
     return out.parent / staging_name(out.name)
 
 
 @dataclass(frozen=True, slots=True)
 class LeftStaging:
-    """A staging directory that was found: who works in it, None if nobody lives."""
+    """A staging directory on disk, and the process that works in it (None: dead)."""
 
     directory: Path
     owner: Owner | None
 
 
 def find_staging(parent: Path) -> Iterator[LeftStaging]:
-    """Every staging directory in `parent`, in order of name; the living as well as the dead."""
+    """Find all staging directories in `parent`, by name, of living and dead processes."""
     for directory in sorted(parent.glob(f".*{owned.STAGING_SUFFIX}")):
         if _may_be_removed(directory):
             with _probed(directory) as owner:
@@ -358,7 +358,7 @@ def find_staging(parent: Path) -> Iterator[LeftStaging]:
 
 
 def is_dead(directory: Path) -> bool:
-    """Whether a staging directory is there of which the process is dead."""
+    """Whether a staging directory exists whose process is dead."""
     with _probed(directory) as owner:
         return owner is None and _may_be_removed(directory)
 
@@ -380,16 +380,16 @@ def remove_dead(directory: Path) -> bool:
 
 
 def _may_be_removed(directory: Path) -> bool:
-    """Whether this is a staging directory, by its record, or an empty directory of such a name."""
+    """Whether this is a staging directory by its record, or an empty directory with such a name."""
     try:
         return holding_of(directory) is not Holding.FOREIGN
-    except (OSError, MergePipeError):  # it is gone, or a link, or cannot be read
+    except (OSError, MergePipeError):  # missing, a link, or unreadable
         return False
 
 
 @contextlib.contextmanager
 def _probed(directory: Path) -> Iterator[Owner | None]:
-    """Lock the directory if nobody has, and tell who works there; the lock is held while the context lasts."""
+    """Lock the directory if it is free, and return the process that works there; holds the lock in the context."""
     try:
         descriptor = owned.open_folder(directory)
     except (OSError, MergePipeError):  # it has just been removed, or is none
@@ -407,7 +407,7 @@ def _probed(directory: Path) -> Iterator[Owner | None]:
 
 
 def _is_newborn(directory: Path) -> bool:
-    """Whether a process may just be about to lock it and to write its name into it."""
+    """Whether a process may be between creating and locking it."""
     try:
         return not (directory / OWNER_NAME).exists() and time.time() - directory.stat().st_mtime < _BIRTH_SECONDS
     except FileNotFoundError:
@@ -420,7 +420,7 @@ def _busy(out: Path, owner: Owner | None) -> MergePipeError:
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Whether `path` is still what was opened."""
+    """Whether `path` still is the opened directory."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -453,7 +453,7 @@ def _remove_all(directory: Path) -> None:
 
 
 def _bring_back(directory: Path, out: Path) -> None:
-    """Undo half an exchange: the old snapshot stepped aside, and the new one never came."""
+    """Undo an interrupted exchange: move the old snapshot back if the new one was never moved in."""
     aside = directory / ASIDE_NAME
     if owned.is_there(aside) and not owned.is_there(out):
         owned.rename(aside, out)

@@ -19,7 +19,7 @@ def round_up(value: int, step: int) -> int:
 
 
 class BufferPool:
-    """At most `capacity_bytes // buffer_bytes` buffers. Used from one thread; buffers are made when first needed.
+    """At most `capacity_bytes // buffer_bytes` buffers, created when first needed. Used from one thread.
 
     The memory bound is `capacity_bytes`, whatever is in flight.
     """
@@ -38,11 +38,11 @@ class BufferPool:
 
     @property
     def limit(self) -> int:
-        """How many buffers there can be."""
+        """The largest number of buffers."""
         return self._limit
 
     def take(self) -> NDArray[np.uint8] | None:
-        """A buffer (uint8, page-aligned, contents undefined), or None when all are lent out."""
+        """Return a buffer (uint8, page-aligned, contents undefined), or None when all are in use."""
         if self._free:
             return self._free.pop()
         if self._made == self._limit:

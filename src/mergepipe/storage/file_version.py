@@ -24,7 +24,7 @@ def version_of(path: Path, status: os.stat_result) -> str:
 
 
 def modified_at(path: Path) -> datetime:
-    """When a file was modified; the epoch where that cannot be told or is beyond all calendars."""
+    """The time a file was modified; the epoch if it is unknown or not a valid date."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except (OSError, OverflowError, ValueError):

@@ -1,4 +1,4 @@
-"""The ledger: what a run really read and wrote, in integer bytes, by purpose and by file."""
+"""The ledger counts the bytes that a run reads and writes, by purpose and by file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mergepipe.errors import LimitError
 
 
 class Purpose(StrEnum):
-    """Why bytes move. Expert bytes are what a budget caps."""
+    """The purpose of a read or write. Expert bytes are what a budget limits."""
 
     METADATA = "metadata"  # headers, indices, sidecar files
     BASE = "base"
@@ -24,7 +24,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A frozen reading of a ledger: bytes by purpose, and by (file, purpose)."""
+    """An immutable snapshot of a ledger: bytes by purpose, and by (file, purpose)."""
 
     by_purpose: Mapping[Purpose, int]
     by_file: Mapping[tuple[str, Purpose], int]

@@ -1,7 +1,7 @@
-"""How many bytes are read at most of each kind of small file, which is held in memory whole.
+"""The largest size of each kind of small file that is read into memory as a whole.
 
-Each is several times what the largest real file of its kind has. A larger one is refused by `storage.too-large`
-before anything of it is read.
+Each limit is several times the size of the largest real file of its kind. A larger one is refused by
+`storage.too-large` before anything of it is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONFIG_NAMES = (
 
 
 def sidecar_limit(name: str) -> int:
-    """How many bytes a file may have that a checkpoint holds beside its weights, by its name."""
+    """The size limit of a file that a checkpoint holds beside its weights, by its name."""
     if name.endswith(".jinja") or name in _TEMPLATE_NAMES:
         return TEMPLATE_BYTES
     return CONFIG_BYTES if name in _CONFIG_NAMES else TOKENIZER_BYTES

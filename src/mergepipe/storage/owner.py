@@ -1,4 +1,4 @@
-"""Whose a staging directory is: a record of the output and the process, and a lock for as long as that lives."""
+"""Record which output and process a staging directory belongs to, and lock it while that process lives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One process, told apart from any later one of the same number by when it started and on which boot."""
+    """One process, distinguished from later ones with the same number by start time and boot."""
 
     pid: int
     started: str
@@ -52,7 +52,7 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """The owner that this process is."""
+    """The owner value of this process."""
     return Owner(os.getpid(), _start_time(os.getpid()), _boot_id(), socket.gethostname())
 
 
@@ -66,7 +66,7 @@ def is_alive(owner: Owner, silent_seconds: float) -> bool:
 
 
 class Holding(StrEnum):
-    """What a directory of the name of a staging directory holds."""
+    """The content of a directory that has the name of a staging directory."""
 
     OURS = "ours"  # it carries the record of the output that its name belongs to
     NOTHING = "nothing"  # or a record that was never completed: a process died in between
@@ -79,10 +79,10 @@ def staging_name(output: str) -> str:
 
 
 def holding_of(directory: Path) -> Holding:
-    """What a directory holds that has the name of a staging directory.
+    """Classify the content of a directory that has the name of a staging directory.
 
     Raises:
-        OutputError: it, or its record, is a link or no regular file.
+        OutputError: it, or its record, is a link or not a regular file.
         OSError: it cannot be read.
     """
     record = _read_record(directory)
@@ -133,7 +133,7 @@ def write_owner(directory: Path, output: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What `write_owner` wrote."""
+    """The content of the record."""
 
     output: str
     owner: Owner

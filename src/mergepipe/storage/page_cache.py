@@ -1,4 +1,4 @@
-"""How much of a file lies in the page cache, asked of the kernel without reading the file."""
+"""Ask the kernel how much of a file is in the page cache, without reading the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading costs: bytes, or seconds from the speeds of storage and of decoding."""
+"""The cost model of reading: bytes, or seconds from the measured speeds of storage and of decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_LEVELS = 16
 
 
 class Price(StrEnum):
-    """What a step towards the full merge is divided by. A budget is a number of bytes, whatever the price."""
+    """The unit in which the planner compares the cost of reads. A budget is a number of bytes, whatever the unit."""
 
     BYTES = "bytes"
     TIME = "time"
@@ -40,9 +40,9 @@ NO_DECODING = DecodingPrices({})
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast experts are read and decoded: bytes a second of storage, decoding on one of `threads` threads.
+    """Speeds of reading and decoding experts: storage bytes per second, decoding on one of `threads` threads.
 
-    `source` says in words where the numbers are from.
+    `source` describes where the numbers are from.
     """
 
     storage_bytes_per_second: float
@@ -63,7 +63,10 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Seconds expected of a plan, by part. Reading and decoding overlap: neither is shorter than the merge."""
+    """Expected seconds of a plan, by part; reading and decoding overlap.
+
+    The merge takes at least as long as the longer of the two.
+    """
 
     reading_seconds: float
     decoding_seconds: float
@@ -74,10 +77,10 @@ class Duration:
 
 
 def three_digits(value: float) -> float:
-    """The value rounded to three significant digits: what is expected is not known better."""
+    """Round to three significant digits, the precision of estimates."""
     return float(f"{value:.3g}")
 
 
 def two_digits(value: float) -> float:
-    """The value rounded to two significant digits, so that what is measured anew hardly changes."""
+    """Round to two significant digits, so that repeated measurements hardly differ."""
     return float(f"{value:.2g}")

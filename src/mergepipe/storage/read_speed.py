@@ -1,4 +1,4 @@
-"""Times reading: a stretch of a file, past the page cache, as a merge requests it."""
+"""Measure the speed of reading a file past the page cache, with the requests that a merge makes."""
 
 from __future__ import annotations
 

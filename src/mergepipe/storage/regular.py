@@ -1,4 +1,4 @@
-"""Opens paths that may be anything: only regular files are read, without waiting, small ones up to a limit."""
+"""Open and read regular files only, without blocking on FIFOs or devices; small files up to a size limit."""
 
 from __future__ import annotations
 

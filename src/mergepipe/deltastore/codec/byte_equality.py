@@ -1,4 +1,4 @@
-"""Compares bytes, up to the first that differ."""
+"""Compare byte arrays without allocating, stopping at the first difference."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from mergepipe.kernels.compiled import Bytes, kernel
 
-_AT_ONCE = 4096
+_PART_BYTES = 4096
 
 
 @kernel
-def are_equal(first: Bytes, second: Bytes) -> bool:
-    """Whether two arrays hold the same bytes. They may not be written to meanwhile; nothing is allocated."""
+def bytes_equal(first: Bytes, second: Bytes) -> bool:
+    """Whether two arrays hold the same bytes; neither may be written to meanwhile."""
     n = len(first)
     if len(second) != n:
         return False
-    for start in range(0, n, _AT_ONCE):
-        stop = min(start + _AT_ONCE, n)
-        one, other = first[start:stop], second[start:stop]
-        different = np.uint8(0)
+    for start in range(0, n, _PART_BYTES):
+        stop = min(start + _PART_BYTES, n)
+        first_part, second_part = first[start:stop], second[start:stop]
+        difference = np.uint8(0)
         for i in range(stop - start):
-            different |= one[i] ^ other[i]
-        if different:
+            difference |= first_part[i] ^ second_part[i]
+        if difference:
             return False
     return True

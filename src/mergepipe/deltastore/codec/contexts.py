@@ -1,4 +1,7 @@
-"""Which elements of a block are coded alike: those whose base has a similar exponent."""
+"""Divide the exponents of a base block into contexts, whose elements share symbol frequencies.
+
+Format: "Contexts", and the first parts of HEAD, in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Halves
-from mergepipe.deltastore.codec.symbols import N_EXPONENTS, choose_lows, context_rows, count_exponents
+from mergepipe.deltastore.codec.element_codes import N_EXPONENTS, choose_context_bounds, count_exponents, fill_contexts
+from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Bits16
 from mergepipe.kernels.compiled import Bytes
 
 _MIN_SHARE = 64
@@ -19,7 +22,7 @@ _SAMPLE_STRIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Context c holds the exponents from `lows[c]` up to below that of the context before it; the last low is 0."""
+    """Context c covers base exponents from `lows[c]` up to below `lows[c - 1]`; the last low is 0."""
 
     lows: NDArray[np.uint8]
 
@@ -27,25 +30,25 @@ class Contexts:
     def count(self) -> int:
         return len(self.lows)
 
-    def fill_rows(self, base: Halves, rows: Bytes) -> None:
-        """Write the context of each element to `rows`, which is padded."""
-        of_exponent = np.empty(N_EXPONENTS, np.uint8)
-        top = N_EXPONENTS
+    def fill_rows(self, base: Bits16, contexts: Bytes) -> None:
+        """Write the context of each element to `contexts`, whose length is padded."""
+        context_of_exponent = np.empty(N_EXPONENTS, np.uint8)
+        upper = N_EXPONENTS
         for context, low in enumerate(self.lows.tolist()):
-            of_exponent[low:top] = context
-            top = low
-        context_rows(base, len(base), of_exponent, rows)
+            context_of_exponent[low:upper] = context
+            upper = low
+        fill_contexts(base, len(base), context_of_exponent, contexts)
 
     @classmethod
-    def of(cls, base: Halves) -> Contexts:
-        """Merge neighbouring exponents, from the largest down, until each context has enough elements."""
+    def of(cls, base: Bits16) -> Contexts:
+        """Choose contexts for a base block so that each, from the largest exponents down, has enough elements."""
         counts, lows = np.zeros(N_EXPONENTS, np.int64), np.empty(MAX_CONTEXTS, np.uint8)
         stride = _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
         count_exponents(base, stride, counts)
         enough = max(len(base) // _MIN_SHARE, _MIN_ELEMENTS) // stride
-        return cls(lows[: choose_lows(counts, enough, lows)])
+        return cls(lows[: choose_context_bounds(counts, enough, lows)])
 
     @property
     def stored(self) -> NDArray[np.uint8]:
-        """One byte of count, then the lows."""
+        """The bytes as stored: one byte of count, then the lows."""
         return np.concatenate([np.array([self.count], np.uint8), self.lows])

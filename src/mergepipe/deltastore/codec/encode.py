@@ -1,4 +1,7 @@
-"""Encodes bf16 beside bf16: bands of magnitude first, then cells around the base's values."""
+"""Encode a bf16 block relative to its bf16 base: bands of magnitude, and cells around the base's values for the rest.
+
+Format: "BANDS" in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_packing import fine_piece, packed_streams
-from mergepipe.deltastore.codec.byte_parts import joined
+from mergepipe.deltastore.codec.bit_packing import pack_streams, residual_piece
+from mergepipe.deltastore.codec.byte_reader import concatenate_bytes
 from mergepipe.deltastore.codec.contexts import Contexts
-from mergepipe.deltastore.codec.encode_tiles import number_tiles, sample_tiles
+from mergepipe.deltastore.codec.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_WIDTHS, WIDTHS_PER_CLASS
+from mergepipe.deltastore.codec.encode_tiles import count_sample, encode_tiles
 from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE
 from mergepipe.deltastore.codec.levels import Piece
-from mergepipe.deltastore.codec.rans import Halves, padded
+from mergepipe.deltastore.codec.rans import Bits16, padded_length
 from mergepipe.deltastore.codec.residual_streams import STREAM_CODES, Exceptions
 from mergepipe.deltastore.codec.residual_widths import N_SAMPLE_COUNTS, choose_widths
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.symbol_stages import encode_stages
-from mergepipe.deltastore.codec.symbols import EDGE_WIDTHS, FIRST_BODY_CODE, FIRST_REST_CODE, N_WIDTHS
 from mergepipe.kernels.compiled import Bytes, Counts, Doubles
 
 _SAMPLED_FROM = 64 * 1024
@@ -40,71 +43,79 @@ class BandedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseRows:
-    """What encoding works out of a base block, for all experts beside it: contexts, and by element (padded) which."""
+class BaseContexts:
+    """The contexts of a base block, and which of them each element (padded) is in; shared by all its experts."""
 
     contexts: Contexts
-    rows: Bytes
+    by_element: Bytes
 
     @classmethod
-    def of(cls, base: Halves) -> BaseRows:
-        """Look at a base block (bf16 bits). The rows are in `scratch`: until this thread asks for those of another."""
-        base = _plain(base, "encode-base")
+    def of(cls, base: Bits16) -> BaseContexts:
+        """Compute the contexts of a base block (bf16 bits).
+
+        `by_element` is in `scratch`: valid until the same thread calls this for another block.
+        """
+        base = _contiguous(base, "encode-base")
         contexts = Contexts.of(base)
-        rows = scratch("encode-rows", padded(len(base)), np.uint8)
-        contexts.fill_rows(base, rows)
-        return cls(contexts, rows)
+        by_element = scratch("encode-contexts", padded_length(len(base)), np.uint8)
+        contexts.fill_rows(base, by_element)
+        return cls(contexts, by_element)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
-    """In how many bits fine numbers are stored: of cells by context, of bands by `width_slot`."""
+class _WidthTables:
+    """Widths of residuals in bits: of cells by context, of bands by `width_index`."""
 
-    low_bits: Bytes
+    cell_bits: Bytes
     widths: Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
-    """A block as codes: by element (`codes` padded), in `scratch`; sums by context (C) and code (K)."""
+class _EncodedElements:
+    """A block as codes. Arrays by element (`codes` padded) are in `scratch`; sums are by context (C) and code (K)."""
 
     codes: Bytes
-    fines: Halves
-    own_widths: Bytes
-    wrong: NDArray[np.uint32]
+    residuals: Bits16
+    residual_widths: Bytes
+    exceptions: NDArray[np.uint32]
     cell_error: float
     counts_CK: Counts
     sums_CK: Doubles
     squares_CK: Doubles
 
 
-def encode_bands(base: Halves, expert: Halves, bands: Bands, beside: BaseRows | None = None) -> BandedBlock | None:
-    """Encode one block; None where a delta is not finite, which this codec does not take. `beside`: those of `base`."""
-    base, expert = _plain(base, "encode-base"), _plain(expert, "encode-expert")
-    own = BaseRows.of(base) if beside is None else beside
-    tables = _sampled(base, expert, own, bands)
-    coded = _code(base, expert, own, bands, tables)
-    if coded is None:
+def encode_bands(
+    base: Bits16, expert: Bits16, bands: Bands, prepared: BaseContexts | None = None
+) -> BandedBlock | None:
+    """Encode one block; None where a delta is not finite, which this codec does not support.
+
+    `prepared` are the contexts of `base`, if the caller has them.
+    """
+    base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
+    base_contexts = BaseContexts.of(base) if prepared is None else prepared
+    tables = _choose_tables(base, expert, base_contexts, bands)
+    elements = _encode_elements(base, expert, base_contexts, bands, tables)
+    if elements is None:
         return None
-    n_contexts = own.contexts.count
-    centroids = (coded.sums_CK / np.maximum(coded.counts_CK, 1)).astype(np.float32)
-    head, body = encode_stages(own.rows, coded.codes, coded.counts_CK[:n_contexts])
-    packed = packed_streams(coded.codes[: len(base)], coded.fines, coded.own_widths)
-    fine = [_fine_piece(expert, coded, packed[stream], stream, tables) for stream in range(3)]
+    n_contexts = base_contexts.contexts.count
+    centroids = (elements.sums_CK / np.maximum(elements.counts_CK, 1)).astype(np.float32)
+    head, body = encode_stages(base_contexts.by_element, elements.codes, elements.counts_CK[:n_contexts])
+    packed = pack_streams(elements.codes[: len(base)], elements.residuals, elements.residual_widths)
+    residual_pieces = [_residual_piece(expert, elements, packed[stream], stream, tables) for stream in range(3)]
     pieces = {
-        Piece.HEAD: joined(own.contexts.stored, centroids[:n_contexts, 1:FIRST_BODY_CODE], *head),
-        Piece.HEAD_FINE: fine[0],
-        Piece.BODY: joined(
-            tables.low_bits[:n_contexts], centroids[:n_contexts, FIRST_BODY_CODE:FIRST_REST_CODE], *body
+        Piece.HEAD: concatenate_bytes(base_contexts.contexts.stored, centroids[:n_contexts, 1:FIRST_BODY_CODE], *head),
+        Piece.HEAD_FINE: residual_pieces[0],
+        Piece.BODY: concatenate_bytes(
+            tables.cell_bits[:n_contexts], centroids[:n_contexts, FIRST_BODY_CODE:FIRST_CELL_CODE], *body
         ),
-        Piece.BODY_FINE: fine[1],
-        Piece.REST: fine[2],
+        Piece.BODY_FINE: residual_pieces[1],
+        Piece.REST: residual_pieces[2],
     }
-    return BandedBlock(pieces, _errors(coded), _counts(coded))
+    return BandedBlock(pieces, _errors(elements), _counts(elements))
 
 
-def _plain(array: Halves, name: str) -> Halves:
-    """The array, or a copy in `scratch`, as compiled code takes it: one kind of array is compiled for."""
+def _contiguous(array: Bits16, name: str) -> Bits16:
+    """Return the array, or a copy in `scratch`, in the one layout that kernels are compiled for."""
     flags = array.flags
     if flags.aligned and flags.writeable and flags.c_contiguous:
         return array
@@ -113,52 +124,69 @@ def _plain(array: Halves, name: str) -> Halves:
     return copied
 
 
-def _sampled(base: Halves, expert: Halves, own: BaseRows, bands: Bands) -> _Tables:
+def _choose_tables(base: Bits16, expert: Bits16, base_contexts: BaseContexts, bands: Bands) -> _WidthTables:
+    """Choose the widths of residuals from a sample of the block."""
     counts = np.zeros(N_SAMPLE_COUNTS, np.uint32)
     stride = _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
-    sample_tiles(base, expert, own.rows, int(own.contexts.lows[0]), bands.bits, stride, counts)
-    low_bits, widths = np.empty(_N_LOOKED_UP, np.uint8), np.empty(_N_LOOKED_UP, np.uint8)
-    choose_widths(counts, own.contexts.count, low_bits, widths)
-    return _Tables(low_bits, widths)
+    count_sample(
+        base, expert, base_contexts.by_element, int(base_contexts.contexts.lows[0]), bands.bits, stride, counts
+    )
+    cell_bits, widths = np.empty(_N_LOOKED_UP, np.uint8), np.empty(_N_LOOKED_UP, np.uint8)
+    choose_widths(counts, base_contexts.contexts.count, cell_bits, widths)
+    return _WidthTables(cell_bits, widths)
 
 
-def _code(base: Halves, expert: Halves, own: BaseRows, bands: Bands, tables: _Tables) -> _Coded | None:
+def _encode_elements(
+    base: Bits16, expert: Bits16, base_contexts: BaseContexts, bands: Bands, tables: _WidthTables
+) -> _EncodedElements | None:
     n = len(base)
-    codes, own_widths = scratch("encode-codes", len(own.rows), np.uint8), scratch("encode-widths", n, np.uint8)
-    fines, wrong = scratch("encode-numbers", n, np.uint16), scratch("encode-wrong", n, np.uint32)
+    codes = scratch("encode-codes", len(base_contexts.by_element), np.uint8)
+    residual_widths = scratch("encode-widths", n, np.uint8)
+    residuals, exceptions = scratch("encode-residuals", n, np.uint16), scratch("encode-exceptions", n, np.uint32)
     codes[n:] = 0
     sums, errors = np.zeros(SUMS_SHAPE), np.zeros(ERROR_SUMS)
-    n_wrong = number_tiles(
-        base, expert, own.rows, int(own.contexts.lows[0]), bands.bits, bands.limit, tables.low_bits, tables.widths,
-        codes, fines, own_widths, wrong, sums.reshape(-1), errors,
+    n_exceptions = encode_tiles(
+        base, expert, base_contexts.by_element, int(base_contexts.contexts.lows[0]), bands.bits, bands.limit,
+        tables.cell_bits, tables.widths, codes, residuals, residual_widths, exceptions, sums.reshape(-1), errors,
     )  # fmt: skip
-    if n_wrong < 0:
+    if n_exceptions < 0:
         return None
     sums_CKP = sums.sum(axis=0)
     cell_error = float((errors[0] + errors[1]) + (errors[2] + errors[3]))
     counts_CK = sums_CKP[..., 2].astype(np.int64)
-    return _Coded(codes, fines, own_widths, wrong[:n_wrong], cell_error, counts_CK, sums_CKP[..., 0], sums_CKP[..., 1])
+    return _EncodedElements(
+        codes,
+        residuals,
+        residual_widths,
+        exceptions[:n_exceptions],
+        cell_error,
+        counts_CK,
+        sums_CKP[..., 0],
+        sums_CKP[..., 1],
+    )
 
 
-def _fine_piece(expert: Halves, coded: _Coded, packed: Bytes, stream: int, tables: _Tables) -> NDArray[np.uint8]:
+def _residual_piece(
+    expert: Bits16, elements: _EncodedElements, packed: Bytes, stream: int, tables: _WidthTables
+) -> NDArray[np.uint8]:
     first, last = STREAM_CODES[stream]
-    codes_W = coded.codes[coded.wrong]
-    own = coded.wrong[(codes_W >= first) & (codes_W <= last)]
+    codes_W = elements.codes[elements.exceptions]
+    positions = elements.exceptions[(codes_W >= first) & (codes_W <= last)]
     widths = np.empty(0, np.uint8)
-    if last < FIRST_REST_CODE:
-        widths = tables.widths[:N_WIDTHS].reshape(-1, EDGE_WIDTHS)[:, first - 1 : last].reshape(-1)
-    return fine_piece(packed, widths, Exceptions(own, expert[own]), len(expert))
+    if last < FIRST_CELL_CODE:
+        widths = tables.widths[:N_WIDTHS].reshape(-1, WIDTHS_PER_CLASS)[:, first - 1 : last].reshape(-1)
+    return residual_piece(packed, widths, Exceptions(positions, expert[positions]), len(expert))
 
 
-def _counts(coded: _Coded) -> tuple[int, int, int]:
-    counts_K = coded.counts_CK.sum(axis=0)
+def _counts(elements: _EncodedElements) -> tuple[int, int, int]:
+    counts_K = elements.counts_CK.sum(axis=0)
     first, second, third = (int(counts_K[code : code + 2].sum()) for code in (1, 3, 5))
     return first, first + second, first + second + third
 
 
-def _errors(coded: _Coded) -> tuple[float, ...]:
-    squares_K = coded.squares_CK.sum(axis=0)
-    spread_CK = coded.squares_CK - coded.sums_CK**2 / np.maximum(coded.counts_CK, 1)
+def _errors(elements: _EncodedElements) -> tuple[float, ...]:
+    squares_K = elements.squares_CK.sum(axis=0)
+    spread_CK = elements.squares_CK - elements.sums_CK**2 / np.maximum(elements.counts_CK, 1)
     spread_K = np.maximum(spread_CK, 0).sum(axis=0)
     head, body, rest = (slice(first, last + 1) for first, last in STREAM_CODES)
     unread = float(squares_K[body].sum() + squares_K[rest].sum())
@@ -167,6 +195,6 @@ def _errors(coded: _Coded) -> tuple[float, ...]:
         float(squares_K.sum()),
         rough_head + unread,
         unread,
-        rough_head + rough_body + coded.cell_error,
-        coded.cell_error,
+        rough_head + rough_body + elements.cell_error,
+        elements.cell_error,
     )

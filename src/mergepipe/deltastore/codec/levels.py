@@ -1,4 +1,7 @@
-"""What can be read of a packed block: its pieces, and the levels that they add up to."""
+"""Codecs, pieces and levels of packed blocks, and which pieces each level reads.
+
+Format: the table of files, "Index row" and "Levels" in docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,22 @@ from enum import IntEnum
 
 BLOCK_ELEMENTS = 256 * 1024
 BANDED_FROM_ELEMENTS = 4096
-"""Smaller blocks are in no bands: their tables would be larger than what they save."""
+"""Smaller blocks are not encoded in bands: the tables would cost more than they save."""
 BAND_DENSITIES = (0.2, 0.5)
 """Shares of a tensor's elements, largest deltas first, that its first two and its three bands hold at least."""
 
 
 class Codec(IntEnum):
-    """How the bytes of one block are kept."""
+    """How one block is encoded."""
 
-    SAME = 0  # the base's bytes: nothing is stored
+    SAME = 0  # equal to the base: nothing is stored
     BANDS = 1  # bf16 beside bf16: bands of magnitude, in levels
     BYTES = 2  # any dtype beside the same dtype: ordered differences, byte by byte
-    RAW = 3  # as they are
+    RAW = 3  # the expert's bytes, unencoded
 
 
 class Piece(IntEnum):
-    """One kind of stored bytes. Each has a file of its own, in which the blocks stand in order."""
+    """A kind of stored bytes. Each has its own file, with the blocks in the order of the index."""
 
     HEAD = 0  # which elements are in the first two bands, and their signs
     HEAD_FINE = 1  # which value inside the band
@@ -32,13 +35,13 @@ class Piece(IntEnum):
 
 
 class Level(IntEnum):
-    """How much of an expert is known. Codecs without levels have all from HEAD on."""
+    """How much of an expert is read. Codecs without levels are exact from HEAD on."""
 
     NOTHING = 0
-    HEAD = 1  # the largest deltas, roughly
-    HEAD_EXACT = 2  # the largest deltas as they are; nothing of the others
-    BODY = 3  # all deltas, roughly
-    BODY_EXACT = 4  # all deltas of the three bands as they are; the others roughly
+    HEAD = 1  # approximations of the largest deltas
+    HEAD_EXACT = 2  # the largest deltas exactly; 0 for the others
+    BODY = 3  # approximations of all deltas
+    BODY_EXACT = 4  # the deltas of the three bands exactly; approximations of the others
     LOSSLESS = 5  # the expert's bits
 
 
@@ -50,16 +53,13 @@ PIECES_OF: dict[Level, tuple[Piece, ...]] = {
     Level.BODY_EXACT: (Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.WHOLE),
     Level.LOSSLESS: tuple(Piece),
 }
-"""What each level reads of a block; most pieces of a block are empty, since it has one codec."""
+"""The pieces of a block that each level reads; most are empty, as a block has one codec."""
 
 RECORDED_LEVELS = (Level.NOTHING, Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)
-"""Levels that leave an error, which is recorded for each block."""
+"""Levels with an approximation error, which is recorded for each block."""
 
 EXACT_BANDS: dict[Level, int] = {Level.HEAD_EXACT: 1, Level.BODY_EXACT: 2}
-"""Levels at which the deltas of the bands up to this one are as they are.
-
-All others are smaller than the band's cut: 0, or roughly known.
-"""
+"""The cut (by index) from which on a level gives exact deltas; smaller deltas are 0 or approximate."""
 
 LADDERS: dict[Level, tuple[Level, ...]] = {
     Level.NOTHING: (),
@@ -69,4 +69,4 @@ LADDERS: dict[Level, tuple[Level, ...]] = {
     Level.BODY_EXACT: (Level.HEAD, Level.BODY, Level.BODY_EXACT),
     Level.LOSSLESS: (Level.HEAD, Level.BODY, Level.BODY_EXACT, Level.LOSSLESS),
 }
-"""On the way to a level: each reads all that the one before it reads, and leaves less of an error."""
+"""Levels that lead to each level: every one reads all pieces of the one before it, and has a smaller error."""

@@ -1,4 +1,7 @@
-"""What the pieces of a block say before their symbols and numbers, taken apart by compiled code that trusts nothing."""
+"""Read the parts of a piece that precede its symbols and residuals, in compiled code that checks everything it reads.
+
+Format: the table of pieces in "BANDS", docs/internals/formats/delta-store.md.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from enum import IntEnum
 
 import numpy as np
 
-from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, TOTAL, fill_row, fill_starts
+from mergepipe.deltastore.codec.element_codes import EDGE_CLASSES, MAX_CELL_BITS, N_CODES, WIDTHS_PER_CLASS
+from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, TOTAL, fill_decode_row, fill_start_table
 from mergepipe.deltastore.codec.residual_streams import CHUNK_ELEMENTS
-from mergepipe.deltastore.codec.symbols import EDGE_CLASSES, EDGE_WIDTHS, MAX_LOW, N_CODES
 from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Floats, kernel
 
-NO_SLOT = 255
-"""Where a table of widths has 0."""
+NO_WIDTH_INDEX = 255
+"""An index of width tables that has width 0."""
 _STATE_BYTES = LANES * 4
 
 
 class Fault(IntEnum):
-    """What contradicts the format; reported with two numbers: found and needed."""
+    """A contradiction to the format, reported with the numbers found and needed."""
 
     NONE = 0
     TOO_SHORT = 1
@@ -26,210 +29,213 @@ class Fault(IntEnum):
     FREQUENCIES = 4
     WORDS = 5
     SYMBOLS_END = 6
-    CELLS = 7
-    EXCEPTION_PLACE = 8
-    NUMBERS = 9
-    NUMBERS_END = 10
+    CELL_BITS = 7
+    EXCEPTION_POSITION = 8
+    RESIDUALS = 9
+    RESIDUALS_END = 10
     ODD_WORDS = 11
 
 
 MESSAGES = {
-    Fault.TOO_SHORT: "a part of {needed} bytes is needed, {found} are left",
+    Fault.TOO_SHORT: "{needed} bytes are needed, {found} are left",
     Fault.CONTEXTS: f"{{found}} contexts; 1 to {MAX_CONTEXTS} are possible",
-    Fault.EXPONENTS: "the contexts do not divide the exponents",
+    Fault.EXPONENTS: "the exponents of the contexts are not descending to 0",
     Fault.FREQUENCIES: f"frequencies of symbols do not add up to {TOTAL}",
     Fault.WORDS: "{found} words of coded symbols where there can be 0 to {needed}",
     Fault.SYMBOLS_END: "coded symbols do not end where they should",
-    Fault.CELLS: "cells of 2**{found} values",
-    Fault.EXCEPTION_PLACE: "an exception past the {needed} elements of the block",
-    Fault.NUMBERS: "{found} bytes of fine numbers for {needed} elements",
-    Fault.NUMBERS_END: "fine numbers do not end where they should",
+    Fault.CELL_BITS: "cells of 2**{found} values; at most 2**{needed} are possible",
+    Fault.EXCEPTION_POSITION: "an exception past the {needed} elements of the block",
+    Fault.RESIDUALS: "{found} bytes of residuals for {needed} elements",
+    Fault.RESIDUALS_END: "residuals do not end where they should",
     Fault.ODD_WORDS: "{found} bytes are left, not a multiple of {needed}",
 }
 
 _TOO_SHORT, _CONTEXTS, _EXPONENTS = int(Fault.TOO_SHORT), int(Fault.CONTEXTS), int(Fault.EXPONENTS)
 _FREQUENCIES, _WORDS, _ODD_WORDS = int(Fault.FREQUENCIES), int(Fault.WORDS), int(Fault.ODD_WORDS)
-_CELLS, _EXCEPTION_PLACE = int(Fault.CELLS), int(Fault.EXCEPTION_PLACE)
-_NUMBERS = int(Fault.NUMBERS)
+_CELL_BITS, _EXCEPTION_POSITION = int(Fault.CELL_BITS), int(Fault.EXCEPTION_POSITION)
+_RESIDUALS = int(Fault.RESIDUALS)
 
-# A cursor is where one piece is read, where it ends, and its first fault with the two numbers of the message.
+# Fields of a cursor: position and end of one piece, its first fault and the two numbers of the message.
 CURSOR_FIELDS = 5
-AT, STOP, FAULT, FOUND, NEEDED = range(CURSOR_FIELDS)
+POSITION, END, FAULT, FOUND, NEEDED = range(CURSOR_FIELDS)
 
 
 @kernel
-def fail(cursor: Counts, fault: int, found: int, needed: int) -> None:
-    """Report a fault, unless there was one before."""
+def set_fault(cursor: Counts, fault: int, found: int, needed: int) -> None:
+    """Record a fault, unless one was recorded before."""
     if cursor[FAULT] == 0:
         cursor[FAULT], cursor[FOUND], cursor[NEEDED] = fault, found, needed
 
 
 @kernel
-def has_left(cursor: Counts, nbytes: int) -> bool:
-    """Whether there are so many bytes, and no fault; too few are one."""
-    left = cursor[STOP] - cursor[AT]
+def has_bytes(cursor: Counts, nbytes: int) -> bool:
+    """Whether `nbytes` bytes are left and no fault is recorded; too few are a fault."""
+    left = cursor[END] - cursor[POSITION]
     if left < nbytes:
-        fail(cursor, _TOO_SHORT, left, nbytes)
+        set_fault(cursor, _TOO_SHORT, left, nbytes)
     return bool(cursor[FAULT] == 0)
 
 
 @kernel
-def half_at(stored: Bytes, at: int) -> np.uint16:
-    """16 bits, wherever they are."""
-    place = np.uint64(at)
-    return np.uint16(np.uint16(stored[place]) | np.uint16(np.uint16(stored[place + np.uint64(1)]) << np.uint16(8)))
+def read_u16(stored: Bytes, offset: int) -> np.uint16:
+    """Read 16 bits at any byte offset."""
+    byte = np.uint64(offset)
+    return np.uint16(np.uint16(stored[byte]) | np.uint16(np.uint16(stored[byte + np.uint64(1)]) << np.uint16(8)))
 
 
 @kernel
-def word_at(stored: Bytes, at: int) -> np.uint32:
-    """32 bits, wherever they are."""
-    return np.uint32(half_at(stored, at)) | np.uint32(np.uint32(half_at(stored, at + 2)) << np.uint32(16))
+def read_u32(stored: Bytes, offset: int) -> np.uint32:
+    """Read 32 bits at any byte offset."""
+    return np.uint32(read_u16(stored, offset)) | np.uint32(np.uint32(read_u16(stored, offset + 2)) << np.uint32(16))
 
 
 @kernel
-def take_contexts(stored: Bytes, cursor: Counts, lows: Bytes) -> int:
-    """The number of contexts, 0 where there is a fault; `lows` (uint8, at least 16) are the exponents they begin at."""
-    if not has_left(cursor, 1):
+def read_contexts(stored: Bytes, cursor: Counts, lows: Bytes) -> int:
+    """Read the contexts' lowest exponents into `lows` (uint8, at least 16); return their number, 0 on a fault."""
+    if not has_bytes(cursor, 1):
         return 0
-    count = int(stored[cursor[AT]])
+    count = int(stored[cursor[POSITION]])
     if not 1 <= count <= MAX_CONTEXTS:
-        fail(cursor, _CONTEXTS, count, MAX_CONTEXTS)
+        set_fault(cursor, _CONTEXTS, count, MAX_CONTEXTS)
         return 0
-    cursor[AT] += 1
-    if not has_left(cursor, count):
+    cursor[POSITION] += 1
+    if not has_bytes(cursor, count):
         return 0
     above = np.int64(256)
     for c in range(count):
-        lows[c] = stored[cursor[AT] + c]
+        lows[c] = stored[cursor[POSITION] + c]
         if np.int64(lows[c]) >= above:
-            fail(cursor, _EXPONENTS, 0, 0)
+            set_fault(cursor, _EXPONENTS, 0, 0)
         above = np.int64(lows[c])
     if above != 0:
-        fail(cursor, _EXPONENTS, 0, 0)
-    cursor[AT] += count
+        set_fault(cursor, _EXPONENTS, 0, 0)
+    cursor[POSITION] += count
     return count if cursor[FAULT] == 0 else 0
 
 
 @kernel
-def take_centroids(stored: Bytes, cursor: Counts, n_contexts: int, first: int, stop: int, centroids: Floats) -> None:
-    """Centroids of the codes from `first` to `stop`, put in their places by context and code."""
-    if not has_left(cursor, n_contexts * (stop - first) * 4):
+def read_centroids(stored: Bytes, cursor: Counts, n_contexts: int, first: int, stop: int, centroids: Floats) -> None:
+    """Read the centroids of the codes from `first` to below `stop` into `centroids`, by context and code."""
+    if not has_bytes(cursor, n_contexts * (stop - first) * 4):
         return
     bits = centroids.view(np.uint32)
     for c in range(n_contexts):
         for code in range(first, stop):
-            bits[c * N_CODES + code] = word_at(stored, cursor[AT])
-            cursor[AT] += 4
+            bits[c * N_CODES + code] = read_u32(stored, cursor[POSITION])
+            cursor[POSITION] += 4
 
 
 @kernel
-def take_frequencies(
-    stored: Bytes, cursor: Counts, n_contexts: int, n_symbols: int, by_starts: bool, table: Bits32
+def read_frequencies(
+    stored: Bytes, cursor: Counts, n_contexts: int, n_symbols: int, with_start_table: bool, table: Bits32
 ) -> None:
-    """The frequencies of one stage, as a table to decode with: of all slots, or of where symbols start."""
-    if not has_left(cursor, n_contexts * n_symbols * 2):
+    """Read the frequencies of one stage into a decoding table: of all slots, or of the starts of symbols."""
+    if not has_bytes(cursor, n_contexts * n_symbols * 2):
         return
     row = np.empty(n_symbols, np.uint32)
     for c in range(n_contexts):
         total = 0
         for s in range(n_symbols):
-            row[s] = half_at(stored, cursor[AT])
+            row[s] = read_u16(stored, cursor[POSITION])
             total += int(row[s])
-            cursor[AT] += 2
+            cursor[POSITION] += 2
         if total != 0 and total != TOTAL:
-            fail(cursor, _FREQUENCIES, total, TOTAL)
+            set_fault(cursor, _FREQUENCIES, total, TOTAL)
             return
-        if by_starts:
-            fill_starts(row, c, table)
+        if with_start_table:
+            fill_start_table(row, c, table)
         else:
-            fill_row(row, table[c * TOTAL : (c + 1) * TOTAL])
+            fill_decode_row(row, table[c * TOTAL : (c + 1) * TOTAL])
 
 
 @kernel
-def take_states(stored: Bytes, cursor: Counts, n_padded: int, states: Bits32) -> int:
-    """The coder's states; returns how many words follow, which is all that is left of the piece."""
-    left = cursor[STOP] - cursor[AT]
+def read_states(stored: Bytes, cursor: Counts, n_padded: int, states: Bits32) -> int:
+    """Read the coder's states; return the number of words, which fill the rest of the piece."""
+    left = cursor[END] - cursor[POSITION]
     n_words = (left - _STATE_BYTES) // 2
     if left % 2:
-        fail(cursor, _ODD_WORDS, left, 2)
+        set_fault(cursor, _ODD_WORDS, left, 2)
     elif not 0 <= n_words <= n_padded:
-        fail(cursor, _WORDS, n_words, n_padded)
+        set_fault(cursor, _WORDS, n_words, n_padded)
     if cursor[FAULT] != 0:
         return 0
     for lane in range(LANES):
-        states[lane] = word_at(stored, cursor[AT] + 4 * lane)
-    cursor[AT] += _STATE_BYTES
+        states[lane] = read_u32(stored, cursor[POSITION] + 4 * lane)
+    cursor[POSITION] += _STATE_BYTES
     return int(n_words)
 
 
 @kernel
-def take_low_bits(stored: Bytes, cursor: Counts, n_contexts: int, low_bits: Bytes) -> None:
-    """Bits of a difference that cells leave to the fine number, by context."""
-    if not has_left(cursor, n_contexts):
+def read_cell_bits(stored: Bytes, cursor: Counts, n_contexts: int, cell_bits: Bytes) -> None:
+    """Read the widths of residuals in cells, by context."""
+    if not has_bytes(cursor, n_contexts):
         return
     for c in range(n_contexts):
-        low_bits[c] = stored[cursor[AT] + c]
-        if low_bits[c] > MAX_LOW:
-            fail(cursor, _CELLS, int(low_bits[c]), MAX_LOW)
-    cursor[AT] += n_contexts
+        cell_bits[c] = stored[cursor[POSITION] + c]
+        if cell_bits[c] > MAX_CELL_BITS:
+            set_fault(cursor, _CELL_BITS, int(cell_bits[c]), MAX_CELL_BITS)
+    cursor[POSITION] += n_contexts
 
 
 @kernel
-def take_widths(stored: Bytes, cursor: Counts, first: int, stop: int, widths: Bytes) -> int:
-    """Widths of the fine numbers of the bands' codes from `first` to `stop`, put in their places. Returns the largest.
+def read_widths(stored: Bytes, cursor: Counts, first: int, stop: int, widths: Bytes) -> int:
+    """Read the widths of residuals for the codes from `first` to below `stop`; return the largest.
 
-    Half a byte each, by `width_slot`.
+    Half a byte each, stored to `widths` by `width_index`.
     """
     n = stop - first
-    if not has_left(cursor, EDGE_CLASSES * n // 2):
+    if not has_bytes(cursor, EDGE_CLASSES * n // 2):
         return 0
-    most = 0
+    largest = 0
     for i in range(EDGE_CLASSES * n):
-        width = (stored[cursor[AT] + i // 2] >> np.uint8(4 * (i % 2))) & np.uint8(15)
-        widths[i // n * EDGE_WIDTHS + first - 1 + i % n] = width
-        most = max(most, int(width))
-    cursor[AT] += EDGE_CLASSES * n // 2
-    return most
+        width = (stored[cursor[POSITION] + i // 2] >> np.uint8(4 * (i % 2))) & np.uint8(15)
+        widths[i // n * WIDTHS_PER_CLASS + first - 1 + i % n] = width
+        largest = max(largest, int(width))
+    cursor[POSITION] += EDGE_CLASSES * n // 2
+    return largest
 
 
 @kernel
-def n_chunks_of(n: int) -> int:
-    """Into how many chunks a block of `n` elements is cut for its exceptions."""
+def n_chunks_in(n: int) -> int:
+    """The number of chunks that a block of `n` elements has for its exceptions."""
     return (n + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
 
 
 @kernel
-def exception_places(stored: Bytes, first: int, n: int) -> Counts:
-    """Where in a block of `n` elements the exceptions are that are described from byte `first` on.
+def exception_positions(stored: Bytes, first: int, n: int) -> Counts:
+    """Read the positions, in a block of `n` elements, of the exceptions stored from byte `first` on.
 
-    By chunk of the block how many there are, then all places in their chunks, then all bits.
+    The parts are: their number by chunk, all positions within chunks, all bits.
     """
-    n_chunks, total = n_chunks_of(n), 0
+    n_chunks, total = n_chunks_in(n), 0
     for chunk in range(n_chunks):
-        total += int(word_at(stored, first + 4 * chunk))
-    places = np.empty(total, np.int64)
-    at = 0
+        total += int(read_u32(stored, first + 4 * chunk))
+    positions = np.empty(total, np.int64)
+    index = 0
     for chunk in range(n_chunks):
-        for _ in range(int(word_at(stored, first + 4 * chunk))):
-            places[at] = chunk * CHUNK_ELEMENTS + int(half_at(stored, first + 4 * n_chunks + 2 * at))
-            at += 1
-    return places
+        for _ in range(int(read_u32(stored, first + 4 * chunk))):
+            positions[index] = chunk * CHUNK_ELEMENTS + int(read_u16(stored, first + 4 * n_chunks + 2 * index))
+            index += 1
+    return positions
 
 
 @kernel
-def take_exceptions(stored: Bytes, cursor: Counts, n: int) -> int:
-    """How many exceptions there are; `exception_places` can be asked where, if there is no fault."""
-    first, n_chunks, total = cursor[AT], n_chunks_of(n), 0
-    if not has_left(cursor, 4 * n_chunks):
+def read_exceptions(stored: Bytes, cursor: Counts, n: int) -> int:
+    """Check the exceptions and the length of the residuals after them; return how many exceptions there are.
+
+    Without a fault, `exception_positions` can be called for them.
+    """
+    first, n_chunks, total = cursor[POSITION], n_chunks_in(n), 0
+    if not has_bytes(cursor, 4 * n_chunks):
         return 0
     for chunk in range(n_chunks):
-        total += int(word_at(stored, first + 4 * chunk))
-    cursor[AT] += 4 * n_chunks
-    if not has_left(cursor, total * 4):
+        total += int(read_u32(stored, first + 4 * chunk))
+    cursor[POSITION] += 4 * n_chunks
+    if not has_bytes(cursor, total * 4):
         return 0
-    if (exception_places(stored, first, n) >= n).any():
-        fail(cursor, _EXCEPTION_PLACE, 0, n)
-    cursor[AT] += total * 4
-    if cursor[STOP] - cursor[AT] > 2 * n:
-        fail(cursor, _NUMBERS, cursor[STOP] - cursor[AT], n)
+    if (exception_positions(stored, first, n) >= n).any():
+        set_fault(cursor, _EXCEPTION_POSITION, 0, n)
+    cursor[POSITION] += total * 4
+    if cursor[END] - cursor[POSITION] > 2 * n:
+        set_fault(cursor, _RESIDUALS, cursor[END] - cursor[POSITION], n)
     return total if cursor[FAULT] == 0 else 0

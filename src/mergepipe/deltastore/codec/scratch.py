@@ -1,4 +1,4 @@
-"""Arrays that a thread works in, kept from block to block: fresh ones cost more page faults than the work on them."""
+"""Work arrays that each thread keeps from block to block, as fresh ones cost page faults."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from mergepipe.storage.buffers import aligned_buffer, round_up
 T = TypeVar("T", bound=np.generic)
 
 KEPT_BYTES = 8 << 20
-"""A longer array is not kept."""
+"""Longer arrays are not kept."""
 _STEP_BYTES = 256 << 10
 
 
-class _OwnArrays(threading.local):
+class _ThreadBuffers(threading.local):
     def __init__(self) -> None:
         self.by_name: dict[str, NDArray[np.uint8]] = {}
 
 
-_OWN = _OwnArrays()
+_BUFFERS = _ThreadBuffers()
 
 
 def scratch(name: str, n: int, dtype: type[T]) -> NDArray[T]:
-    """This thread's page-aligned array of `n` elements for one use; contents undefined.
+    """Return this thread's page-aligned array of `n` elements for one use, `name`; contents are undefined.
 
-    It is the caller's until the same thread asks for `name` again: never return it to who may keep it.
+    It is valid until the same thread asks for `name` again: never return it to callers that may keep it.
     """
-    wanted = np.dtype(dtype)
-    nbytes = n * wanted.itemsize
-    own = _OWN.by_name.get(name)
-    if own is None or len(own) < nbytes:
-        own = aligned_buffer(max(round_up(nbytes, _STEP_BYTES), _STEP_BYTES))
+    element_type = np.dtype(dtype)
+    nbytes = n * element_type.itemsize
+    buffer = _BUFFERS.by_name.get(name)
+    if buffer is None or len(buffer) < nbytes:
+        buffer = aligned_buffer(max(round_up(nbytes, _STEP_BYTES), _STEP_BYTES))
         if nbytes <= KEPT_BYTES:
-            _OWN.by_name[name] = own
-    return own[:nbytes].view(wanted)
+            _BUFFERS.by_name[name] = buffer
+    return buffer[:nbytes].view(element_type)

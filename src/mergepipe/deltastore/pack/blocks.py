@@ -1,4 +1,4 @@
-"""Blocks of a base and of the experts packed beside it, in memory side by side: what is worked out once for all."""
+"""Blocks of a base and of the experts packed relative to it, together in memory, and their encoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
-from mergepipe.deltastore.codec.block import RawBytes, base_rows, encode_block
+from mergepipe.deltastore.codec.block import RawBytes, base_contexts, encode_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
@@ -20,7 +20,7 @@ from mergepipe.storage.ledger import Purpose
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Bytes of tensor `number` of an expert, whose store `builder` builds."""
+    """Bytes of tensor number `number` of one expert, whose store is built by `builder`."""
 
     builder: StoreBuilder
     number: int
@@ -37,9 +37,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Elements `span` of tensors of one name, dtype and shape: the base's bytes, and those of each expert.
+    """The elements `span` of tensors of the same name, dtype and shape: the base's bytes and those of each expert.
 
-    `span` begins and ends between blocks. Without a base (both None) they are kept as they are.
+    `span` begins and ends at block boundaries. Without a base (both None) the blocks are stored unencoded.
     """
 
     span: Span
@@ -49,21 +49,23 @@ class Sight:
 
     @property
     def blocks(self) -> range:
-        """The blocks that are in it."""
+        """The numbers of the blocks in it."""
         return range(self.span.start // BLOCK_ELEMENTS, -(-self.span.stop // BLOCK_ELEMENTS))
 
     def encode(self, block: int) -> None:
-        """Encode one block of every expert and put it where it belongs; called from many threads.
+        """Encode one block of every expert and hand it to its builder; called from many threads.
+
+        The part of the encoding that depends on the base alone is computed once.
 
         Raises:
             StorageError: a block could not be written.
         """
         base = None if self.base is None else self._part(self.base, block)
         base_digest = None if base is None else digest(base)
-        beside = base_rows(base, self.members[0].entry.dtype) if len(self.members) > 1 else None
+        prepared = base_contexts(base, self.members[0].entry.dtype) if len(self.members) > 1 else None
         for member in self.members:
             content = self._part(member.content, block)
-            encoded = encode_block(base, content, member.entry.dtype, member.builder.bands(member.number), beside)
+            encoded = encode_block(base, content, member.entry.dtype, member.builder.bands(member.number), prepared)
             row = make_row(encoded, base_digest, content)
             member.builder.put(member.number, block, content, encoded, row)
 
@@ -75,9 +77,9 @@ class Sight:
 
 
 class BandChooser:
-    """Sets where the bands of tensors begin, before their first blocks are encoded. Safe to use from many threads.
+    """Chooses the bands of tensors before their first blocks are encoded. Safe to use from many threads.
 
-    What is not in memory as a whole is sampled from `files`, the base's tensor once for all experts.
+    Tensors that are not in memory as a whole are sampled from `files`, the base's tensor once for all experts.
     """
 
     def __init__(self, files: Mapping[Path, RangeFile]) -> None:
@@ -85,7 +87,7 @@ class BandChooser:
         self._lock = threading.Lock()
 
     def choose(self, sight: Sight) -> None:
-        """See to it that all experts of a sight have the bands of their tensors.
+        """Make sure that the builders of a `Sight` have the bands of their tensors.
 
         Raises:
             StorageError, CorruptError: a sample could not be read.
@@ -106,5 +108,5 @@ class BandChooser:
 
 
 def block_bytes(entry: TensorEntry) -> int:
-    """Bytes of a whole block of a tensor."""
+    """The size of a whole block of a tensor."""
     return BLOCK_ELEMENTS * entry.dtype.itemsize

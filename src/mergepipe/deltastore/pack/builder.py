@@ -1,4 +1,4 @@
-"""One expert's store while it grows in its staging directory: blocks in any order in, a finished store out."""
+"""Build the store of one expert in its staging directory: accept blocks in any order, publish a finished store."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from mergepipe.snapshots.staging import KEPT, Staging
 from mergepipe.storage.local import LocalStore
 
 NOTE_BLOCKS = 2048
-"""Blocks between two records of what is durable, 1 GiB of bf16: what a crash costs at most."""
+"""Blocks between two progress records, 1 GiB of bf16: the most work that a crash loses."""
 FILES_OF_BUILDER = len(GROWING_FILES) + 2
-"""Open files of one builder: those that grow, that of blocks that came early, the lock."""
+"""Open files of one builder: those of the store, the temporary file of early blocks, the lock."""
 _EARLY_NAME = "early"
 _LEAST_BYTES = 64 << 10
 _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
@@ -40,7 +40,7 @@ _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor of the expert, the base's tensor that it is encoded on (None: it has none), its rows of the index."""
+    """One tensor of the expert: its counterpart in the base (or None), its file, its first row of the index."""
 
     entry: TensorEntry
     base: TensorEntry | None
@@ -53,15 +53,15 @@ class Place:
 
     @property
     def can_have_bands(self) -> bool:
-        """Whether its blocks may be in bands of magnitude."""
+        """Whether its blocks may be encoded in bands."""
         return self.base is not None and self.entry.dtype is BF16 and self.entry.n_elements > 0
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """One expert to be packed beside its base into `out`.
+    """One expert to be packed relative to its base into `out`.
 
-    `kept` are its files that are no weights, `places` says where each tensor goes, in the order of the store.
+    `kept` are its files other than weights; `places` describes its tensors in the order of the store.
     """
 
     base: Checkpoint
@@ -84,7 +84,7 @@ class PackJob:
 
     @property
     def n_rows(self) -> int:
-        """Blocks in all."""
+        """The number of blocks."""
         return sum(place.n_rows for place in self.places)
 
     @property
@@ -94,19 +94,19 @@ class PackJob:
 
     @property
     def base_files(self) -> str:
-        """Digests what the base's files look like."""
+        """A digest of the fingerprints of the base's files."""
         return digest_of(_look_of(self.base))
 
     @property
     def key(self) -> str:
-        """What has to be the same to go on with what another run wrote."""
+        """A digest of everything that must be unchanged to resume another run's unfinished store."""
         roots = [str(each.path.absolute()) for each in (self.base, self.expert)]
         kept = [[file.name, file.size_bytes, file.version] for file in self.kept]
         looks = [_look_of(self.base), _look_of(self.expert)]
         return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *looks, kept])
 
     def check_unchanged(self) -> None:
-        """Refuse inputs that are not those that were opened.
+        """Refuse inputs that changed since they were opened.
 
         Raises:
             ConflictError: naming the file.
@@ -127,19 +127,19 @@ def _look_of(checkpoint: Checkpoint) -> list[list[str | int]]:
 
 
 def _part_of(nbytes: int, sharing: int) -> int:
-    """What one of many has of the memory of eight, down to 64 KiB."""
+    """One builder's share of the memory limits when more than eight share them, at least 64 KiB."""
     return max(min(nbytes, 8 * nbytes // sharing) // _LEAST_BYTES * _LEAST_BYTES, _LEAST_BYTES)
 
 
 @contextlib.contextmanager
 def building(job: PackJob, store: LocalStore, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
-    """A builder in a staging directory beside `job.out`; only its `publish` makes anything visible.
+    """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
-    With `resumes` it goes on with what a killed run left of the same job, and leaves what is durable of it where it
-    is interrupted. Where more than eight are `sharing` the memory, each has less.
+    With `resumes` it resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable
+    part for the next run. If more than eight builders are `sharing` the memory, each gets less.
 
     Raises:
-        ConflictError: another process is making it.
+        ConflictError: another process is building it.
         StorageError: the operating system refused.
     """
     found: list[PackProgress] = []
@@ -169,8 +169,8 @@ def building(job: PackJob, store: LocalStore, *, resumes: bool, sharing: int = 1
 class StoreBuilder:
     """Builds the store of one job in its staging directory; made by `building`.
 
-    Blocks may come in any order, from many threads. Memory: 8 MiB of writing, 8 MiB of blocks that came early, 160
-    bytes a block that waits on disk for those before it.
+    Accepts blocks in any order from many threads. Memory: 8 MiB of write buffers, 8 MiB of blocks that arrive early,
+    and 160 bytes for each block that waits on disk.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class StoreBuilder:
         try:
             for file in () if self.is_noted else job.expert.files:
                 self._writer.append_header(self._file_header(file))
-        except BaseException:  # an interrupt too: nobody else would close them
+        except BaseException:  # also on an interrupt: no other code closes them
             self.close()
             raise
 
@@ -211,24 +211,24 @@ class StoreBuilder:
 
     @property
     def done_bytes(self) -> int:
-        """Bytes of the expert that an earlier run had packed."""
+        """Bytes of the expert that an earlier run packed."""
         sizes = ((p.entry, min(max(self.n_done - p.first_row, 0), p.n_rows)) for p in self.job.places)
         return sum(min(n * BLOCK_ELEMENTS * entry.dtype.itemsize, entry.nbytes) for entry, n in sizes)
 
     def bands(self, number: int) -> Bands | None:
-        """The bands of tensor `number`; it has none before they are set."""
+        """The bands of tensor `number`; None until they are set."""
         return self._bands.get(number)
 
     def lacks_bands(self, number: int) -> bool:
-        """Whether the bands of tensor `number` are still to be set."""
+        """Whether the bands of tensor `number` must still be set."""
         return self.job.places[number].can_have_bands and number not in self._bands
 
     def set_bands(self, number: int, bands: Bands) -> None:
-        """Say where the bands of tensor `number` begin, before its first block is put."""
+        """Set the bands of tensor `number`, before its first block is put."""
         self._bands[number] = bands
 
     def put(self, number: int, block: int, content: RawBytes, encoded: EncodedBlock, row: NDArray[np.void]) -> None:
-        """Take a block of tensor `number`: its bytes, and what they were encoded to.
+        """Add a block of tensor `number`: its bytes and their encoding.
 
         Raises:
             StorageError: it could not be written.
@@ -242,7 +242,7 @@ class StoreBuilder:
             self._note()
 
     def _note(self) -> None:
-        """Make durable what was written, and record that."""
+        """Make the blocks written so far durable, and record the progress."""
         durable = self._writer.sync()
         begun = sum(place.first_row < durable.n_rows for place in self.job.places)
         bands = [self._bands.get(number) for number in range(begun)]
@@ -252,7 +252,7 @@ class StoreBuilder:
         self.is_noted = True
 
     def finish(self) -> None:
-        """Write what is left once every block was put, make all durable, and see that no input has changed.
+        """Write the remaining files once every block was put, make all durable, and check that no input changed.
 
         Raises:
             StorageError: it could not be written.
@@ -298,7 +298,7 @@ class StoreBuilder:
         return PackedEntry(entry.name, entry.dtype, entry.shape, place.file, place.first_row, has_base, cuts)
 
     def _header_bytes(self, file: FileFingerprint) -> int:
-        """Bytes of a weight file that are no tensor's: its header, with the length before it."""
+        """The bytes of a weight file before its tensors: the header, with its length prefix."""
         path = self.job.expert.root / file.name
         return file.size_bytes - sum(place.entry.nbytes for place in self.job.places if place.entry.file == path)
 
@@ -306,7 +306,7 @@ class StoreBuilder:
         return self._store.read_metadata(self.job.expert.root / file.name, 0, self._header_bytes(file))
 
     def _keep(self, name: str) -> KeptFile:
-        """Copy a file as it is."""
+        """Copy a file unchanged."""
         source, target = self.job.expert.root / name, self._staging.path / name
         size = self._store.size_bytes(source)
         hasher = blake3()

@@ -1,4 +1,4 @@
-"""One pass over a base and the experts packed beside it: reads ahead, encodes in threads."""
+"""Read a base and the experts packed relative to it in one pass, and encode them in threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEMORY_BYTES = GROUPS_AHEAD * (GROUP_BYTES + 2 * PAGE_BYTES * (EXPERTS_AT_ONCE +
 
 
 def everything(_place: Place) -> bool:
-    """All tensors are wanted."""
+    """Accept every tensor."""
     return True
 
 
@@ -41,12 +41,12 @@ def pack_all(
     on_bytes: Callable[[int], None],
     wanted: Callable[[Place], bool] = everything,
 ) -> None:
-    """Read what is left of the `wanted` tensors of the experts of `builders` and their base, each byte once; put it.
+    """Read the remaining blocks of the `wanted` tensors of all experts and their base, each once; encode them.
 
-    A group of blocks of the base is read with the same blocks of all experts, the next groups while the ones before
-    are encoded in `threads` threads. `on_bytes` is told of the experts' bytes as they are done, on this thread.
+    A group of blocks of the base is read with the same blocks of all experts, while earlier groups are encoded in
+    `threads` threads. `on_bytes` is called on this thread with the experts' bytes that are done.
 
-    Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts; some 6 MiB a thread; what the
+    Memory: `MEMORY_BYTES` (100 MiB) for reading, for at most `EXPERTS_AT_ONCE` experts; some 6 MiB per thread; what the
     builders state.
 
     Raises:
@@ -72,7 +72,7 @@ def pack_all(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Elements of one tensor that are read at once, of the base (if it has it) and of experts."""
+    """Elements of one tensor that are read together, of the base (if it has it) and of experts."""
 
     span: Span
     base: TensorEntry | None
@@ -80,13 +80,13 @@ class _Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the experts."""
+        """The experts' bytes."""
         return sum(self.span.n_elements * entry.dtype.itemsize for _, _, entry in self.members)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A group on its way: read, and being encoded."""
+    """A group that is being read or encoded."""
 
     group: _Group
     buffer: NDArray[np.uint8]
@@ -94,7 +94,7 @@ class _Ahead:
 
 
 def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]:
-    """Wait for a group; its buffer is free then."""
+    """Wait until a group is encoded; return its buffer for reuse."""
     for encoding in ahead.read.result():
         encoding.result()
     on_bytes(ahead.group.nbytes)
@@ -102,9 +102,9 @@ def _finish(ahead: _Ahead, on_bytes: Callable[[int], None]) -> NDArray[np.uint8]
 
 
 def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -> Iterator[_Group]:
-    """All that is left, in the order of the first expert; what it lacks, in the order of the next one.
+    """Split the remaining blocks into groups, in the order of the first expert, then of the tensors that it lacks.
 
-    Experts whose files are in another order than the first one's have blocks that come early.
+    Blocks of experts whose tensors are in another order than the first one's arrive early at their builders.
     """
     numbers = [
         {place.entry.name: number for number, place in enumerate(each.job.places) if wanted(place)} for each in builders
@@ -125,7 +125,7 @@ def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -
 
 
 def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
-    """Groups of the blocks of one tensor that are left; experts that have a block already are not in its group."""
+    """Split the remaining blocks of one tensor into groups, without the experts that have a block already."""
     builder, number = tensors[0]
     place = builder.job.places[number]
     entry = place.entry
@@ -146,7 +146,7 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
 
 
 class _Reader:
-    """Reads groups one after another, and has them encoded."""
+    """Reads groups and submits their blocks for encoding."""
 
     def __init__(self, files: Mapping[Path, RangeFile], encoders: ThreadPoolExecutor) -> None:
         self._files = files
@@ -174,7 +174,7 @@ class _Reader:
     def _fill(
         self, entry: TensorEntry, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose
     ) -> tuple[RawBytes, int]:
-        """Read elements into the buffer from `at` on; where they are, and where the next ones go."""
+        """Read elements into the buffer from `at` on; return them, and the offset after them."""
         file = self._files[entry.file]
         start = entry.offset + span.start * entry.dtype.itemsize
         stop = start + span.n_elements * entry.dtype.itemsize

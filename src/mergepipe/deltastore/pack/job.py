@@ -1,4 +1,4 @@
-"""Which experts can be packed, into which store, and whether that has been done."""
+"""Decide which experts can be packed, into which store, and whether a store holds one already."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SUFFIX = ".safetensors"
 
 
 def open_base(store: LocalStore, path: Path) -> Checkpoint:
-    """Open what experts are packed beside.
+    """Open the checkpoint that experts are packed relative to.
 
     Raises:
-        UnsupportedError: it holds differences.
+        UnsupportedError: it holds deltas.
     """
     require_text_path(path)
     base = open_checkpoint(store, path)
@@ -40,11 +40,11 @@ def open_base(store: LocalStore, path: Path) -> Checkpoint:
 
 
 def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
-    """The job of packing an expert under its name in the directory `out`.
+    """Make the job that packs an expert under its name in the directory `out`.
 
     Raises:
-        UnsupportedError: its files are no plain safetensors weights, or one has a name that stores use.
-        CorruptError: a file of its directory is no regular file, or a link out of it.
+        UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
+        CorruptError: a file of its directory is not a regular file, or a link out of it.
         OutputError: the store would lie in an input.
     """
     require_text_path(expert.path)
@@ -59,15 +59,15 @@ def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
 
 
 def reason_against(expert: Checkpoint) -> str:
-    """Why a checkpoint cannot be packed, whatever its base; empty if it can."""
+    """The reason why a checkpoint cannot be packed with any base; empty if it can."""
     if expert.kind is not CheckpointKind.FULL:
         return "holds differences from a base, not weights"
-    odd = [file.name for file in expert.files if not file.name.endswith(_SUFFIX)]
-    return f"{odd[0]} is no safetensors file" if odd else ""
+    unsupported = [file.name for file in expert.files if not file.name.endswith(_SUFFIX)]
+    return f"{unsupported[0]} is not a safetensors file" if unsupported else ""
 
 
 def check_names(jobs: Iterable[PackJob]) -> None:
-    """Refuse two experts of one name.
+    """Refuse two experts of the same name.
 
     Raises:
         RecipeError: naming it.
@@ -81,10 +81,10 @@ def check_names(jobs: Iterable[PackJob]) -> None:
 
 
 def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
-    """Whether `out` holds this very expert beside this very base.
+    """Whether `job.out` holds this expert packed with this base.
 
-    Weights are taken for what they were by their files' versions where these are the same; otherwise they are read and
-    compared with the digests of what was packed. Other files are always compared so.
+    Weights count as unchanged if their files' versions are the same; otherwise they are read and compared with the
+    digests in the store. Other files are always compared by content.
 
     Raises:
         OutputError: it holds another store; naming the file that differs.
@@ -108,11 +108,11 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
 
 
 def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
-    """Every other file of the expert's directory, at any depth; none beside a bare file.
+    """Every other file of the expert's directory, at any depth; none if the expert is a single file.
 
     Raises:
-        CorruptError: one of them is no regular file, or a link out of the directory.
-        NotFoundError: one is a link to nothing.
+        CorruptError: one of them is not a regular file, or a link out of the directory.
+        NotFoundError: one is a broken link.
         UnsupportedError: one has a name that the store uses itself, or is a link to a directory.
     """
     if expert.path != expert.root:
@@ -137,7 +137,7 @@ def _walk(root: Path) -> Iterator[str]:
         for name in folders:
             if (Path(folder) / name).is_symlink():
                 raise UnsupportedError.of(
-                    "pack.file", Path(folder) / name, "is a link to a directory, and stores keep files only",
+                    "pack.file", Path(folder) / name, "is a link to a directory, which a store cannot hold",
                     "remove the link, or copy the directory into its place",
                 )  # fmt: skip
         for name in names:

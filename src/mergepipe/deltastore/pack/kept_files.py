@@ -1,4 +1,4 @@
-"""Files that a delta store keeps as they are: read part by part, and written durably."""
+"""Copy the files that a delta store holds unchanged: read in parts, written durably."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PART_BYTES = 8 << 20
 
 
 def file_parts(store: LocalStore, path: Path, size_bytes: int) -> Iterator[bytes]:
-    """The first `size_bytes` of a file in parts of 8 MiB, charged as metadata.
+    """Read the first `size_bytes` of a file in parts of 8 MiB, charged as metadata.
 
     Raises:
         StorageError, CorruptError: it could not be read.

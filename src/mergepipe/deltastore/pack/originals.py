@@ -1,4 +1,4 @@
-"""Originals of delta stores: compared with their store to the byte, and removed once they are the same."""
+"""Compare original weights with their delta store byte by byte, and remove them once they are verified."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mergepipe.storage.local import LocalStore, os_error
 
 
 def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) -> Path | None:
-    """The first file of an expert, none of its weights, that is not as its store keeps it; all are read."""
+    """Find the first file, other than weights, that differs from its copy in the store; reads all of them."""
     own = {file.name: file.size_bytes for file in job.kept}
     kept = {file.name: file for file in opened.header.kept}
     for name in sorted(own.keys() | kept.keys()):
@@ -46,7 +46,7 @@ def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) ->
 
 
 def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
-    """The first weight file of an expert of which a byte is not what its store was packed from; all are read."""
+    """Find the first weight file of an expert that differs from what the store was packed from; reads all of them."""
     header = opened.header
     own = {file.name: file for file in job.expert.files}
     packed = {file.name: file for file in header.files}
@@ -64,7 +64,7 @@ def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, thre
 
 
 def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
-    """The first file of the base of which a block is not what a store of the same tensors was packed beside."""
+    """Find the first file of the base with a block that differs from what the store was packed with."""
     if [place.base is not None for place in job.places] != [tensor.has_base for tensor in opened.header.tensors]:
         return job.base.path
     beside = [(place.base, place.first_row) for place in job.places if place.base is not None]
@@ -80,7 +80,7 @@ def _differing_file(
     rows: Sequence[int],
     threads: int,
 ) -> Path | None:
-    """The file of the first tensor with a block of another digest; the first block's is in `rows`.
+    """Find the file of the first tensor with a block of another digest; `rows` holds the first rows of the tensors.
 
     Memory: `threads` blocks.
     """
@@ -101,7 +101,7 @@ def _differing_file(
 
 
 def check_same(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> None:
-    """Read all files of an expert, and see that each is in the store at `opened`, before any is removed.
+    """Read all files of an expert and check that the store at `opened` holds each of them, before any is removed.
 
     Raises:
         ConflictError: `input.changed`, one has other content.
@@ -113,7 +113,7 @@ def check_same(store: LocalStore, opened: OpenedStore, job: PackJob, threads: in
 
 
 def sync_store(opened: OpenedStore) -> None:
-    """Make a store durable, whoever wrote it, with its directories.
+    """Make a store and its directories durable, whichever process wrote it.
 
     Raises:
         StorageError: the operating system refused.
@@ -139,12 +139,12 @@ def _sync(path: Path) -> None:
 
 
 def remove_original(job: PackJob) -> None:
-    """Remove the files of an expert whose content was compared, and its directories that are empty then.
+    """Remove the files of an expert whose content was verified, and directories that become empty.
 
-    Each is looked at right before it goes: what was written to since the job was made stays, and what is new.
+    Each is checked right before it is removed: files modified or created since the job was made stay.
 
     Raises:
-        ConflictError: `input.changed`, naming the first file that was written to; it and those after it stay.
+        ConflictError: `input.changed`, naming the first file that was modified; it and those after it stay.
         StorageError: the operating system refused.
     """
     expert, removed = job.expert, set[tuple[int, int]]()
@@ -166,7 +166,7 @@ def remove_original(job: PackJob) -> None:
 
 
 def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:
-    """See that a file is as it was; that another name of it was `removed` changed its version, and nothing else."""
+    """Check that a file is unchanged; removing another hard link of it changed its version, and nothing else."""
     path = expert.root / file.name
     try:
         status = path.lstat()

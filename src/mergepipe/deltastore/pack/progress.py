@@ -1,4 +1,4 @@
-"""What a killed `pack` left of one store: a record of what is durable, replaced whole each time, and its reading."""
+"""Record the progress of an unfinished store, atomically, and read it to resume the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Cuts = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
-    """`key` identifies inputs and versions. `cuts` are those of the bands of the tensors that were begun, in order."""
+    """The durable part of an unfinished store. `key` identifies inputs and versions.
+
+    `cuts` are those of the tensors that were begun, in order.
+    """
 
     key: str
     durable: DurableStore
@@ -35,7 +38,7 @@ class PackProgress:
 
 
 def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> None:
-    """Record in a staging directory what is durable in it; the files of the store are, their names are made so here.
+    """Record in a staging directory the part of the store that is durable, and make the names of its files durable.
 
     Raises:
         StorageError: the operating system refused.
@@ -48,9 +51,9 @@ def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> No
 
 
 def find_progress(directory: Path, key: str) -> PackProgress | None:
-    """What to go on with in a staging directory, cut to what is durable; None if that is nothing.
+    """Find progress to resume in a staging directory, truncated to its durable part; None if there is none.
 
-    The blocks themselves were durable before they were recorded; their index is held against its digest.
+    The blocks were durable before they were recorded; the index is checked against its digest.
 
     Raises:
         StorageError: the operating system refused.
@@ -61,7 +64,7 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
     try:
         _tidy(directory, progress.durable)
     except OSError as error:
-        raise os_error(error, directory, "going on with it") from error
+        raise os_error(error, directory, "resuming it") from error
     return progress
 
 
@@ -73,7 +76,7 @@ def _read(directory: Path) -> PackProgress | None:
             return None
         return None if document["content"] != _identity(directory) else _progress(document)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
-        return None  # torn or foreign: nothing to go on with
+        return None  # torn or foreign: nothing to resume
 
 
 def _progress(document: Mapping[str, object]) -> PackProgress | None:
@@ -101,11 +104,11 @@ def _is_there(content: Path, durable: DurableStore) -> bool:
 
 
 def _tidy(directory: Path, durable: DurableStore) -> None:
-    """Remove everything but what is durable."""
+    """Truncate or remove everything that is not durable."""
     owned.keep_only(directory / CONTENT_NAME, durable.file_bytes)
 
 
 def _identity(directory: Path) -> list[int]:
-    """Device and inode of what is being made."""
+    """Device and inode of the content directory."""
     status = (directory / CONTENT_NAME).stat()
     return [status.st_dev, status.st_ino]

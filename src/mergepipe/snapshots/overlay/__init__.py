@@ -1,1 +1,1 @@
-"""Overlay snapshots: only the blocks that differ from the base are stored."""
+"""Overlay snapshots, which store only the blocks that differ from the base."""

@@ -1,4 +1,4 @@
-"""Overlay snapshots: what a merge writes of one, how one is opened, and its blocks read from where they stand."""
+"""Convert a snapshot's manifest to an overlay's, open overlays, and read their blocks from overlay and base files."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _READS_PER_READER = 4
 _PREFIX = f"{SIDECAR_FOLDER}/"
 
 
-# --- making one ---
+# --- making an overlay ---
 
 
 def base_places(
     tasks: Iterable[MergeTask], checkpoints: Iterable[Checkpoint]
 ) -> tuple[tuple[BaseFile, ...], dict[str, BlockPlace]]:
-    """The files that tensors may be taken from, and where the base of each tensor begins there.
+    """The base's files, and the offset of the base's bytes of each tensor in them.
 
-    A tensor that has another dtype than its base's, or whose base is worked out, has no place.
+    Tensors with another dtype than the base's, or whose base is computed, have none.
     """
     known = {checkpoint.root / file.name: file for checkpoint in checkpoints for file in checkpoint.files}
     starts: dict[str, tuple[Path, int]] = {}
@@ -75,7 +75,10 @@ def base_places(
 def as_overlay(
     manifest: Manifest, contents: Mapping[str, bytes], table: OverlayTable
 ) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and the small files of an overlay: those of the whole snapshot aside, so that nothing loads it."""
+    """Make the manifest and small files of an overlay.
+
+    The small files of the whole snapshot are moved aside, so that no loader mistakes it for a model.
+    """
     small = {f"{_PREFIX}{name}": content for name, content in contents.items()}
     small[OVERLAY_TABLE_NAME] = table.to_bytes()
     small[CARD_NAME] = _card(manifest, table)
@@ -83,7 +86,7 @@ def as_overlay(
 
 
 def completed(manifest: Manifest) -> Manifest:
-    """The manifest of the snapshot that an overlay stands for.
+    """Restore the manifest of the whole snapshot from an overlay's.
 
     Law: `completed(as_overlay(m, contents, table)[0]) == m` for a manifest whose sidecars are `contents`.
     """
@@ -108,7 +111,7 @@ Blocks are taken from
 
 
 def overlay_notice(table: OverlayTable) -> str:
-    """What to tell after a merge."""
+    """The notice to show after a merge."""
     stored = sum(place.is_stored for place in table.places)
     return (
         f"an overlay: {stored} of {len(table.places)} blocks are stored, the others are taken from the base, "
@@ -116,16 +119,16 @@ def overlay_notice(table: OverlayTable) -> str:
     )
 
 
-# --- opening one ---
+# --- opening an overlay ---
 
 
 def is_overlay(manifest: Manifest) -> bool:
-    """Whether a manifest is that of an overlay."""
+    """Whether a manifest is an overlay's."""
     return any(record.name == OVERLAY_TABLE_NAME for record in manifest.sidecars)
 
 
 def refuse_overlay(path: Path, manifest: Manifest, what: str) -> None:
-    """Refuse what needs a whole snapshot.
+    """Refuse an overlay where a whole snapshot is needed.
 
     Raises:
         UnsupportedError: `snapshot.overlay`.
@@ -138,7 +141,7 @@ def refuse_overlay(path: Path, manifest: Manifest, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """An opened overlay: its snapshot's layout, and where each block stands."""
+    """An opened overlay: the layout of its snapshot, and the location of each block."""
 
     path: Path
     manifest: Manifest
@@ -146,7 +149,7 @@ class Overlay:
     table: OverlayTable
 
     def on_base(self, base: Path) -> Overlay:
-        """The same overlay with its base's files in the directory `base`, where they are by now."""
+        """The same overlay with the base's files at their present place, the directory `base`."""
         files = tuple(replace(file, path=str(base.absolute() / Path(file.path).name)) for file in self.table.files)
         return replace(self, table=replace(self.table, files=files))
 
@@ -186,12 +189,12 @@ def block_sizes(manifest: Manifest) -> list[int]:
     return sizes
 
 
-# --- reading its blocks ---
+# --- reading blocks ---
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block as it was found at its place; without content where it could not be read, and why."""
+    """A block read from its location, or the reason why it could not be read."""
 
     block: PlacedBlock
     place: BlockPlace
@@ -202,7 +205,7 @@ class FoundBlock:
 
 
 def read_blocks(overlay: Overlay, store: Store, threads: int) -> Iterator[FoundBlock]:
-    """Every block of the snapshot, in the order in which its files hold them, read and digested by some threads.
+    """Read and digest every block of the snapshot with several threads, in the order of its files.
 
     Memory: `4 max(4, 2 threads)` blocks.
     """
@@ -224,7 +227,7 @@ def _places(overlay: Overlay) -> Iterator[tuple[PlacedBlock, BlockPlace]]:
 
 
 def _opened(overlay: Overlay, store: Store, stack: contextlib.ExitStack) -> list[RangeFile | str]:
-    """The overlay's own file and those of the base; of one that is of no use, why."""
+    """Open the files of overlay and base; for unusable ones give the reason."""
     wanted = [(overlay.path / OVERLAY_NAME, overlay.table.stored_bytes)]
     wanted += [(Path(file.path), file.size_bytes) for file in overlay.table.files]
     found: list[RangeFile | str] = []
@@ -273,15 +276,15 @@ def _in_order(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        for future in waiting:  # who asked has stopped asking
+        for future in waiting:  # the consumer stopped early
             future.cancel()
 
 
 def small_files(overlay: Overlay) -> dict[str, bytes]:
-    """The small files of the whole snapshot, by their names there, its table of digests among them.
+    """Read the small files of the whole snapshot, by their names there, with its table of digests.
 
     Raises:
-        CorruptError: `overlay.digest`, naming the file that is not what was written.
+        CorruptError: `overlay.digest`, naming the file that differs from its digest.
         NotFoundError, StorageError: one cannot be read.
     """
     records = [record for record in overlay.manifest.sidecars if record.name.startswith(_PREFIX)]

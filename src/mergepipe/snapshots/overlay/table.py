@@ -1,4 +1,4 @@
-"""Where each block of an overlay snapshot stands, in its own file or in one of the base: `mergepipe.overlay-table`."""
+"""The table that locates each block of an overlay, in its own file or in a base file: `mergepipe.overlay-table`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HINT = "merge again, or `mergepipe replay` it"
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A file that blocks are taken from, as it was when the overlay was made; `path` is absolute."""
+    """A base file that blocks are read from, in its state when the overlay was made; `path` is absolute."""
 
     path: str
     size_bytes: int
@@ -32,7 +32,7 @@ class BaseFile:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """A block's bytes begin at `offset` of a file: of the overlay's own (`STORED`), else of base file `source - 1`."""
+    """The location of a block: `offset` in the overlay's own file (`STORED`), else in base file `source - 1`."""
 
     source: int
     offset: int
@@ -45,7 +45,7 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class OverlayTable:
-    """The base's files, the size of the overlay's own, and a place for every block in the order of `mergepipe.blocks`.
+    """The base's files, the size of the overlay's own, and the location of every block in `mergepipe.blocks` order.
 
     Law: `overlay_table_of(t.to_bytes(), where, block_bytes) == t` for the sizes of the blocks of `t`.
     """
@@ -55,18 +55,18 @@ class OverlayTable:
     places: tuple[BlockPlace, ...]
 
     def to_bytes(self) -> bytes:
-        """The side file (`docs/internals/formats/overlay.md`)."""
+        """Encode the side file (`docs/internals/formats/overlay.md`)."""
         files = canonical_json([list(astuple(file)) for file in self.files])
         head = _HEAD.pack(_MAGIC, OVERLAY_VERSION, len(self.files), len(self.places), len(files), self.stored_bytes)
         return b"".join((head, files, *(_ROW.pack(place.source, place.offset) for place in self.places)))
 
 
 def overlay_table_of(raw: bytes, where: object, block_bytes: Sequence[int]) -> OverlayTable:
-    """Read what `OverlayTable.to_bytes` wrote for blocks of which the manifest tells.
+    """Decode `OverlayTable.to_bytes`, given the sizes of the blocks from the manifest.
 
     Raises:
         UnsupportedError: `overlay.newer`, `overlay.older`.
-        CorruptError: `overlay.format`, it is none, or one of other blocks, or a block is outside of its file.
+        CorruptError: `overlay.format`, it is no table, or one of other blocks, or a block is outside its file.
     """
 
     def refuse(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Writes of an output only those blocks that are not the base's at the same place, digesting all of them."""
+"""Write only those blocks of an output that differ from the base's, and digest all of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mergepipe.storage.local import os_error
 
 
 class OverlayWriter:
-    """Takes an output from start to end as `ShardWriter` does, and stores what cannot be taken from the base.
+    """Accepts an output sequentially as `ShardWriter` does, and stores the blocks that differ from the base.
 
-    `references` say of tensors where the base's bytes of the same dtype and shape begin; `files` are what they count.
-    A context manager. Memory: one block, and a digest and a place for each.
+    `references` locate the base's bytes of tensors with the same dtype and shape in `files`.
+    A context manager. Memory: one block, and a digest and a location for each.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class OverlayWriter:
 
     @property
     def table(self) -> OverlayTable:
-        """Where the blocks that were written stand."""
+        """The locations of the blocks written."""
         return OverlayTable(self._files, self._stored_bytes, tuple(self._places))
 
     def refers_to(self, name: str) -> bool:
-        """Whether blocks of a tensor may be taken from the base: then `append` wants the base's bytes too."""
+        """Whether blocks of a tensor may be taken from the base, so that `append` needs the base's bytes too."""
         return name in self._references
 
     def append(self, content: NDArray[np.uint8], base: NDArray[np.uint8] | None) -> None:
-        """Take the next bytes (uint8) of the current tensor, and as many of the base's at the same place."""
+        """Append the next bytes (uint8) of the current tensor, with the base's bytes at the same place."""
         done = 0
         while done < len(content):
             if self._spec is None:

@@ -16,33 +16,38 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_spread import HAS_SPREADING
+from mergepipe.deltastore.codec.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.decode_tiles import BY_16, BY_FOUR
+from mergepipe.deltastore.codec.decode_tiles import VECTOR_RESIDUALS, VECTOR_SYMBOLS
 from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
-from mergepipe.deltastore.codec.range_decoder import decode_head_by_16, has_vectors
 from mergepipe.deltastore.codec.rans import (
     LANES,
     MAX_CONTEXTS,
     SKIPPED,
     TOTAL,
     decode_symbols,
-    fill_starts,
-    fill_table,
+    fill_decode_table,
+    fill_start_table,
     scale_counts,
 )
+from mergepipe.deltastore.codec.rans_vector_decoder import decode_head_symbols_vector, has_vector_decoder
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.errors import CorruptError
 from mergepipe.testing.rounding import decode, encode
 
-WAYS = [0] + [BY_16] * has_vectors() + [BY_FOUR] * HAS_SPREADING + [BY_16 | BY_FOUR] * (has_vectors() and HAS_SPREADING)
+FEATURE_SETS = (
+    [0]
+    + [VECTOR_SYMBOLS] * has_vector_decoder()
+    + [VECTOR_RESIDUALS] * HAS_PDEP
+    + [VECTOR_SYMBOLS | VECTOR_RESIDUALS] * (has_vector_decoder() and HAS_PDEP)
+)
 LEVELS = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)
 Pieces = dict[Piece, NDArray[np.uint8]]
-Halves = NDArray[np.uint16]
+Bits16 = NDArray[np.uint16]
 
 
-def encoded(seed: int, n: int, step: float) -> tuple[Halves, Halves, Bands, Pieces]:
+def encoded(seed: int, n: int, step: float) -> tuple[Bits16, Bits16, Bands, Pieces]:
     """A base and an expert in bf16, their bands and pieces; a few elements are far away."""
     rng = np.random.default_rng(seed)
     base_N = decode(encode((rng.standard_normal(n) * 0.02).astype(np.float32), BF16).tobytes(), BF16)
@@ -55,22 +60,22 @@ def encoded(seed: int, n: int, step: float) -> tuple[Halves, Halves, Bands, Piec
     return base, expert, bands, {piece: np.asarray(content) for piece, content in block.pieces.items()}
 
 
-def deltas_of(pieces: Pieces, level: Level, base: Halves, bands: Bands, ways: int) -> bytes:
+def deltas_of(pieces: Pieces, level: Level, base: Bits16, bands: Bands, features: int) -> bytes:
     out = np.full(len(base), np.nan, np.float32)
     wanted = {piece: content for piece, content in pieces.items() if piece in PIECES_OF[level]}
-    decode_band_deltas(wanted, level, base, bands, "test", out, ways)
+    decode_band_deltas(wanted, level, base, bands, "test", out, features)
     return out.tobytes()
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(4096, 9000), step=st.floats(-6, 0))
 def test_decode_band_values__every_way_gives_the_same_bits(seed: int, n: int, step: float) -> None:
     base, expert, bands, pieces = encoded(seed, n, 10.0**step)
-    for ways in WAYS:
+    for features in FEATURE_SETS:
         values = np.zeros(n, np.uint16)
-        decode_band_values(pieces, base, bands, "test", values, ways)
+        decode_band_values(pieces, base, bands, "test", values, features)
         assert np.array_equal(values, expert)
     for level in LEVELS:
-        assert len({deltas_of(pieces, level, base, bands, ways) for ways in WAYS}) == 1
+        assert len({deltas_of(pieces, level, base, bands, features) for features in FEATURE_SETS}) == 1
 
 
 def test_decode_band_values__reads_and_writes_arrays_of_any_alignment() -> None:
@@ -96,20 +101,20 @@ def test_decode_band_values__what_was_decoded_before_in_a_thread_leaves_no_trace
         assert len(list(pool.map(decode_all, range(8)))) == 8
 
 
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("features", FEATURE_SETS)
 @pytest.mark.parametrize("piece", [Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.REST])
-def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Piece, ways: int) -> None:
+def test_decode_band_values__pieces_that_end_early_or_late_are_refused(piece: Piece, features: int) -> None:
     base, _, bands, pieces = encoded(4, 5000, 1e-3)
     own, values = pieces[piece], np.zeros(5000, np.uint16)
     for content in (own[:-1], own[:-2], own[:3], np.append(own, np.zeros(2, np.uint8)), np.zeros(40_000, np.uint8)):
         with pytest.raises(CorruptError) as refused:
-            decode_band_values({**pieces, piece: content}, base, bands, "test", values, ways)
+            decode_band_values({**pieces, piece: content}, base, bands, "test", values, features)
         assert refused.value.code == "store.content"
 
 
-@pytest.mark.skipif(not has_vectors(), reason="needs AVX-512")
+@pytest.mark.skipif(not has_vector_decoder(), reason="needs AVX-512")
 @given(seed=st.integers(0, 2**32 - 1), n_contexts=st.integers(1, MAX_CONTEXTS))
-def test_decode_head_by_16__decodes_whatever_words_as_the_table_does(seed: int, n_contexts: int) -> None:
+def test_decode_head_symbols_vector__decodes_whatever_words_as_the_table_does(seed: int, n_contexts: int) -> None:
     rng = np.random.default_rng(seed)
     counts_CS = rng.integers(0, 100, (n_contexts, 5)) * (rng.random((n_contexts, 5)) < 0.6)
     frequencies_CS = scale_counts(counts_CS)
@@ -117,13 +122,13 @@ def test_decode_head_by_16__decodes_whatever_words_as_the_table_does(seed: int, 
     rows_N = rng.integers(0, n_contexts, n).astype(np.uint8)
     rows_N[rng.random(n) < 0.1] = SKIPPED
     table, starts = np.zeros((SKIPPED + 1) * TOTAL, np.uint32), np.zeros(5 * MAX_CONTEXTS, np.uint32)
-    fill_table(frequencies_CS.reshape(-1), 5, table)
+    fill_decode_table(frequencies_CS.reshape(-1), 5, table)
     for context, row_S in enumerate(frequencies_CS):
-        fill_starts(row_S.astype(np.uint32), context, starts)
+        fill_start_table(row_S.astype(np.uint32), context, starts)
     words = rng.integers(0, 256, 2 * n + 2).astype(np.uint8)
     states = rng.integers(0, 1 << 31, LANES).astype(np.uint32)
     found = []
-    for decode_with, entries in ((decode_symbols, table), (decode_head_by_16, starts)):
+    for decode_with, entries in ((decode_symbols, table), (decode_head_symbols_vector, starts)):
         left, symbols_N = states.copy(), np.zeros(n, np.uint8)
         taken = decode_with(words, 0, left, rows_N, n, entries, symbols_N)
         found.append((taken, left.tobytes(), symbols_N.tobytes()))
