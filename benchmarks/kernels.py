@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16
 from mergepipe.engine.reductions import make_reduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Scalar
-from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.registry import operator_named
+from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.rounding import encode
 
@@ -95,7 +94,7 @@ def rates_of(name: str, n_experts: int, shape: tuple[int, int], repeat: int) -> 
 
 
 def main() -> int:
-    names = [name for name, spec in OPERATORS.items() if spec.max_experts != 0]
+    names = [name for name, spec in operator_specs().items() if spec.max_experts != 0]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", default=names)
     parser.add_argument("--experts", type=int, default=2)
@@ -103,7 +102,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     for name in options.operators:
-        n_experts = min(options.experts, OPERATORS[name].max_experts or options.experts)
+        n_experts = min(options.experts, operator_specs()[name].max_experts or options.experts)
         rates = rates_of(name, n_experts, tuple(options.shape), options.repeat)
         print(f"{name}: " + ", ".join(f"{stage} {rate:.2f}" for stage, rate in rates.items()), flush=True)
     return 0

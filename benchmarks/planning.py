@@ -22,7 +22,7 @@ import numpy as np
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, TensorStatistics
 from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.planner import plan_merge
@@ -89,7 +89,8 @@ def make_problem(operator: str, n_experts: int, parameters: float) -> PlanningPr
     models = [checkpoint(f"expert-{e}", shapes) for e in range(n_experts)]
     base = checkpoint("base", shapes)
     inputs = tuple(ModelInput(f"expert-{e}", m.path, PARAMETERS[operator], "") for e, m in enumerate(models))
-    recipe = Recipe(Path("/r"), "", OPERATORS[operator], ModelInput("base", base.path, {}, ""), inputs, {}, None, None)
+    spec = operator_specs()[operator]
+    recipe = Recipe(Path("/r"), "", spec, ModelInput("base", base.path, {}, ""), inputs, {}, None, None)
     rng = np.random.default_rng(0)
     known = tuple(
         {name: random_statistics(entry.n_elements, rng) for name, entry in model.tensors.items()} for model in models

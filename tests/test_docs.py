@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
 from mergepipe.recipes.parse.recipe_files import RECIPE_KEYS, load_recipes
 
@@ -64,7 +64,7 @@ def models_text(spec: OperatorSpec) -> str:
 def parameter_rows() -> list[list[str]]:
     return [
         [f"`{spec.name}`", f"`{p.name}`", p.scope.value, default_text(p), range_text(p), p.help]
-        for spec in OPERATORS.values()
+        for spec in operator_specs().values()
         for p in spec.parameters
     ]
 
@@ -77,10 +77,11 @@ BASE_TEXT = {
 }
 
 
-def test_parameters_doc__states_the_catalogue(parameters: str) -> None:
+def test_parameters_doc__states_every_operator(parameters: str) -> None:
     assert table(section(parameters, "Parameters")) == parameter_rows()
     assert table(section(parameters, "Operators")) == [
-        [f"`{spec.name}`", spec.title, BASE_TEXT[spec.base_role], models_text(spec)] for spec in OPERATORS.values()
+        [f"`{spec.name}`", spec.title, BASE_TEXT[spec.base_role], models_text(spec)]
+        for spec in operator_specs().values()
     ]
 
 

@@ -11,7 +11,7 @@ from benchmarks.fidelity_points import BUDGET_PERCENTS, OPERATORS, POLICIES, Poi
 from benchmarks.fidelity_results import Fidelity, Reference, Report, mean_loss, to_json, to_markdown
 from benchmarks.local_text import GENERAL
 
-from mergepipe.operators.catalogue import OPERATORS as CATALOGUE
+from mergepipe.operators.registry import operator_specs
 
 SEEDS = (0, 1, 2)
 
@@ -45,7 +45,7 @@ def test_reference_seed__is_the_points_own_where_the_operator_is_random() -> Non
 @pytest.mark.parametrize("name", OPERATORS)
 def test_recipe__names_known_operators_and_parameters(name: str) -> None:
     recipe = yaml.safe_load(OPERATORS[name].recipe(Path("b"), [Path("e1"), Path("e2")], "float32"))
-    known = {parameter.name for parameter in CATALOGUE[name].parameters}
+    known = {parameter.name for parameter in operator_specs()[name].parameters}
     assert recipe["merge_method"] == name
     assert [Path(model["model"]).name for model in recipe["models"]] == ["e1", "e2"]
     assert all(set(model["parameters"]) <= known for model in recipe["models"])

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Reduced
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule
-from mergepipe.operators.influence import influence_of
-from mergepipe.operators.registry import operator_named
+from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import Scope
 
 Scalar = float | bool
@@ -22,7 +20,7 @@ EXPERTS: tuple[Mapping[str, Scalar], ...] = (
 
 
 def operator_input(operator: str, **shared: Scalar) -> OperatorInput:
-    spec = OPERATORS[operator]
+    spec = operator_specs()[operator]
     defaults: dict[str, Scalar] = {
         p.name: p.default for p in spec.parameters if p.scope is Scope.GLOBAL and p.default is not None
     }
@@ -40,9 +38,9 @@ def rule_of(operator: str, given: OperatorInput) -> ElementwiseRule:
     return rule
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", operator_specs())
 def test_influence__is_there_for_every_operator(operator: str) -> None:
-    found = influence_of(operator, operator_input(operator), None)
+    found = operator_named(operator).influence(operator_input(operator), None)
     assert found.coefficients_E.shape == found.energy_factor_E.shape == (len(operator_input(operator).experts),)
 
 
@@ -50,30 +48,31 @@ def test_influence__is_there_for_every_operator(operator: str) -> None:
 @pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "dare_linear", "slerp", "passthrough"])
 def test_influence__has_the_coefficients_in_force(operator: str, normalize: bool) -> None:
     given = operator_input(operator, normalize=normalize)
-    found, rule = influence_of(operator, given, PRODUCTS_E3), rule_of(operator, given)
+    found, rule = operator_named(operator).influence(given, PRODUCTS_E3), rule_of(operator, given)
     assert found.coefficients_E.tolist() == rule.coefficients_E.astype(np.float64).tolist()
     if found.is_additive:
         assert found.anchor_scale == rule.anchor_scale
 
 
 def test_influence__is_additive_exactly_for_fixed_coefficients() -> None:
-    additive = {name for name in OPERATORS if influence_of(name, operator_input(name), None).is_additive}
-    assert additive == {"linear", "task_arithmetic", "passthrough"}
-    assert {name for name in OPERATORS if influence_of(name, operator_input(name), None).trims} == {"ties"}
+    found = {name: operator_named(name).influence(operator_input(name), None) for name in operator_specs()}
+    assert {name for name, each in found.items() if each.is_additive} == {"linear", "task_arithmetic", "passthrough"}
+    assert {name for name, each in found.items() if each.trims} == {"ties"}
+    assert all(each.is_known for each in found.values())
 
 
 def test_influence__of_an_average_can_be_renormalised() -> None:
-    average = influence_of("linear", operator_input("linear"), None).average
+    average = operator_named("linear").influence(operator_input("linear"), None).average
     assert average is not None
     assert (average.weights_E.tolist(), average.anchor_weight) == ([0.3, -1.2], 0.7)
-    assert influence_of("linear", operator_input("linear", normalize=False), None).average is None
+    assert operator_named("linear").influence(operator_input("linear", normalize=False), None).average is None
 
 
 @pytest.mark.parametrize("operator", ["dare_linear", "dare_ties"])
 def test_influence__of_random_dropping_is_its_expected_energy(operator: str) -> None:
-    rescaled = influence_of(operator, operator_input(operator), None)
+    rescaled = operator_named(operator).influence(operator_input(operator), None)
     assert rescaled.energy_factor_E.tolist() == [4.0, 2.0]
-    plain = influence_of(operator, operator_input(operator, rescale=False), None)
+    plain = operator_named(operator).influence(operator_input(operator, rescale=False), None)
     assert plain.energy_factor_E.tolist() == [0.25, 0.5]
     rng = np.random.default_rng(0)
     delta = rng.standard_normal(100_000)

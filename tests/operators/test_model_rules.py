@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, DType
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Scalar
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.ranked import survival_of
-from mergepipe.operators.registry import operator_named
+from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selecting import magnitude_cuts
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.in_memory import StoredTensor, apply_operator
@@ -48,12 +47,12 @@ class Rule:
     @property
     def n_experts(self) -> int:
         """Models other than the anchor."""
-        most = OPERATORS[self.name].max_experts
+        most = operator_specs()[self.name].max_experts
         return (3 if most is None else most) - (not self.has_base)
 
     def given(self, shape: tuple[int, ...]) -> OperatorInput:
         """What the engine would say of one tensor of that shape."""
-        spec = OPERATORS[self.name]
+        spec = operator_specs()[self.name]
         defaults = {p.name: p.default for p in spec.parameters if p.scope is Scope.GLOBAL and p.default is not None}
         everyone = EACH[: self.n_experts + (not self.has_base)]
         experts: tuple[Mapping[str, Scalar], ...] = everyone[len(everyone) - self.n_experts :]
@@ -212,10 +211,10 @@ def test_karcher__of_opposite_directions_keeps_those_of_the_mean(numbers: tuple[
     np.testing.assert_allclose(found_N, direction * np.abs(numbers).mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", sorted(operator_specs()))
 def test_operator__is_registered_under_its_specification(name: str) -> None:
     operator = operator_named(name)
-    assert operator.spec is OPERATORS[name]
+    assert operator.spec is operator_specs()[name]
     assert operator.is_random == name.startswith(("dare", "della"))
 
 

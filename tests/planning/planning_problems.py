@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.core.blocks import F32, BlockGrid
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
     COMMON_DENSITIES,
@@ -153,7 +153,14 @@ def make(
         for e, model in enumerate(models)
     )
     recipe = Recipe(
-        Path("/r.yml"), "", OPERATORS[operator], ModelInput("./base", anchor.path, {}, ""), inputs, shared, None, None
+        Path("/r.yml"),
+        "",
+        operator_specs()[operator],
+        ModelInput("./base", anchor.path, {}, ""),
+        inputs,
+        shared,
+        None,
+        None,
     )
     known = tuple({name: tensor_statistics(base[name], each[name]) for name in base} for each in experts)
     problem = PlanningProblem(

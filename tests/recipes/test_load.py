@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.recipe import Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
 
-METHODS = did_you_mean("", list(OPERATORS))
+METHODS = did_you_mean("", list(operator_specs()))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ dtype: bfloat16
 
 def test_load_recipe__reads_linear(folder: Path) -> None:
     recipe = load(folder, LINEAR)
-    assert recipe.operator is OPERATORS["linear"]
+    assert recipe.operator is operator_specs()["linear"]
     assert [(m.text, m.path, dict(m.parameters), m.where) for m in recipe.models] == [
         ("a", folder / "a", {"weight": 1.0}, "recipe.yml:2 models[0]"),
         ("./b", folder / "b", {"weight": 0.3}, "recipe.yml:5 models[1]"),
@@ -627,7 +627,7 @@ KEYS = st.sampled_from(
     ]
 )
 LEAVES = (
-    st.sampled_from([*OPERATORS, "a", "b", "base", "org/name", "a+b", "float16", "auto", "", "\n", "~", "1e-3"])
+    st.sampled_from([*operator_specs(), "a", "b", "base", "org/name", "a+b", "float16", "auto", "", "\n", "~", "1e-3"])
     | st.none()
     | st.booleans()
     | st.floats()
@@ -639,7 +639,7 @@ ANYTHING = st.recursive(
 )
 RECIPE_LIKE = st.fixed_dictionaries(
     {
-        "merge_method": st.sampled_from([*OPERATORS, "della"]) | ANYTHING,
+        "merge_method": st.sampled_from([*operator_specs(), "della"]) | ANYTHING,
         "models": st.lists(
             st.fixed_dictionaries(
                 {"model": st.sampled_from(["a", "b", "base", "link"]) | ANYTHING},

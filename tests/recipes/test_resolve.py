@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, DTypeKind, element_count
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
 from mergepipe.recipes.resolve.resolution import resolve
@@ -34,7 +34,7 @@ def recipe(
     dtype: DType | None = None,
     out_dtype: DType | None = None,
 ) -> Recipe:
-    return Recipe(Path("/recipe.yml"), "", OPERATORS[operator], base, models, parameters or {}, dtype, out_dtype)
+    return Recipe(Path("/recipe.yml"), "", operator_specs()[operator], base, models, parameters or {}, dtype, out_dtype)
 
 
 def checkpoint(tensors: Tensors) -> Checkpoint:

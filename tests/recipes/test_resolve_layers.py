@@ -14,7 +14,7 @@ from mergepipe.checkpoints.computed.gathered_rows import GatheredRows
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry, Unchanged
 from mergepipe.core.blocks import BF16, F32, DType, element_count
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.parameter_values import Case, Cases
 from mergepipe.recipes.parse.recipe import LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolve.layers import LayerList, is_before_layers, layer_lists
@@ -49,7 +49,7 @@ def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: in
 def merging(
     operator: str, *models: ModelInput, base: ModelInput | None = None, parameters: Mapping[str, Setting] | None = None
 ) -> Recipe:
-    return Recipe(Path("/recipe.yml"), "", OPERATORS[operator], base, models, parameters or {}, None, None)
+    return Recipe(Path("/recipe.yml"), "", operator_specs()[operator], base, models, parameters or {}, None, None)
 
 
 def slicing(

@@ -12,7 +12,7 @@ from test_layered_recipes import CHAIN, SLERP, STACK, TOKENS
 from test_load import DARE, LINEAR, TIES
 from test_load import SLERP as SLERP_OF_MODELS
 
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.schema import recipe_schema, schema_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -65,6 +65,6 @@ def test_recipe_schema__refuses_typos(text: str, old: str, new: str) -> None:
 
 def test_recipe_schema__knows_every_operator_and_parameter() -> None:
     text = schema_text()
-    for spec in OPERATORS.values():
+    for spec in operator_specs().values():
         assert f'"const": "{spec.name}"' in text
         assert [each.name for each in spec.parameters if f'"{each.name}": {{' not in text] == []

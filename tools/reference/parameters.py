@@ -1,8 +1,8 @@
-"""The page of operators and parameters as recipes name them, from the catalogue of operators."""
+"""The page of operators and parameters as recipes name them, from the operators' specs."""
 
 from __future__ import annotations
 
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
 from tools.reference import row, table
 
@@ -33,13 +33,13 @@ def parameter_page() -> str:
     lines = [_HEAD, "## Operators", "", *table("operator", "what it does", "`base_model`", "models besides the base")]
     lines += [
         row(f"`{spec.name}`", spec.title, _BASE[spec.base_role], _models(spec)).replace("  ", " ")
-        for spec in OPERATORS.values()
+        for spec in operator_specs().values()
     ]
     lines += [_BASE_NOTE, "## Parameters", _SCOPE_NOTE]
     lines += table("operator", "parameter", "scope", "default", "range", "meaning")
     lines += [
         row(f"`{spec.name}`", f"`{each.name}`", each.scope.value, _default(each), _range(each), _plain(each.help))
-        for spec in OPERATORS.values()
+        for spec in operator_specs().values()
         for each in spec.parameters
     ]
     return "\n".join(lines)

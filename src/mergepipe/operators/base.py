@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.spec import OperatorSpec
 
 Scalar = float | bool
@@ -195,7 +196,7 @@ class BlockFunction(Protocol):
 
 
 class Operator(Protocol):
-    """A merge rule."""
+    """A merge rule: all that recipes, planners and the engine know of it. Nothing else names a single operator."""
 
     @property
     def spec(self) -> OperatorSpec: ...
@@ -213,13 +214,20 @@ class Operator(Protocol):
         """What must be known of the whole tensor next, `reduced` being known; None when blocks can be merged."""
         ...
 
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """What a planner may know; `unknown_influence` where nothing is said. `products_E3`: None where not known."""
+        ...
+
     def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
         """The function for this tensor's blocks."""
         ...
 
 
 class Plain:
-    """What most operators have in common: nothing of them is random, nothing is reduced, any cut will do."""
+    """What most operators have in common: nothing of them is random, nothing is reduced, any cut will do.
+
+    It has no `influence`: what a planner may know is for each operator to say.
+    """
 
     __slots__ = ()
     is_random = False

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, Plain, RawBlock, Reduced, Scalar
-from mergepipe.operators.catalogue import OPERATORS
-from mergepipe.operators.registry import has_operator, register
+from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Plain, RawBlock, Reduced, Scalar
+from mergepipe.operators.influence import Influence, Products, equal_influence
+from mergepipe.operators.registry import add_operator, has_operator, operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 ENTRY_POINTS = "mergepipe.operators"
@@ -36,6 +36,10 @@ class CustomOperator(Plain):
 
     spec: OperatorSpec
     function: MergeFunction
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """Blocks may be omitted, as the function sees one element at a time; how far each delta goes is not known."""
+        return equal_influence(len(given.experts))
 
     def block_function(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> CustomRule:
         named = [p.name for p in self.spec.parameters if p.scope is Scope.MODEL and not p.ignored]
@@ -111,31 +115,17 @@ def operator(
     return decorate
 
 
-def add_operator(made: Operator) -> None:
-    """Let recipes name an operator.
-
-    Raises:
-        UnsupportedError: there is another one of that name.
-    """
-    name = made.spec.name
-    if has_operator(name):
-        message = "there is a merge method of that name already"
-        raise UnsupportedError.of("operator.duplicate", name, message, "choose another name")
-    register(made)
-    OPERATORS[name] = made.spec
-
-
 def load_entry_points() -> tuple[str, ...]:
     """Register the operators that installed packages offer, in the order of their names; the names of those added.
 
     An entry point of the group `mergepipe.operators` names an `Operator`, or a module that makes some when imported.
     """
-    before = set(OPERATORS)
+    before = set(operator_specs())
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         found = point.load()
         if hasattr(found, "spec") and not has_operator(found.spec.name):
             add_operator(found)
-    return tuple(name for name in OPERATORS if name not in before)
+    return tuple(name for name in operator_specs() if name not in before)
 
 
 def parameter(name: str, help: str, *, default: float | bool | None = None, per_model: bool = False) -> ParameterSpec:

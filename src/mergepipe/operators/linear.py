@@ -1,18 +1,23 @@
-"""Rules with fixed coefficients: linear, task_arithmetic, passthrough."""
+"""Rules with fixed coefficients: linear, task_arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.base import OperatorInput, Plain, Reduced
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
 from mergepipe.operators.elementwise import ElementwiseRule, Shares
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.influence import Average, Influence, Products
+from mergepipe.operators.shared_parameters import WEIGHT, delta_spec, normalize_flag
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 SMALLEST_SUM = 1e-8
+_NO_RESCALE = ParameterSpec(
+    "rescale", Scope.GLOBAL, "nothing is trimmed; no effect", default=False, is_flag=True, ignored=True
+)
 
 
 def nonzero_sum(weights_E: NDArray[np.float64]) -> float:
@@ -28,7 +33,24 @@ class Linear(Plain):
     Source: Wortsman et al. 2022 (arXiv 2203.05482). The anchored form is what lets an omitted delta be a zero.
     """
 
-    spec: OperatorSpec = OPERATORS["linear"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "linear",
+        "weighted average",
+        "Wortsman et al. 2022, arXiv 2203.05482",
+        BaseRole.OPTIONAL,
+        (WEIGHT, normalize_flag(True)),
+        min_experts=0,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        weights_E = given.weights_E()
+        anchor = float(given.anchor["weight"])
+        total = anchor + float(weights_E.sum())
+        ones_E = np.ones_like(weights_E)
+        if not given.globals["normalize"]:
+            return Influence(_in_force(weights_E), ones_E, is_additive=True, anchor_scale=total)
+        coefficients_E = _in_force(weights_E / (total or 1.0))
+        return Influence(coefficients_E, ones_E, is_additive=True, average=Average(weights_E, anchor))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         weights_E = given.weights_E()
@@ -47,22 +69,20 @@ class TaskArithmetic(Plain):
     Source: Ilharco et al. 2022 (arXiv 2212.04089).
     """
 
-    spec: OperatorSpec = OPERATORS["task_arithmetic"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "task_arithmetic",
+        "sum of task vectors",
+        "Ilharco et al. 2022, arXiv 2212.04089",
+        normalize=False,
+        rescale=_NO_RESCALE,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = fixed_coefficients(given).astype(np.float64)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), is_additive=True)
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(coefficients_E=fixed_coefficients(given))
-
-
-@dataclass(frozen=True, slots=True)
-class Passthrough(Plain):
-    """The single model, times `scale`."""
-
-    spec: OperatorSpec = OPERATORS["passthrough"]
-
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(
-            coefficients_E=np.empty(0, np.float32), anchor_scale=float(given.anchor.get("scale", 1.0))
-        )
 
 
 def fixed_coefficients(given: OperatorInput) -> NDArray[np.float32]:
@@ -70,3 +90,10 @@ def fixed_coefficients(given: OperatorInput) -> NDArray[np.float32]:
     weights_E = given.weights_E()
     divisor = nonzero_sum(weights_E) if given.globals["normalize"] else 1.0
     return (weights_E * (float(given.globals["lambda"]) / divisor)).astype(np.float32)
+
+
+def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    return coefficients_E.astype(np.float32).astype(np.float64)
+
+
+OPERATORS: tuple[Operator, ...] = (Linear(), TaskArithmetic())

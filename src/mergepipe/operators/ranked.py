@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from mergepipe.core.blocks import DELTA_FLAG, F32, ITEMSIZE_BY_KERNEL_CODE
 from mergepipe.errors import RecipeError
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
+    Operator,
     OperatorInput,
     Plain,
     RawBlock,
@@ -19,13 +21,40 @@ from mergepipe.operators.base import (
     ReductionRequest,
     RowSums,
 )
-from mergepipe.operators.catalogue import OPERATORS, spread_conflict
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
+from mergepipe.operators.influence import Influence, Products
 from mergepipe.operators.linear import fixed_coefficients
-from mergepipe.operators.sparse import consensus_rule, densities_E, scales_of_sums
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.shared_parameters import DENSITY, delta_spec, rescale_to_magnitudes
+from mergepipe.operators.sparse import (
+    consensus_coefficients,
+    consensus_rule,
+    densities_E,
+    dropped_energy,
+    scales_of_sums,
+)
+from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 
 SCRATCH_ELEMENTS = 1 << 18
+_DEEP = "Deep et al. 2024, arXiv 2406.11617"
+_SPREAD = ParameterSpec(
+    "epsilon",
+    Scope.MODEL,
+    "the smallest element of a row survives with density - epsilon, the largest with density + epsilon",
+    default=0.15,
+    low=0.0,
+    high=0.5,
+)
+
+
+def spread_conflict(model: Mapping[str, float | bool]) -> str:
+    """Whether elements of one model survive with probabilities outside of (0, 1); at density 1 all survive."""
+    if not {"density", "epsilon"} <= model.keys():
+        return ""
+    density, epsilon = float(model["density"]), float(model["epsilon"])
+    low, high = density - epsilon, density + epsilon
+    if density == 1.0 or (low > 0.0 and high < 1.0):
+        return ""
+    return f"density {density:g} with epsilon {epsilon:g} gives probabilities from {low:g} to {high:g}, outside (0, 1)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +196,20 @@ class Della(_Ranked):
     Deviation: rescaled by the ratio of sums of magnitudes, as mergekit does, and not by each element's probability.
     """
 
-    spec: OperatorSpec = OPERATORS["della"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "della",
+        "drop by rank in the row, elect sign, disjoint merge",
+        _DEEP,
+        DENSITY,
+        _SPREAD,
+        normalize=True,
+        rescale=rescale_to_magnitudes(True),
+        conflict=spread_conflict,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """As DARE's, but large elements are kept more often: who is elected is not worked out."""
+        return Influence(consensus_coefficients(given), dropped_energy(given))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> RankedRule:
         scales_E = scales_of_sums(given, reduced)
@@ -178,7 +220,19 @@ class Della(_Ranked):
 class DellaLinear(_Ranked):
     """Drop by rank and rescale as DELLA, then `M_0 + lambda sum_i w_i delta_i`."""
 
-    spec: OperatorSpec = OPERATORS["della_linear"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "della_linear",
+        "drop by rank in the row, then sum",
+        _DEEP,
+        DENSITY,
+        _SPREAD,
+        normalize=False,
+        rescale=rescale_to_magnitudes(True),
+        conflict=spread_conflict,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(fixed_coefficients(given).astype(np.float64), dropped_energy(given))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> RankedRule:
         rule = ElementwiseRule(fixed_coefficients(given), keep=Keep.LARGE, scales_E=scales_of_sums(given, reduced))
@@ -203,3 +257,6 @@ def check_spread(given: OperatorInput) -> None:
         conflict = spread_conflict(parameters)
         if conflict:
             raise RecipeError.of("recipe.parameter.range", "epsilon", conflict, "choose a smaller epsilon")
+
+
+OPERATORS: tuple[Operator, ...] = (Della(), DellaLinear())

@@ -1,21 +1,31 @@
-"""From an operator's name to the operator itself."""
+"""The operators that recipes can name. A family of operators is registered here by one line; importing it loads no
+compiled code."""
 
 from __future__ import annotations
 
-from mergepipe.operators.base import Operator
-from mergepipe.operators.linear import Linear, Passthrough, TaskArithmetic
-from mergepipe.operators.ranked import Della, DellaLinear
-from mergepipe.operators.selecting import ArceeFusion, NearSwap, Ram, RamPlus, Sce
-from mergepipe.operators.slerp import Slerp
-from mergepipe.operators.sparse import Breadcrumbs, BreadcrumbsTies, DareLinear, DareTies, Ties
-from mergepipe.operators.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp
+from collections.abc import Iterable
 
-_BUILT_IN: tuple[Operator, ...] = (
-    Linear(), TaskArithmetic(), Passthrough(), Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies(),
-    Della(), DellaLinear(), Slerp(), NuSlerp(), MultiSlerp(), Karcher(), ModelStock(), Sce(), Ram(), RamPlus(),
-    NearSwap(), ArceeFusion(),
-)  # fmt: skip
-_OPERATORS: dict[str, Operator] = {operator.spec.name: operator for operator in _BUILT_IN}
+from mergepipe.errors import UnsupportedError
+from mergepipe.operators import linear, passthrough, ranked, selecting, slerp, sparse, spherical
+from mergepipe.operators.base import Operator
+from mergepipe.operators.spec import OperatorSpec
+
+_FAMILIES: tuple[Iterable[Operator], ...] = (
+    linear.OPERATORS,
+    sparse.OPERATORS,
+    ranked.OPERATORS,
+    slerp.OPERATORS,
+    spherical.OPERATORS,
+    selecting.OPERATORS,
+    passthrough.OPERATORS,
+)
+_BUILT_IN: dict[str, Operator] = {operator.spec.name: operator for family in _FAMILIES for operator in family}
+_OPERATORS: dict[str, Operator] = dict(_BUILT_IN)
+
+
+def operator_specs() -> dict[str, OperatorSpec]:
+    """The specs of all operators by name, in the order in which they are listed."""
+    return {name: operator.spec for name, operator in _OPERATORS.items()}
 
 
 def has_operator(name: str) -> bool:
@@ -23,15 +33,42 @@ def has_operator(name: str) -> bool:
     return name in _OPERATORS
 
 
-def register(operator: Operator) -> None:
-    """Add an operator, or put another one in the place of the one of that name."""
-    _OPERATORS[operator.spec.name] = operator
-
-
 def operator_named(name: str) -> Operator:
     """The operator of that name.
 
     Raises:
-        KeyError: there is none; recipes are checked against the catalogue before.
+        KeyError: there is none; recipes are checked against `operator_specs` before.
     """
     return _OPERATORS[name]
+
+
+def is_built_in(operator: Operator) -> bool:
+    """Whether its name and parameters say what it does, for every process that runs this version of MergePipe."""
+    return _BUILT_IN.get(operator.spec.name) == operator
+
+
+def add_operator(operator: Operator) -> None:
+    """Let recipes name an operator.
+
+    Raises:
+        UnsupportedError: there is another one of that name, or it does not say what a planner may know.
+    """
+    name = operator.spec.name
+    if has_operator(name):
+        message = "there is a merge method of that name already"
+        raise UnsupportedError.of("operator.duplicate", name, message, "choose another name")
+    if not callable(getattr(operator, "influence", None)):
+        message = "the operator has no method `influence`, which says what a planner may know"
+        raise UnsupportedError.of("operator.influence", name, message, "return unknown_influence(n_experts) from it")
+    _OPERATORS[name] = operator
+
+
+def remove_operator(name: str) -> None:
+    """Take out an operator that was added; those of MergePipe itself stay.
+
+    Raises:
+        KeyError: no operator of that name was added.
+    """
+    if name in _BUILT_IN:
+        raise KeyError(name)
+    del _OPERATORS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from mergepipe.operators.base import (
     NOTHING_REDUCED,
     BlockFunction,
+    Operator,
     OperatorInput,
     Plain,
     RawBlock,
@@ -20,16 +22,19 @@ from mergepipe.operators.base import (
     ScoreCut,
 )
 from mergepipe.operators.by_row import RowRule
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
+from mergepipe.operators.influence import Influence, Products, equal_influence, equal_shares
 from mergepipe.operators.measures import Importance, Overlaps, SelectedEnergies, SoftmaxSums, Variance, VariedCount
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.shared_parameters import INT8_MASK
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 SMALLEST_ENERGY = 1e-6
 SMALLEST_DIVISOR = 1e-6
 NOTHING_KEPT_BITS = 0xFFFFFFFF
 INFINITY_BITS = 0x7F800000
 _QUARTERS = (0.25, 0.5, 0.75)
+_RAM = "arXiv 2601.13572"
+_CHANGED = ParameterSpec("epsilon", Scope.GLOBAL, "a larger |delta| counts as a change", default=1e-5, low=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,26 @@ class Sce(Plain):
     variance are the target; all elements equal to the last one kept are kept too.
     """
 
-    spec: OperatorSpec = OPERATORS["sce"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "sce",
+        "select by variance, weigh by energy, erase minority signs",
+        "Wan et al. 2024, arXiv 2408.07990",
+        BaseRole.REQUIRED,
+        (
+            ParameterSpec(
+                "select_topk",
+                Scope.GLOBAL,
+                "share of the elements with any variance that is kept",
+                default=1.0,
+                low=0.0,
+                high=1.0,
+            ),
+            INT8_MASK,
+        ),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_shares(len(given.experts))
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         n_experts, whole = len(given.experts), max(1, given.n_elements)
@@ -111,7 +135,12 @@ class Ram(Plain):
     Source: arXiv 2601.13572. A change is a |delta| above `epsilon`; smaller deltas are dropped.
     """
 
-    spec: OperatorSpec = OPERATORS["ram"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (_CHANGED,)
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(given.experts))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> OverlapRule:
         return OverlapRule(float(given.globals["epsilon"]), np.ones(len(given.experts), np.float32))
@@ -124,7 +153,20 @@ class RamPlus(Plain):
     Source: arXiv 2601.13572.
     """
 
-    spec: OperatorSpec = OPERATORS["ramplus_tl"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "ramplus_tl",
+        "as ram, with what one model changes amplified tensor by tensor",
+        _RAM,
+        BaseRole.REQUIRED,
+        (
+            ParameterSpec("r", Scope.GLOBAL, "strength of the amplification", default=0.1),
+            ParameterSpec("alpha", Scope.GLOBAL, "largest ratio of shared to own changes", default=0.2, low=0.0),
+            _CHANGED,
+        ),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(given.experts))
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         overlaps = Overlaps(len(given.experts), float(given.globals["epsilon"]))
@@ -146,7 +188,17 @@ class NearSwap(Plain):
     Source: alchemonaut, QuartetAnemoi-70B-t0.0001.
     """
 
-    spec: OperatorSpec = OPERATORS["nearswap"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "nearswap",
+        "towards the other model where it is near",
+        "alchemonaut, QuartetAnemoi-70B-t0.0001",
+        BaseRole.REQUIRED,
+        (ParameterSpec("t", Scope.GLOBAL, "largest step of an element", required=True),),
+        max_experts=1,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(given.experts))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         n_experts = len(given.experts)
@@ -163,7 +215,17 @@ class ArceeFusion(Plain):
     Source: Arcee AI. Deviation: quartiles are exact; mergekit samples a million elements of larger tensors.
     """
 
-    spec: OperatorSpec = OPERATORS["arcee_fusion"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "arcee_fusion",
+        "the other model's most important changes",
+        "Arcee AI, arcee.ai",
+        BaseRole.REQUIRED,
+        (),
+        max_experts=1,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(given.experts))
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if not reduced.sums:
@@ -202,3 +264,6 @@ def magnitude_cuts(cut: np.float32, weight_R: NDArray[np.float32]) -> NDArray[np
         low_R = np.where(reaches_R | (low_R >= high_R), low_R, middle_R + np.uint32(1))
         high_R = np.where(reaches_R, middle_R, high_R)
     return np.where(low_R > INFINITY_BITS, np.uint32(NOTHING_KEPT_BITS), low_R)
+
+
+OPERATORS: tuple[Operator, ...] = (Sce(), Ram(), RamPlus(), NearSwap(), ArceeFusion())

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from mergepipe.operators.base import NOTHING_REDUCED, InnerProducts, OperatorInput, Plain, Reduced, ReductionRequest
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.base import (
+    NOTHING_REDUCED,
+    InnerProducts,
+    Operator,
+    OperatorInput,
+    Plain,
+    Reduced,
+    ReductionRequest,
+)
 from mergepipe.operators.elementwise import ElementwiseRule
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.influence import Influence, Products
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 COLLINEAR_COSINE = 0.9995
 SMALLEST_NORM = 1e-8
@@ -23,7 +32,22 @@ class Slerp(Plain):
     Source: Shoemake 1985, "Animating rotation with quaternion curves"; thresholds as mergekit documents them.
     """
 
-    spec: OperatorSpec = OPERATORS["slerp"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "slerp",
+        "spherical interpolation of two models",
+        "Shoemake 1985; mergekit's documented parameters",
+        BaseRole.REQUIRED,
+        (ParameterSpec("t", Scope.GLOBAL, "0 is the base, 1 the other model", required=True, low=0.0, high=1.0),),
+        max_experts=1,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """The other model's share on the great circle, or on the straight line where the angle is not known."""
+        share_E = np.array([float(given.globals["t"])])
+        if products_E3 is not None:
+            rule = self.block_function(given, Reduced(products_E3=products_E3))
+            share_E = rule.coefficients_E.astype(np.float64)
+        return Influence(share_E, np.ones(1))
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return InnerProducts() if reduced.products_E3 is None else None
@@ -57,3 +81,6 @@ def slerp_shares(t: float, base_base: float, other_other: float, base_other: flo
         return 1.0 - t, t
     angle = math.acos(cosine)
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+
+
+OPERATORS: tuple[Operator, ...] = (Slerp(),)

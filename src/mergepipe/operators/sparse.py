@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +12,30 @@ from mergepipe.operators.base import (
     NOTHING_REDUCED,
     MagnitudeBand,
     MagnitudeCut,
+    Operator,
     OperatorInput,
     Plain,
     Reduced,
     ReductionRequest,
     RowSums,
 )
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.elementwise import ElementwiseRule, Keep
-from mergepipe.operators.linear import fixed_coefficients
+from mergepipe.operators.influence import Election, Influence, Products
+from mergepipe.operators.linear import fixed_coefficients, nonzero_sum
 from mergepipe.operators.measures import KeptMagnitudes
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.shared_parameters import DENSITY, delta_spec, rescale_to_magnitudes
+from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.operators.statistics import rank_of_density
 
 SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
+_YADAV, _YU = "Yadav et al. 2023, arXiv 2306.01708", "Yu et al. 2023, arXiv 2311.03099"
+_DAVARI = "Davari and Belilovsky 2023, arXiv 2312.06795"
+_RESCALE_BY_DENSITY = ParameterSpec(
+    "rescale", Scope.GLOBAL, "multiply surviving elements by 1/density", default=True, is_flag=True
+)
+_GAMMA = ParameterSpec(
+    "gamma", Scope.MODEL, "share of the delta's largest elements that is dropped", default=0.01, low=0.0, high=1.0
+)
 
 
 def densities_E(given: OperatorInput) -> NDArray[np.float64]:
@@ -41,7 +52,20 @@ class Ties(Plain):
     so that the sum of magnitudes stays, as mergekit does.
     """
 
-    spec: OperatorSpec = OPERATORS["ties"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "ties",
+        "trim, elect sign, disjoint merge",
+        _YADAV,
+        DENSITY,
+        normalize=True,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """Trimming is exact; of the consensus only the weights are kept: which elements agree is for `election`."""
+        coefficients_E = consensus_coefficients(given)
+        election = _election(given, trims=True)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True, election=election)
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         kept_E = tuple(rank_of_density(float(p["density"]), given.n_elements) for p in given.experts)
@@ -89,7 +113,20 @@ class Breadcrumbs(_Band):
     dropped too, those equal to the smallest one kept are kept.
     """
 
-    spec: OperatorSpec = OPERATORS["breadcrumbs"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "breadcrumbs",
+        "drop the largest and the smallest, then sum",
+        _DAVARI,
+        DENSITY,
+        _GAMMA,
+        normalize=False,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        """What the band keeps of a block cannot be known from its octaves."""
+        coefficients_E = fixed_coefficients(given).astype(np.float64)
+        return Influence(coefficients_E, np.ones_like(coefficients_E))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(
@@ -105,7 +142,19 @@ class Breadcrumbs(_Band):
 class BreadcrumbsTies(_Band):
     """Drop as breadcrumbs, elect signs and merge as TIES."""
 
-    spec: OperatorSpec = OPERATORS["breadcrumbs_ties"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "breadcrumbs_ties",
+        "drop the largest and the smallest, elect sign, disjoint merge",
+        f"{_DAVARI}; {_YADAV}",
+        DENSITY,
+        _GAMMA,
+        normalize=False,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = consensus_coefficients(given)
+        return Influence(coefficients_E, np.ones_like(coefficients_E))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return consensus_rule(
@@ -145,8 +194,13 @@ class DareLinear(Plain):
     Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
     """
 
-    spec: OperatorSpec = OPERATORS["dare_linear"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "dare_linear", "drop and rescale, then sum", _YU, DENSITY, normalize=False, rescale=_RESCALE_BY_DENSITY
+    )
     is_random = True
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(fixed_coefficients(given).astype(np.float64), dropped_energy(given))
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         cuts_E, scales_E = _drop_and_rescale(given)
@@ -166,8 +220,19 @@ class DareTies(Plain):
     Source: Yu et al. 2023 (arXiv 2311.03099) with the consensus of Yadav et al. 2023 (arXiv 2306.01708).
     """
 
-    spec: OperatorSpec = OPERATORS["dare_ties"]
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "dare_ties",
+        "drop and rescale, elect sign, disjoint merge",
+        f"{_YU}; {_YADAV}",
+        DENSITY,
+        normalize=False,
+        rescale=_RESCALE_BY_DENSITY,
+    )
     is_random = True
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        election = _election(given, trims=False)
+        return Influence(consensus_coefficients(given), dropped_energy(given), election=election)
 
     def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         cuts_E, scales_E = _drop_and_rescale(given)
@@ -210,3 +275,30 @@ def consensus_rule(
         normalize=bool(given.globals["normalize"]),
         delta_scale=float(given.globals["lambda"]),
     )
+
+
+def _election(given: OperatorInput, *, trims: bool) -> Election:
+    density_E = densities_E(given)
+    return Election(
+        weight_E=given.weights_E().astype(np.float64),
+        share_E=density_E,
+        tail_E=density_E if trims else np.ones_like(density_E),
+        normalize=bool(given.globals["normalize"]),
+        scale=float(given.globals["lambda"]),
+    )
+
+
+def consensus_coefficients(given: OperatorInput) -> NDArray[np.float64]:
+    """The experts' weights as far as they are known before signs are elected."""
+    weights_E = given.weights_E()
+    divisor = nonzero_sum(np.abs(weights_E)) if given.globals["normalize"] else 1.0
+    return weights_E * (float(given.globals["lambda"]) / divisor)
+
+
+def dropped_energy(given: OperatorInput) -> NDArray[np.float64]:
+    """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
+    density_E = densities_E(given)
+    return 1.0 / density_E if given.globals["rescale"] else density_E
+
+
+OPERATORS: tuple[Operator, ...] = (Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import combinations
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,18 @@ from mergepipe.operators.base import (
     BlockFunction,
     ColumnGram,
     InnerProducts,
+    Operator,
     OperatorInput,
     Plain,
     Reduced,
     ReductionRequest,
     RowGram,
 )
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.frames import Coefficients, frame_of, lengths
-from mergepipe.operators.spec import OperatorSpec
+from mergepipe.operators.influence import Influence, Products, equal_shares
+from mergepipe.operators.linear import nonzero_sum
+from mergepipe.operators.shared_parameters import WEIGHT
+from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 
 IDEAL_CELL_ELEMENTS = 1 << 20
 SMALLEST_LENGTH = 1e-7
@@ -50,7 +54,30 @@ class NuSlerp(Plain):
     below 1e-8 counts as collinear.
     """
 
-    spec: OperatorSpec = OPERATORS["nuslerp"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "nuslerp",
+        "spherical interpolation of two models, or of their deltas",
+        "Shoemake 1985; mergekit's documented parameters",
+        BaseRole.ORIGIN,
+        (
+            WEIGHT,
+            ParameterSpec(
+                "nuslerp_row_wise",
+                Scope.GLOBAL,
+                "with flatten off: along the first dimension, not the last",
+                default=False,
+                is_flag=True,
+            ),
+            ParameterSpec(
+                "nuslerp_flatten", Scope.GLOBAL, "the whole tensor is one vector", default=True, is_flag=True
+            ),
+        ),
+        min_experts=2,
+        max_experts=2,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(given)
 
     def granularity(self, given: OperatorInput) -> int:
         return _cell_elements(given) if _by_column(given) else 1
@@ -80,6 +107,14 @@ def _cell_elements(given: OperatorInput) -> int:
     return given.n_columns * max(1, IDEAL_CELL_ELEMENTS // given.n_columns)
 
 
+def weight_shares(given: OperatorInput) -> Influence:
+    """Weights over their sum, as if all models lay along one line."""
+    parts = ((given.anchor,) if given.anchor else ()) + given.experts
+    weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
+    share_E = weights_P[len(parts) - len(given.experts) :] / nonzero_sum(weights_P)
+    return Influence(share_E, np.ones_like(share_E))
+
+
 def participant_weights(given: OperatorInput) -> list[float]:
     """The weights of the models that are combined, the anchor's first if it takes part."""
     return [float(p["weight"]) for p in ((given.anchor,) if given.anchor else ()) + given.experts]
@@ -103,7 +138,22 @@ class MultiSlerp(Plain):
     Source: Goddard, "Multi-SLERP"; thresholds as mergekit documents them.
     """
 
-    spec: OperatorSpec = OPERATORS["multislerp"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "multislerp",
+        "barycentric interpolation on a hypersphere",
+        "Goddard, goddard.blog/posts/multislerp-wow-what-a-cool-idea",
+        BaseRole.ORIGIN,
+        (
+            WEIGHT,
+            ParameterSpec(
+                "normalize_weights", Scope.GLOBAL, "divide the weights by their sum", default=True, is_flag=True
+            ),
+            ParameterSpec("eps", Scope.GLOBAL, "smallest length that is told from zero", default=1e-8, low=0.0),
+        ),
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(given)
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return None if len(participant_weights(given)) == 1 else whole_gram(given, reduced)
@@ -159,7 +209,22 @@ class Karcher(Plain):
     Source: arXiv 2603.04972; steps and thresholds as mergekit documents them.
     """
 
-    spec: OperatorSpec = OPERATORS["karcher"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "karcher",
+        "mean of directions on a hypersphere, all models alike",
+        "arXiv 2603.04972",
+        BaseRole.OPTIONAL,
+        (
+            ParameterSpec(
+                "max_iter", Scope.GLOBAL, "most steps towards the mean", default=10.0, low=0.0, is_whole=True
+            ),
+            ParameterSpec("tol", Scope.GLOBAL, "a shorter step ends the search", default=1e-5, low=0.0),
+        ),
+        min_experts=0,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(given)
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return whole_gram(given, reduced) if given.experts else None
@@ -217,7 +282,17 @@ class ModelStock(Plain):
     Source: Jang et al. 2024 (arXiv 2403.19522), Eq. 5; where its denominator vanishes the base is kept.
     """
 
-    spec: OperatorSpec = OPERATORS["model_stock"]
+    spec: ClassVar[OperatorSpec] = OperatorSpec(
+        "model_stock",
+        "average of the models, drawn to the base by the angle between their deltas",
+        "Jang et al. 2024, arXiv 2403.19522",
+        BaseRole.REQUIRED,
+        (ParameterSpec("filter_wise", Scope.GLOBAL, "angles row by row", default=False, is_flag=True),),
+        min_experts=2,
+    )
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_shares(len(given.experts))
 
     def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if reduced.gram_GFF is not None:
@@ -246,3 +321,6 @@ def stock_shares(gram_GPP: Gram) -> Coefficients:
     denominator_G = 1.0 + (count - 1) * cosine_G
     is_singular_G = np.abs(denominator_G) < SMALLEST_DENOMINATOR
     return np.where(is_singular_G, 0.0, count * cosine_G / np.where(is_singular_G, 1.0, denominator_G))
+
+
+OPERATORS: tuple[Operator, ...] = (NuSlerp(), MultiSlerp(), Karcher(), ModelStock())

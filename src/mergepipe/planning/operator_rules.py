@@ -16,7 +16,7 @@ from mergepipe.operators.base import (
     Reduced,
     ReductionRequest,
 )
-from mergepipe.operators.influence import Average, Election, Influence, influence_of
+from mergepipe.operators.influence import Average, Election, Influence
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.block_columns import Columns
@@ -26,6 +26,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 REASON_NO_CUT = "the magnitude cut of its density is not in the statistics"
 REASON_NO_PRODUCTS = "its inner products are not finite"
 REASON_ROWS = "the rule needs whole rows, which blocks would cut"
+REASON_NOT_STATED = "the rule does not say what a part of a delta does"
 REASON_NOT_KEPT = "the rule needs sums or cuts over the whole tensor that statistics do not hold"
 NOTHING_KEPT_BITS = 0xFFFFFFFF
 UNKNOWN = -1
@@ -77,7 +78,7 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     lacking: dict[tuple[int, int], str] = {}
     shares: dict[tuple[int, int], float] = {}
     operator = operator_named(problem.operator)
-    influences = _Influences(problem.operator)
+    influences = _Influences(operator)
     found: list[Influence] = []
     for t, task in enumerate(tasks):
         experts = columns.participants(t)
@@ -105,10 +106,15 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
                         lacking[e, t] = REASON_NO_PRODUCTS
             case _:
                 pass
-        why = whole_tensor_reason(operator, given, request, problem.block_elements)
+        influence = influences.of(task, [products.get((e, t)) for e in experts])
+        why = (
+            whole_tensor_reason(operator, given, request, problem.block_elements)
+            if influence.is_known
+            else REASON_NOT_STATED
+        )
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
-        found.append(influences.of(task, [products.get((e, t)) for e in experts]))
+        found.append(influence)
     return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares)
 
 
@@ -162,17 +168,17 @@ def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float
 class _Influences:
     """Caches influences by parameters, which most tensors share."""
 
-    def __init__(self, operator: str) -> None:
+    def __init__(self, operator: Operator) -> None:
         self._operator = operator
         self._known: dict[int, Influence] = {}
 
     def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
         known = [product for product in products if product is not None]
         if known:
-            return influence_of(self._operator, operator_input(task), np.array(known, np.float64))
+            return self._operator.influence(operator_input(task), np.array(known, np.float64))
         key = id(task.parameters)  # the tasks keep it alive
         if key not in self._known:
-            self._known[key] = influence_of(self._operator, operator_input(task), None)
+            self._known[key] = self._operator.influence(operator_input(task), None)
         return self._known[key]
 
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from mergepipe.checkpoints.contract import Graded
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, OperatorInput, Reduced
-from mergepipe.operators.influence import influence_of
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
 
@@ -32,4 +31,4 @@ def sufficient_levels(operator: Operator, given: OperatorInput, task: MergeTask)
 def _trims_only(operator: Operator, given: OperatorInput) -> bool:
     """Whether no value below the cuts matters, neither to other reductions."""
     known = Reduced(threshold_bits_E=np.zeros(len(given.experts), np.uint32))
-    return influence_of(operator.spec.name, given, None).trims and operator.reduction(given, known) is None
+    return operator.influence(given, None).trims and operator.reduction(given, known) is None

@@ -7,7 +7,7 @@ from functools import partial
 from math import isfinite, nan
 
 from mergepipe.errors import did_you_mean
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.parameter_values import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
@@ -43,7 +43,7 @@ def read_parameters(
 
 def _instead_of(name: str, operator: OperatorSpec) -> Callable[[], str]:
     """Suggest a fix for a parameter that the operator does not have; mergekit ignores those silently."""
-    of_others = any(spec.parameter(name) for spec in OPERATORS.values())
+    of_others = any(spec.parameter(name) for spec in operator_specs().values())
     if of_others or name in _OF_MERGEKITS_PAST:
         return lambda: "mergekit ignores it here: remove it"
     return partial(did_you_mean, shortened(name), [parameter.name for parameter in operator.parameters])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
 from mergepipe.errors import NotFoundError, Problem, RecipeError, UnsupportedError, did_you_mean
-from mergepipe.operators.catalogue import OPERATORS
 from mergepipe.operators.custom import load_entry_points
+from mergepipe.operators.registry import has_operator, operator_named, operator_specs
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.parse.documents import document_names, sort_documents
 from mergepipe.recipes.parse.entries import CONTENT_KEYS, EntryContext, read_models, read_modules, read_slices
@@ -137,16 +137,16 @@ def _has_slice_bases(root: dict[str, Value]) -> bool:
 def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:
     given = root.get("merge_method")
     if given is None:
-        message, hint = "the recipe has no merge_method", did_you_mean("", list(OPERATORS))
+        message, hint = "the recipe has no merge_method", did_you_mean("", list(operator_specs()))
         reader.refuse("recipe.missing-key", ("merge_method",), message, hint)
         return None
     name = reader.text(given, ("merge_method",))
-    if name is not None and name not in OPERATORS:
+    if name is not None and not has_operator(name):
         load_entry_points()
-    if name is None or name in OPERATORS:
-        return OPERATORS[name] if name else None
+    if name is None or has_operator(name):
+        return operator_named(name).spec if name else None
     message = f"unknown merge method '{shortened(name)}'"
-    nearest = partial(did_you_mean, shortened(name), list(OPERATORS))
+    nearest = partial(did_you_mean, shortened(name), list(operator_specs()))
     reader.refuse("recipe.unknown-operator", ("merge_method",), message, nearest)
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TypeAlias
 
-from mergepipe.operators.catalogue import OPERATORS
+from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.parse.entries import CONTENT_KEYS, MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.parse.recipe_files import DTYPE_NAMES, RECIPE_KEYS
@@ -22,7 +22,7 @@ _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 
 def recipe_schema() -> Schema:
     """Generate the schema of one recipe document (draft 2020-12)."""
-    definitions = {name: each for spec in OPERATORS.values() for name, each in _definitions(spec).items()}
+    definitions = {name: each for spec in operator_specs().values() for name, each in _definitions(spec).items()}
     return {
         "$schema": DIALECT,
         "title": "MergePipe recipe",
@@ -32,7 +32,7 @@ def recipe_schema() -> Schema:
         "additionalProperties": False,
         "oneOf": [{"required": [key]} for key in CONTENT_KEYS],
         "not": {"required": ["tokenizer_source", "tokenizer"]},
-        "allOf": [_when(spec) for spec in OPERATORS.values()],
+        "allOf": [_when(spec) for spec in operator_specs().values()],
         "$defs": {"model": _model_reference(), "tokenizer": _tokenizer(), **definitions},
     }
 
@@ -44,7 +44,7 @@ def schema_text() -> str:
 
 def _top_level(key: str) -> Schema:
     if key == "merge_method":
-        return {"description": "how models are merged", "enum": list(OPERATORS)}
+        return {"description": "how models are merged", "enum": list(operator_specs())}
     if key in ("dtype", "out_dtype"):
         return {"enum": [*DTYPE_NAMES, None]}
     if key == "base_model":

@@ -22,8 +22,8 @@ from mergepipe.core.canonical_json import canonical_json
 from mergepipe.engine.execute import MergeWork, operator_input
 from mergepipe.engine.segments import Run, full_access
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, OperatorInput, Reduced
-from mergepipe.operators.custom import CustomOperator
 from mergepipe.operators.elementwise import ElementwiseRule
+from mergepipe.operators.registry import is_built_in
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.block_digests import BlockTable
 
@@ -94,7 +94,7 @@ class _Keys:
     def _shared(self) -> Described | None:
         """Return the key parts common to all blocks; None if nothing is merged, or a source cannot be identified."""
         task = self.task
-        if task.action is Action.COPY or not task.experts or isinstance(self.work.operator, CustomOperator):
+        if task.action is Action.COPY or not task.experts or not is_built_in(self.work.operator):
             return None
         base = self.files.name(task.base)
         if base is None or any(self.files.name(s) is None for s in task.experts if not isinstance(s, Unchanged)):
