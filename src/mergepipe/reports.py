@@ -79,11 +79,15 @@ class MergeReport:
     not_packed: tuple[NotPacked, ...] = ()
     earlier_expert_bytes: int = 0  # of `expert_bytes`: what earlier runs for this output may have read
     forgiven_expert_bytes: int = 0  # the same before a run was told to begin anew: no part of `expert_bytes`
+    reused_from: tuple[str, ...] = ()  # sids of the snapshots that blocks or kept sums were taken from
+    reused_by: str = ""  # what had to be equal for that
+    sum_bytes: int = 0  # of the sums that this run kept, read back to round them
 
     @property
     def read_bytes(self) -> int:
         """Everything read."""
-        return self.base_bytes + self.expert_bytes + self.reused_bytes + self.analysis_bytes + self.metadata_bytes
+        earlier_bytes = self.reused_bytes + self.sum_bytes
+        return self.base_bytes + self.expert_bytes + earlier_bytes + self.analysis_bytes + self.metadata_bytes
 
     @property
     def bytes_per_second(self) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.engine.execute import EngineOptions
+from mergepipe.errors import LimitError
 from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.reports import MergeReport
 from mergepipe.runs import resume as resuming
@@ -43,12 +44,21 @@ class CrashJob:
     def out(self) -> Path:
         return self.root / "results" / "out"
 
-    def run(self) -> MergeReport:
-        """Merge, or go on with what is there."""
+    def run(self, *, resume: bool | None = None) -> MergeReport:
+        """Merge, or resume what is there."""
         return mergepipe.merge(
             self.root / "recipe.yml", self.out, threads=2, shard_bytes=SHARD_BYTES, budget=self.budget,
-            force=self.force, home=self.home,
+            force=self.force, home=self.home, resume=resume,
         )  # fmt: skip
+
+    def run_after_crash(self) -> MergeReport:
+        """Resume; where the budget does not cover what the crash may have read, begin anew with the whole budget."""
+        try:
+            return self.run()
+        except LimitError as error:
+            if self.budget is None or error.code != "resume.budget":
+                raise
+            return self.run(resume=False)
 
     def check_whole(self) -> None:
         """What is visible is the new snapshot, to the byte, and nothing lies beside it."""

@@ -66,7 +66,7 @@ def crash_everywhere(job: CrashJob, old: Path | None, *, step: int, death: Death
             continue  # there are fewer operations when threads meet otherwise
         crashes += 1
         if not check_visible(job, old_digest):
-            report = job.run()
+            report = job.run_after_crash()
             resumed += any("resumed" in notice for notice in report.notices)
         elif old is not None:
             job.run()

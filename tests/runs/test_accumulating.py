@@ -76,9 +76,11 @@ def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: st
 
 
 def test_merge__keeps_the_sums_of_what_it_need_not_merge(bench: Bench) -> None:
-    bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    report = bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    assert (report.reused_bytes, report.reused_from, report.sum_bytes > 0) == (0, (), True)
+    assert not any(name.startswith("reused") for name in read_manifest_value(bench.folder / "first").run)
     report = bench.merge(of("task_arithmetic", 1, 2, out_dtype="bfloat16"), "again", keep_accumulators=True)
-    assert report.expert_bytes == 0
+    assert (report.expert_bytes, report.reused_bytes > 0, len(report.reused_from)) == (0, True, 1)
     first, again = (bench.folder / name / ACCUMULATORS_NAME for name in ("first", "again"))
     assert first.read_bytes() == again.read_bytes()
 

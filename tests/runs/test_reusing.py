@@ -95,6 +95,8 @@ def test_merge__done_again_reads_no_expert_and_gives_the_same(first: Callable[[s
     assert bench.digest("again") == bench.digest("first") == bench.digest("again-scratch")
     assert (report.expert_bytes, report.analysis_bytes) == (0, 0)
     assert report.reused_bytes >= 2 * (521 * 1100 + 2 * 130 * 300 + 77)
+    assert report.reused_from == (read_manifest_value(bench.folder / "first").sid,)
+    assert "header digest" in report.reused_by
     assert scratch.expert_bytes > 0
     assert scratch.reused_bytes == 0
     assert keeping.verify(bench.folder / "again").is_sound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,14 @@ def test_repair__mends_everything_at_once_and_keeps_times(made: Path, copy: Path
     keeping.repair(copy)
     assert {path.name: path.read_bytes() for path in files_of(copy)} == wanted
     assert weights[0].stat().st_mtime_ns == time
+
+
+def test_verify__lists_a_table_of_digests_that_is_no_file_and_repair_puts_it_back(made: Path, copy: Path) -> None:
+    (copy / BLOCKS_NAME).unlink()
+    os.mkfifo(copy / BLOCKS_NAME)
+    assert [damage.kind for damage in keeping.verify(copy).damages] == ["blocks-file"]
+    keeping.repair(copy)
+    assert (copy / BLOCKS_NAME).read_bytes() == (made / "out" / BLOCKS_NAME).read_bytes()
 
 
 def test_repair__leaves_a_sound_snapshot_alone(copy: Path) -> None:

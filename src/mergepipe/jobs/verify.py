@@ -13,7 +13,7 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.execute import EngineOptions
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
@@ -106,7 +106,7 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
     table: BlockTable | None = None
     try:
         table = read_table(path, manifest)
-    except (CorruptError, NotFoundError) as error:
+    except (CorruptError, NotFoundError, StorageError) as error:
         record = manifest.blocks
         damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
     layout = layout_of(manifest, path / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)

@@ -32,6 +32,7 @@ from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
 from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.runs.manifest_records import (
     file_records,
+    own_sum_bytes,
     realized,
     reuse_facts,
     tensor_bytes_read,
@@ -162,7 +163,7 @@ def publish_merge(
         link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
         packed = packer.publish()
         return replace(
-            run.report(out, manifest),
+            run.report(out, staging.path, manifest),
             packed=packed,
             not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
@@ -289,7 +290,7 @@ class _Run:
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
-        unfinished = self._manifest(result, ids, progress, record_of(BLOCKS_NAME, blocks))
+        unfinished = self._manifest(directory, result, ids, progress, record_of(BLOCKS_NAME, blocks))
         contents = {**sidecar_contents(self._inputs, self._store, unfinished), **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
@@ -370,7 +371,12 @@ class _Run:
             self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
 
     def _manifest(
-        self, result: MergeResult, ids: Mapping[int, str], progress: MergeProgress, blocks: SmallFileRecord
+        self,
+        directory: Path,
+        result: MergeResult,
+        ids: Mapping[int, str],
+        progress: MergeProgress,
+        blocks: SmallFileRecord,
     ) -> Manifest:
         usage = self._store.ledger.usage()
         return Manifest(
@@ -393,7 +399,7 @@ class _Run:
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
-                **reuse_facts(result, usage),
+                **reuse_facts(result, directory, usage),
                 **_earlier_run_facts(progress),
             },
             blocks=blocks,
@@ -421,9 +427,10 @@ class _Run:
         fallbacks = () if self._plan is None else self._plan.fallbacks
         return tuple(f"{fallback.decision}: {fallback.reason}" for fallback in fallbacks if fallback.where == "budget")
 
-    def report(self, out: Path, manifest: Manifest) -> MergeReport:
-        """Report the merge as it stands now."""
-        usage = realized(self._store.ledger.usage())
+    def report(self, out: Path, directory: Path, manifest: Manifest) -> MergeReport:
+        """What was done in the staging directory, up to now."""
+        by_purpose = self._store.ledger.usage()
+        usage, sum_bytes = realized(by_purpose), own_sum_bytes(directory, by_purpose)
         resolution = self._inputs.resolution
         return MergeReport(
             out=out,
@@ -437,7 +444,10 @@ class _Run:
             analysis_bytes=usage.analysis,
             metadata_bytes=usage.metadata,
             output_bytes=usage.output,
-            reused_bytes=self._store.ledger.usage()[Purpose.REUSE],
+            reused_bytes=by_purpose[Purpose.REUSE] - sum_bytes,
+            reused_from=tuple(filter(None, str(manifest.run.get("reused_from", "")).split(","))),
+            reused_by=str(manifest.run.get("reused_by", "")),
+            sum_bytes=sum_bytes,
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,

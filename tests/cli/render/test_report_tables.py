@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mergepipe.cli.render.json import check_json, merge_json
 from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
+from mergepipe.cli.render.snapshots import verify_table
 from mergepipe.recipes.resolve.tasks import DroppedTensor
-from mergepipe.reports import CheckReport, MergeReport, ModelUse
+from mergepipe.reports import CheckReport, MergeReport, ModelUse, VerifyReport
 
 MERGED = MergeReport(
     out=Path("/models/merged"),
@@ -66,6 +67,23 @@ def test_merge_table__says_what_was_read_written_and_taken() -> None:
 def test_merge_table__mentions_a_second_read_only_if_there_was_one() -> None:
     assert values(merge_table(MERGED), "read again") == []
     assert values(merge_table(replace(MERGED, analysis_bytes=2_500_000)), "read again") == ["2.50 MB"]
+
+
+def test_merge_table__says_of_which_snapshots_and_by_what_was_reused() -> None:
+    table = merge_table(replace(MERGED, reused_bytes=4000, reused_from=("cd" * 16, "ef" * 16), reused_by="the version"))
+    text = "4.00 kB of 2 snapshots (cdcdcdcdcdcd, efefefefefef), which no expert was read for: equal by the version"
+    assert (values(table, "reused"), values(table, "sums")) == ([text], [])
+
+
+def test_merge_table__of_sums_that_were_kept_speaks_of_no_reuse() -> None:
+    table = merge_table(replace(MERGED, sum_bytes=4000))
+    assert (values(table, "reused"), values(table, "sums")) == ([], ["4.00 kB kept and read back to round them"])
+
+
+def test_verify_table__counts_blocks_or_the_files_of_a_composite() -> None:
+    report = VerifyReport(Path("/s"), "ab" * 16, 1, 3, 4, 100, 1.0, (), ())
+    assert values(verify_table(report), "checked") == ["4 blocks of 3 tensors in 1 file"]
+    assert values(verify_table(replace(report, files=4, tensors=0)), "checked") == ["4 files, every byte"]
 
 
 def test_check_table__accounts_for_models_bytes_and_tensors() -> None:

@@ -12,6 +12,7 @@ from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
 
 MAX_PATTERNS = 4
+SHORT_SID = 12
 MAX_NAME_CHARACTERS = 60
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
@@ -20,7 +21,8 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 def merge_table(report: MergeReport) -> str:
     """What a merge read, wrote and took."""
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
-    reused = [("reused", _reused_text(report))] if report.reused_bytes else []
+    reused = [("reused", _reused_text(report))] if report.reused_from else []
+    sums = [("sums", f"{format_bytes(report.sum_bytes)} kept and read back to round them")] if report.sum_bytes else []
     counts = _counts(report.merged_tensors, report.copied_tensors, report.dropped_tensors)
     return facts_text(
         [
@@ -28,6 +30,7 @@ def merge_table(report: MergeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *reused,
+            *sums,
             *analysis,
             *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),
@@ -44,7 +47,9 @@ def merge_table(report: MergeReport) -> str:
 
 
 def _reused_text(report: MergeReport) -> str:
-    return f"{format_bytes(report.reused_bytes)} of earlier snapshots or kept sums, for which no expert was read"
+    sids = ", ".join(sid[:SHORT_SID] for sid in report.reused_from)
+    source = f"{plural(len(report.reused_from), 'snapshot')} ({sids})"
+    return f"{format_bytes(report.reused_bytes)} of {source}, which no expert was read for: equal by {report.reused_by}"
 
 
 def _budget_facts(report: MergeReport) -> list[Fact]:

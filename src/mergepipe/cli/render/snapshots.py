@@ -22,13 +22,21 @@ def verify_table(report: VerifyReport) -> str:
     facts = [
         ("snapshot", f"{report.sid} {report.path}"),
         ("read", f"{format_bytes(report.read_bytes)} in {format_seconds(report.seconds)}, {speed}"),
-        ("checked", f"{plural(report.blocks, 'block')} of {plural(report.tensors, 'tensor')} in {report.files} files"),
+        ("checked", _checked_text(report)),
         *([("made again", replayed)] if report.replayed else []),
         *(("notice", notice) for notice in report.notices),
         *(("damaged", damage_text(damage)) for damage in report.damages),
         ("result", "sound" if report.is_sound else f"DAMAGED in {plural(len(report.damages), 'place')}"),
     ]
     return facts_text(facts)
+
+
+def _checked_text(report: VerifyReport) -> str:
+    """What was compared: blocks, or of a composite whole files."""
+    files = plural(report.files, "file")
+    if not report.tensors:
+        return f"{files}, every byte"
+    return f"{plural(report.blocks, 'block')} of {plural(report.tensors, 'tensor')} in {files}"
 
 
 def damage_text(damage: Damage) -> str:
