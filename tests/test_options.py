@@ -128,7 +128,7 @@ def test_pack__from_python_too_little_address_space_is_an_error_and_no_abort(tmp
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert "LimitError: ulimit -v: 512 MiB of address space are allowed" in done.stderr.splitlines()[-1]
+    assert "LimitError: ulimit -v: the address space is limited to 512 MiB" in done.stderr.splitlines()[-1]
 
 
 def test_failure_of__a_library_that_does_not_fit_the_address_space_is_lack_of_memory(

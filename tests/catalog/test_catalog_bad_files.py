@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import PAGE_BYTES, is_catalog_trouble
+from mergepipe.catalog.database import PAGE_BYTES, is_catalog_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rebuild import rebuild
 from mergepipe.catalog.rows import Evidence
@@ -274,11 +274,11 @@ def test_open__a_catalog_that_is_a_directory_is_a_storage_error(tmp_path: Path) 
     assert caught.value.code == "catalog.not-a-file"
 
 
-def test_is_catalog_trouble__is_about_the_index_and_nothing_else() -> None:
-    assert is_catalog_trouble(StorageError.of("catalog.no-space", "", "full"))
-    assert not is_catalog_trouble(StorageError.of("storage.no-space", "", "full"))
+def test_is_catalog_error__is_about_the_index_and_nothing_else() -> None:
+    assert is_catalog_error(StorageError.of("catalog.no-space", "", "full"))
+    assert not is_catalog_error(StorageError.of("storage.no-space", "", "full"))
     mixed = MergePipeError(Problem("catalog.locked", "", ""), Problem("storage.io", "", ""))
-    assert not is_catalog_trouble(mixed)
+    assert not is_catalog_error(mixed)
 
 
 def test_close__can_be_done_twice_and_ends_all_use(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ _FAILING = Migration(_NEXT.number, (*_NEXT.statements, "INSERT INTO no_such_tabl
 
 def test_migrate__a_new_step_keeps_the_rows(home: Path) -> None:
     database = open_database(home, migrations=(*MIGRATIONS, _NEXT))
-    with database.reading() as connection:
+    with database.read_transaction() as connection:
         assert schema_version(connection) == _NEXT.number
         assert connection.execute("SELECT DISTINCT substr(note, 1, 5) FROM models").fetchall() == [("seen:",)]
     expect_golden(Catalog(database))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mergepipe.catalog.packing import pack, unpack
+from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.checkpoints.computed.adapter import open_adapter
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint

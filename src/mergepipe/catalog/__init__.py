@@ -1,1 +1,1 @@
-"""The catalog: an embedded index of models, block statistics and snapshots that can always be made again."""
+"""The catalog: a local SQLite index of models, block statistics and snapshots that can always be rebuilt."""

@@ -1,7 +1,7 @@
-"""The SQLite file: opened only if it is ours and sound, used in short transactions, its errors made typed ones.
+"""The catalog's SQLite file: checked before use, accessed in short transactions, with typed errors.
 
-Every error about the catalog itself has a code that starts with `catalog.` (see `is_catalog_trouble`), so that a merge
-can tell "there is no index now" from trouble with its own inputs and outputs.
+Every error about the catalog itself has a code that starts with `catalog.` (see `is_catalog_error`), so that a merge
+can continue without the index but not after errors of its own inputs and outputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mergepipe.errors import (
 from mergepipe.storage.regular import regular_status
 
 LOCK_TIMEOUT_SECONDS = 10.0
-SIDE_SUFFIXES = ("", "-wal", "-shm", "-journal")
+FILE_SUFFIXES = ("", "-wal", "-shm", "-journal")
 PAGE_BYTES = 1024  # most rows are a few hundred bytes: 4096 costs a fifth more space and reads only a quarter faster
 CHECKPOINT_BYTES = 4 << 20
 REBUILD_HINT = "run `mergepipe catalog rebuild`"
@@ -48,16 +48,16 @@ _PERMISSION_CODES = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLIT
 _IO_CODES = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS)
 
 
-def is_catalog_trouble(error: MergePipeError) -> bool:
-    """Whether only the catalog is unusable: work that needs no statistics can go on without it."""
+def is_catalog_error(error: MergePipeError) -> bool:
+    """Whether only the catalog is unusable, so that work that needs no statistics can continue without it."""
     return all(problem.code.startswith("catalog.") for problem in error.problems)
 
 
 class Database:
     """One connection to the file, shared by the threads of one process.
 
-    Commits survive a crash of the process at once and a power failure from the next WAL checkpoint on; the file stays
-    sound in both cases. That suits an index of which the truth is elsewhere.
+    Commits survive a crash of the process immediately, and a power failure from the next WAL checkpoint on; the file
+    stays sound in both cases. That is enough for an index that can be rebuilt.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -67,14 +67,14 @@ class Database:
         self._pid = os.getpid()
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent view of the file."""
+    def read_transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction with one consistent view of the file."""
         with self._transaction("BEGIN") as connection:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: committed if the block ends well, else rolled back."""
+    def write_transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction, committed if the block succeeds, else rolled back."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
@@ -99,10 +99,10 @@ class Database:
         Raises:
             CorruptError: `catalog.corrupt`, with SQLite's first finding.
         """
-        with self.reading() as connection:
-            found = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
-        if found != "ok":
-            raise CorruptError.of("catalog.corrupt", self.path, found, REBUILD_HINT)
+        with self.read_transaction() as connection:
+            finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+        if finding != "ok":
+            raise CorruptError.of("catalog.corrupt", self.path, finding, REBUILD_HINT)
 
     def close(self) -> None:
         """Close the connection; the last one in all processes moves the WAL into the file."""
@@ -126,7 +126,7 @@ def open_database(
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise os_trouble(error, home) from error
+        raise catalog_os_error(error, home) from error
     check_regular_files(path)
     with typed_errors(path):
         connection = sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None, check_same_thread=False)
@@ -139,12 +139,12 @@ def open_database(
 
 
 def check_regular_files(path: Path) -> None:
-    """Refuse a catalog's file, or one beside it, that is a FIFO or a device: SQLite would wait for it.
+    """Refuse a catalog file, or one of SQLite's files next to it, that is a FIFO or a device: SQLite would block.
 
     Raises:
         StorageError: `catalog.not-a-file`.
     """
-    for suffix in SIDE_SUFFIXES:
+    for suffix in FILE_SUFFIXES:
         file = path.with_name(path.name + suffix)
         try:
             regular_status(file)
@@ -159,11 +159,11 @@ def check_regular_files(path: Path) -> None:
 def _prepare(
     connection: sqlite3.Connection, path: Path, deadline_seconds: float, migrations: tuple[Migration, ...]
 ) -> None:
-    while True:  # switching to WAL and recovering one do not wait for locks by themselves
+    while True:  # switching to WAL and recovering a WAL do not wait for locks
         try:
             if _check_ours(connection, path, migrations[-1].number):
                 connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA journal_mode = WAL")  # stays as it is on file systems that cannot share memory
+            connection.execute("PRAGMA journal_mode = WAL")  # has no effect on file systems without shared memory
             connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
@@ -173,15 +173,20 @@ def _prepare(
             if _primary_code(error) not in _BUSY_CODES or time.monotonic() >= deadline_seconds:
                 raise
             time.sleep(_RETRY_SECONDS)
-    expected, found = expected_schema(migrations), schema(connection)
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        raise CorruptError.of("catalog.corrupt", path, f"missing or not as they should be: {wrong}", REBUILD_HINT)
+    expected, actual = expected_schema(migrations), schema(connection)
+    differing = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
+    if differing:
+        raise CorruptError.of(
+            "catalog.corrupt",
+            path,
+            f"tables or indexes are missing or have another definition: {differing}",
+            REBUILD_HINT,
+        )
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool:
-    """Refuse what is not ours before anything is written to it; return whether it is still empty."""
-    connection.execute("BEGIN")  # one view of all three, while another process may be creating it
+    """Refuse a foreign database before writing to it; return whether the file is still empty."""
+    connection.execute("BEGIN")  # consistent values, while another process may be creating the file
     try:
         application = int(connection.execute("PRAGMA application_id").fetchone()[0])
         version = schema_version(connection)
@@ -189,20 +194,23 @@ def _check_ours(connection: sqlite3.Connection, path: Path, newest: int) -> bool
     except sqlite3.OperationalError as error:
         if _primary_code(error) != sqlite3.SQLITE_ERROR:
             raise
-        raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error  # a header that lies
+        raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error  # a corrupt header
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
     if application != APPLICATION_ID and (application or version or tables):
         raise MismatchError.of(
-            "catalog.foreign", path, "a database of another application", "choose another home with --home"
+            "catalog.foreign", path, "is a database of another application", "choose another home with --home"
         )
     if version > newest:
         raise UnsupportedError.of(
-            "catalog.newer", path, f"schema version {version}, {newest} is known", "update mergepipe, or use --home"
+            "catalog.newer",
+            path,
+            f"its schema has version {version}; this program supports up to {newest}",
+            "update mergepipe, or use --home",
         )
     if version < 1 and tables:
-        raise CorruptError.of("catalog.corrupt", path, f"tables of schema version {version}", REBUILD_HINT)
+        raise CorruptError.of("catalog.corrupt", path, f"it has tables but schema version {version}", REBUILD_HINT)
     return not tables
 
 
@@ -212,7 +220,7 @@ def _primary_code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def typed_errors(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors about the file into typed ones; mistakes in the SQL stay what they are."""
+    """Convert SQLite's errors about the file to typed ones; errors in the SQL are not converted."""
     try:
         yield
     except sqlite3.Error as error:
@@ -220,7 +228,7 @@ def typed_errors(path: Path) -> Iterator[None]:
         if typed is None:
             raise
         raise typed from error
-    except UnicodeDecodeError as error:  # Python could not even make the message of SQLite's error
+    except UnicodeDecodeError as error:  # the message of SQLite's error is not UTF-8
         raise CorruptError.of("catalog.corrupt", path, str(error), REBUILD_HINT) from error
 
 
@@ -228,7 +236,7 @@ def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
     code, reason = _primary_code(error), str(error)
     if code in _BUSY_CODES:
         return ConflictError.of(
-            "catalog.locked", path, f"another process holds it ({reason})", "wait until it is done and run again"
+            "catalog.locked", path, f"another process has locked it ({reason})", "wait for it to finish and run again"
         )
     if code in _CORRUPT_CODES or (
         code == 0 and isinstance(error, sqlite3.OperationalError)
@@ -243,8 +251,8 @@ def _typed(error: sqlite3.Error, path: Path) -> MergePipeError | None:
     return None
 
 
-def os_trouble(error: OSError, home: Path) -> MergePipeError:
-    """Turn an `OSError` about the home or a file in it into the catalog's error of that meaning."""
+def catalog_os_error(error: OSError, home: Path) -> MergePipeError:
+    """Convert an `OSError` about the home or a file in it to the catalog's error of the same meaning."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError.of("catalog.no-space", home, reason, "free some space and run again")

@@ -1,4 +1,4 @@
-"""Manifests as the catalog needs them: found on storage, read with distrust, reduced to what is indexed."""
+"""Find snapshot manifests on storage, validate them, and extract what the catalog indexes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SID_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class RecordedFile:
-    """An input's file as the manifest found it; `name` is relative to the input."""
+    """A file of an input as the manifest records it; `name` is relative to the input."""
 
     name: str
     size_bytes: int
@@ -34,7 +34,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class RecordedInput:
-    """An input as the manifest tells of it."""
+    """An input as the manifest records it."""
 
     role: str
     model: str
@@ -46,7 +46,7 @@ class RecordedInput:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """What is indexed of one manifest. `coverage` is canonical JSON, None where the manifest has none."""
+    """The indexed fields of one manifest. `coverage` is canonical JSON, None if the manifest has none."""
 
     sid: str
     operator: str
@@ -58,7 +58,7 @@ class SnapshotRecord:
 
 
 def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
-    """Read a manifest's bytes.
+    """Parse and validate the indexed fields of a manifest.
 
     Raises:
         CorruptError: `manifest.*`.
@@ -82,7 +82,7 @@ def parse_manifest(raw: bytes, where: Path) -> SnapshotRecord:
             metadata=realized.size("metadata"),
             output=realized.size("output"),
         ),
-        inputs=tuple(_recorded_input(each) for each in content.items("inputs")),
+        inputs=tuple(_recorded_input(item) for item in content.items("inputs")),
         coverage=content.optional_json("coverage"),
     )
 
@@ -101,13 +101,13 @@ def _recorded_input(fields: _Fields) -> RecordedInput:
 
 
 def _version(file: _Fields) -> str:
-    """The version of an input's file; of a manifest before format 3 its time, which is the version of no file."""
+    """The version of an input's file; before format 3 manifests had its time, which equals no version."""
     return str(file.integer("mtime_ns")) if "mtime_ns" in file.values else file.text("version")
 
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """One JSON object of a manifest, each field of the type that is asked for."""
+    """One JSON object of a manifest, with typed access to its fields."""
 
     values: dict[str, JsonValue]
     where: Path
@@ -147,7 +147,7 @@ class _Fields:
         value = self.values.get(name)
         if not isinstance(value, list):
             self.refuse(f"'{name}' must be a list, found {shown(value)}")
-        return (self._object(name, each) for each in value)
+        return (self._object(name, item) for item in value)
 
     def _object(self, name: str, value: JsonValue) -> _Fields:
         if not isinstance(value, dict):
@@ -172,8 +172,8 @@ def read_manifest(directory: Path) -> SnapshotRecord:
     return parse_manifest(raw, path)
 
 
-def sid_of_input(source: RecordedInput) -> str | None:
-    """The snapshot that an input was, if its files are still the ones that were read."""
+def sid_of_unchanged_input(source: RecordedInput) -> str | None:
+    """Return the sid of an input that is a snapshot whose files are unchanged; None otherwise."""
     try:
         root = source.path if source.path.is_dir() else source.path.parent
         for file in source.files:
@@ -182,14 +182,14 @@ def sid_of_input(source: RecordedInput) -> str | None:
             if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
                 return None
         return read_manifest(root).sid
-    except (OSError, MergePipeError):  # not a snapshot (any more), as far as one can see
+    except (OSError, MergePipeError):  # missing, unreadable or not a snapshot
         return None
 
 
 def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator[Path]:
-    """Directories with a manifest at or under `roots`, in order of name; links and staging are not followed.
+    """Yield the directories with a manifest at or under `roots`, by name; links and staging are not followed.
 
-    Directories that cannot be listed are told in `unreadable`.
+    Directories that cannot be listed are appended to `unreadable`.
 
     Raises:
         NotFoundError: `catalog.root-missing`, a root is not a directory.
@@ -198,11 +198,11 @@ def find_manifests(roots: Sequence[Path], unreadable: list[Problem]) -> Iterator
         if not root.is_dir():
             raise NotFoundError.of("catalog.root-missing", root, "no such directory", "check the path")
 
-    def note(error: OSError) -> None:
+    def append_unreadable(error: OSError) -> None:
         unreadable.append(Problem("catalog.root-unreadable", str(error.filename), error.strerror or str(error)))
 
     for root in roots:
-        for directory, children, files in os.walk(root, onerror=note):
+        for directory, children, files in os.walk(root, onerror=append_unreadable):
             children[:] = sorted(name for name in children if not _is_staging(name))
             if MANIFEST_NAME in files:
                 yield Path(directory)

@@ -1,4 +1,4 @@
-"""The catalog's schema as numbered steps, and how a file is brought from any older step to the newest."""
+"""The catalog's schema as numbered migrations, and the upgrade of a file from any version to the newest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ APPLICATION_ID = 0x4D504331  # "MPC1"
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step. `number` is the `user_version` it leads to; a published step never changes."""
+    """One migration. `number` is the `user_version` it leads to; a published one never changes."""
 
     number: int
     statements: tuple[str, ...]
@@ -85,7 +85,7 @@ _SCHEMA_1 = (
     """,
 )
 
-# Models were known by their files' times alone, and so are their statistics.
+# Version 1 identified models by the modification times of their files, which is not reliable: start anew.
 _SCHEMA_2 = ("DELETE FROM models", "DELETE FROM tensor_names")
 
 MIGRATIONS = (Migration(1, _SCHEMA_1), Migration(2, _SCHEMA_2))
@@ -93,25 +93,25 @@ TABLES = ("models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "te
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
-    """The `user_version` of the file: 0 where nothing was created yet."""
+    """Return the `user_version` of the file: 0 for an empty one."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def schema(connection: sqlite3.Connection) -> dict[str, str]:
-    """Tables and indexes by name, each as the statement that made it."""
+    """Return tables and indexes by name, each with the statement that created it."""
     rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
     return {str(name): str(sql) for name, sql in rows}
 
 
 def expected_schema(migrations: tuple[Migration, ...] = MIGRATIONS) -> dict[str, str]:
-    """What `schema` finds after all steps."""
+    """Return what `schema` gives after all migrations."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         migrate(connection, migrations)
         return schema(connection)
 
 
 def migrate(connection: sqlite3.Connection, migrations: tuple[Migration, ...] = MIGRATIONS) -> None:
-    """Run the steps that are missing, all in one transaction: a failure or a crash leaves the file as it was.
+    """Apply the missing migrations in one transaction: after a failure or a crash the file is unchanged.
 
     Safe when several processes do it at once. The connection must be in autocommit mode.
     """

@@ -1,4 +1,4 @@
-"""Rows of models: registered by path and fingerprint, so that a changed file never meets old statistics."""
+"""Rows of models, identified by path and file fingerprints, so that changed files never match old statistics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COLUMNS = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, d
 
 
 def path_text(path: Path) -> str:
-    """The path with links resolved, as it is stored.
+    """Return the path with links resolved, in the form that is stored.
 
     Raises:
-        UnsupportedError: `catalog.path-encoding`, the path is no text.
+        UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
     """
     try:
         text = os.path.realpath(path)
@@ -37,7 +37,7 @@ def path_text(path: Path) -> str:
 
 
 def model_row(checkpoint: Checkpoint, content_id: str | None) -> ModelRow:
-    """Describe a checkpoint; nothing is looked up but what kind of thing its path is."""
+    """Describe a checkpoint; the only access to storage is to its path, for the kind."""
     parameters: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         parameters[entry.dtype.name] += entry.n_elements
@@ -67,14 +67,14 @@ def _kind_of(path: Path) -> ModelKind:
 
 
 def has_its_id(model: ModelRow) -> bool:
-    """Whether path and files digest to the id: false for a row that was damaged."""
+    """Whether path and files digest to the id: false for a damaged row."""
     return model.id == _model_id(str(model.path), model.files)
 
 
 def register(connection: sqlite3.Connection, model: ModelRow) -> ModelRow:
-    """Insert the model, or find it, adding a content id that was not known.
+    """Insert the model, or find it and add a content id unknown so far.
 
-    The same fingerprint with another content id means that the files changed without a trace: the old row goes, with
+    The same fingerprint with another content id means that the files changed undetected: the old row is removed with
     its statistics.
     """
     present = find(connection, model.id)
@@ -90,25 +90,25 @@ def register(connection: sqlite3.Connection, model: ModelRow) -> ModelRow:
 
 
 def find(connection: sqlite3.Connection, model_id: str) -> ModelRow | None:
-    """The row with this id."""
+    """Return the row with this id, None if there is none."""
     row = connection.execute(f"SELECT {_COLUMNS} FROM models WHERE id = ?", (model_id,)).fetchone()
     return None if row is None else from_columns(row)
 
 
 def model_with_id(connection: sqlite3.Connection, model_id: str) -> ModelRow:
-    """The row with this id.
+    """Return the row with this id.
 
     Raises:
         ConflictError: `catalog.model-gone`, another process removed it.
     """
-    found = find(connection, model_id)
-    if found is None:
+    model = find(connection, model_id)
+    if model is None:
         raise _gone(model_id)
-    return found
+    return model
 
 
 def key_of(connection: sqlite3.Connection, model: ModelRow) -> int:
-    """The primary key of a registered model.
+    """Return the primary key of a registered model.
 
     Raises:
         ConflictError: `catalog.model-gone`, another process removed it.
@@ -120,16 +120,16 @@ def key_of(connection: sqlite3.Connection, model: ModelRow) -> int:
 
 
 def _gone(where: str) -> MergePipeError:
-    return ConflictError.of("catalog.model-gone", where, "is not in the catalog (any more)", "register it again")
+    return ConflictError.of("catalog.model-gone", where, "is not, or no longer, in the catalog", "register it again")
 
 
 def all_models(connection: sqlite3.Connection) -> tuple[ModelRow, ...]:
-    """Every row, oldest first."""
+    """Return every row, oldest first."""
     return tuple(from_columns(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM models ORDER BY pk"))
 
 
 def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
-    """Remove models, every statistic that involves them, and names without any; return how many models there were."""
+    """Remove models, their statistics and unused tensor names; return how many models were removed."""
     removed = 0
     for model in models:
         removed += connection.execute("DELETE FROM models WHERE id = ?", (model.id,)).rowcount
@@ -139,7 +139,7 @@ def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
 
 
 def staleness(model: ModelRow) -> StaleModel | None:
-    """Compare the row with the files' sizes and versions now; None where they agree."""
+    """Compare the row with the present sizes and versions of the files; None if they agree."""
     for file in model.files:
         try:
             path = model.root / file.name
@@ -152,14 +152,14 @@ def staleness(model: ModelRow) -> StaleModel | None:
 
 
 def check_rows(connection: sqlite3.Connection) -> None:
-    """Read every row.
+    """Validate every row.
 
     Raises:
-        CorruptError: `catalog.corrupt`, a row makes no sense.
+        CorruptError: `catalog.corrupt`, a row is invalid.
     """
     for model in all_models(connection):
         if not has_its_id(model):
-            raise _damaged(model.path, "the id does not fit")
+            raise _damaged(model.path, "its id does not match its content")
 
 
 def _values(model: ModelRow) -> tuple[str | int | None, ...]:
@@ -178,7 +178,7 @@ def _values(model: ModelRow) -> tuple[str | int | None, ...]:
 
 
 def from_columns(row: tuple[object, ...]) -> ModelRow:
-    """Build a row from the columns as they are selected.
+    """Build a row from the selected columns.
 
     Raises:
         CorruptError: `catalog.corrupt`.

@@ -1,4 +1,4 @@
-"""Making the catalog again: snapshots from their manifests, statistics from whatever of the old file is sound."""
+"""Rebuild the catalog: snapshots from their manifests, statistics from the sound parts of the old file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, check_regular_files, os_trouble, typed_errors
+from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, catalog_os_error, check_regular_files, typed_errors
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.manifests import find_manifests
 from mergepipe.catalog.rows import RebuildReport, SnapshotRow
@@ -25,10 +25,10 @@ _SIDE_FILES = ("", "-wal", "-shm")
 
 
 def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> RebuildReport:
-    """Recreate snapshots and lineage from the manifests under `roots` and at the paths known so far.
+    """Recreate snapshots and lineage from the manifests under `roots` and at recorded paths.
 
-    Sound statistics stay. A damaged file is moved aside, never deleted, and what is sound in it is copied over. Close
-    other processes that use a damaged catalog first: what they still write goes to the file that is moved.
+    Sound statistics are kept. A damaged file is moved aside, never deleted, and its sound rows are copied. Close other
+    processes that use a damaged catalog first: they would continue to write to the moved file.
 
     Raises:
         NotFoundError: `catalog.root-missing`.
@@ -83,12 +83,12 @@ def _move_aside(path: Path) -> Path:
             if path.with_name(path.name + suffix).exists():
                 path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     except OSError as error:
-        raise os_trouble(error, path) from error
+        raise catalog_os_error(error, path) from error
     return aside
 
 
 def _refuse_if_in_use(path: Path) -> None:
-    """Raise `catalog.locked` if another process is writing; damage itself is no hindrance."""
+    """Raise `catalog.locked` if another process is writing; a damaged file is accepted."""
     check_regular_files(path)
     with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
         try:
@@ -101,7 +101,7 @@ def _refuse_if_in_use(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Adopted:
-    """What the manifests turned out to be."""
+    """The outcome for each manifest."""
 
     recorded: dict[str, SnapshotRow] = field(default_factory=dict)
     missing: list[Path] = field(default_factory=list)
@@ -127,7 +127,7 @@ def _adopt_all(catalog: Catalog, paths: Iterable[Path], unreadable: list[Problem
 
 
 def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: list[Path]) -> tuple[Path, ...]:
-    """Forget rows of snapshots that were found again elsewhere; return the other paths where nothing was found."""
+    """Forget rows of snapshots that were found elsewhere; return the remaining paths without a manifest."""
     digests = {snapshot.manifest_digest for snapshot in recorded.values()}
     lost = list(missing)
     for snapshot in catalog.snapshots():
@@ -139,5 +139,5 @@ def _still_missing(catalog: Catalog, recorded: dict[str, SnapshotRow], missing: 
 
 
 def _time_of(manifest: Path) -> datetime:
-    """When the manifest was written: as good as can be had for a snapshot that was never recorded."""
-    return modified_at(manifest)  # if it cannot be looked at, reading it will say why
+    """The time the manifest was modified, which approximates when a snapshot without a record was made."""
+    return modified_at(manifest)  # an inaccessible file fails when it is read

@@ -1,4 +1,4 @@
-"""What the catalog gives back: frozen rows of models, snapshots and lineage, and reports about itself."""
+"""The values that the catalog returns: frozen rows of models, snapshots and lineage, and its reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mergepipe.snapshots.manifest import RealizedBytes
 
 
 class ModelKind(StrEnum):
-    """What a model's path was when it was registered."""
+    """The kind of a model's path when it was registered."""
 
     DIRECTORY = "directory"
     FILE = "file"
@@ -22,7 +22,7 @@ class ModelKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One checkpoint as it was when it was registered. `id` digests the resolved path and the files' fingerprints.
+    """One checkpoint in the state in which it was registered. `id` digests the resolved path and file fingerprints.
 
     `dtypes` pairs each dtype's name with the number of parameters stored in it.
     """
@@ -44,22 +44,22 @@ class ModelRow:
 
 
 class Staleness(StrEnum):
-    """Why a registered model no longer describes what is on storage."""
+    """Why a registered model no longer describes the files."""
 
     CHANGED = "changed"  # sizes or times differ
-    MISSING = "missing"  # a file is not there: deleted, moved, or its disk is not mounted
+    MISSING = "missing"  # a file was deleted or moved, or its disk is not mounted
 
 
 @dataclass(frozen=True, slots=True)
 class StaleModel:
-    """A model whose statistics cannot be used as things are."""
+    """A model whose statistics cannot be used at present."""
 
     model: ModelRow
     staleness: Staleness
 
 
 class Evidence(StrEnum):
-    """What statistics rest on."""
+    """How statistics were obtained."""
 
     EXACT = "exact"  # every element was read
     PROBE = "probe"  # estimated from a sample
@@ -67,7 +67,7 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input of a snapshot; `sid` is set where the input was itself a snapshot."""
+    """One input of a snapshot; `sid` is set if the input was itself a snapshot."""
 
     role: str
     model: str
@@ -93,10 +93,10 @@ class SnapshotRow:
 
 @dataclass(frozen=True, slots=True)
 class LineageNode:
-    """One line of a lineage: a tree in preorder, `depth` 0 for the snapshot that was asked for.
+    """One node of a lineage in preorder, `depth` 0 for the requested snapshot.
 
-    `operator` is None for what is not a snapshot, or is one that the catalog does not hold. Every snapshot is
-    unfolded once: where it occurs again, `is_repeated` is set and nothing follows below it.
+    `operator` is None for models, and for snapshots that the catalog does not hold. A snapshot is expanded once:
+    further occurrences have `is_repeated` set and no children.
     """
 
     depth: int
@@ -111,7 +111,7 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True)
 class TableUsage:
-    """Rows of one table, and the bytes of their values (without SQLite's own)."""
+    """Rows of one table, and the bytes of their values (without SQLite's overhead)."""
 
     name: str
     rows: int
@@ -120,7 +120,7 @@ class TableUsage:
 
 @dataclass(frozen=True, slots=True)
 class CatalogStats:
-    """What the catalog holds. `described_bytes` are the tensor bytes of the experts of all pairs."""
+    """Sizes and counts of a catalog. `described_bytes` are the tensor bytes of the experts of all pairs."""
 
     path: Path
     file_bytes: int
@@ -135,10 +135,10 @@ class CatalogStats:
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport:
-    """What `rebuild` did.
+    """The result of `rebuild`.
 
     `missing` are recorded paths without a manifest; rows that could be read are kept. `composites` are training
-    checkpoints that tailor composed: they are no snapshots, and are left out.
+    checkpoints composed by tailor, which are not snapshots and are skipped.
     """
 
     snapshots: int

@@ -1,4 +1,4 @@
-"""What can be saved from a damaged catalog: whole models and the statistics whose checksums hold."""
+"""Copy whole models and statistics with valid checksums from a damaged catalog."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mergepipe.catalog import models
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import os_trouble
+from mergepipe.catalog.database import catalog_os_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.tensor_statistics import PackedRow
@@ -25,7 +25,7 @@ _BATCH = 256
 
 @dataclass(slots=True)
 class Salvage:
-    """What was found, models and names by their primary keys."""
+    """Sound index rows of the damaged catalog; models and names by their primary keys."""
 
     models: dict[int, ModelRow] = field(default_factory=dict)
     pairs: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -34,26 +34,26 @@ class Salvage:
 
 
 def salvage(damaged: Path, catalog: Catalog) -> tuple[int, tuple[Path, ...]]:
-    """Copy what is sound in `damaged` into `catalog`; return the tensors saved and the snapshot paths read.
+    """Copy the sound rows of `damaged` to `catalog`; return the number of tensors and the snapshot paths read.
 
-    Works on a copy: the damaged file stays as it is.
+    Works on a copy: the damaged file is not modified.
 
     Raises:
         StorageError: `catalog.no-space`, `catalog.permission`, `catalog.io`.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".salvage-", dir=damaged.parent) as place:
-            copy = _copy_into(Path(place), damaged)
+        with tempfile.TemporaryDirectory(prefix=".salvage-", dir=damaged.parent) as folder:
+            copy = _copy_into(Path(folder), damaged)
             with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-                found = _indexes(connection)
-                saved = sum(_store(catalog, found, batch) for batch in _batches(connection))
+                sound_rows = _indexes(connection)
+                saved = sum(_store(catalog, sound_rows, batch) for batch in _batches(connection))
     except OSError as error:
-        raise os_trouble(error, damaged) from error
-    return saved, tuple(found.snapshot_paths)
+        raise catalog_os_error(error, damaged) from error
+    return saved, tuple(sound_rows.snapshot_paths)
 
 
-def _copy_into(place: Path, damaged: Path) -> Path:
-    copy = place / CATALOG_NAME
+def _copy_into(folder: Path, damaged: Path) -> Path:
+    copy = folder / CATALOG_NAME
     for suffix in ("", "-wal"):
         source = damaged.with_name(damaged.name + suffix)
         if source.exists():
@@ -62,24 +62,24 @@ def _copy_into(place: Path, damaged: Path) -> Path:
 
 
 def _indexes(connection: sqlite3.Connection) -> Salvage:
-    found = Salvage()
+    sound_rows = Salvage()
     columns = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"
     for pk, *values in _readable(connection, "models", columns):
         with contextlib.suppress(CorruptError):
             row = models.from_columns(tuple(values))
             if models.has_its_id(row):
-                found.models[_key(pk)] = row
+                sound_rows.models[_key(pk)] = row
     for pk, expert, base in _readable(connection, "pairs", "expert, base"):
-        found.pairs[_key(pk)] = (_key(expert), _key(base))
+        sound_rows.pairs[_key(pk)] = (_key(expert), _key(base))
     for pk, name in _readable(connection, "tensor_names", "name"):
-        found.names[_key(pk)] = str(name)
+        sound_rows.names[_key(pk)] = str(name)
     paths = (str(path) for _, path in _readable(connection, "snapshots", "path"))
-    found.snapshot_paths = [Path(path) for path in paths if path.startswith("/") and "\0" not in path]
-    return found
+    sound_rows.snapshot_paths = [Path(path) for path in paths if path.startswith("/") and "\0" not in path]
+    return sound_rows
 
 
 def _readable(connection: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[object, ...]]:
-    """The rows before the first damage, then those after the last one."""
+    """Yield the rows before the first damage, then those after the last."""
     seen: set[object] = set()
     for order in ("ASC", "DESC"):
         with contextlib.suppress(sqlite3.DatabaseError, UnicodeDecodeError):
@@ -91,7 +91,7 @@ def _readable(connection: sqlite3.Connection, table: str, columns: str) -> Itera
 
 
 def _key(value: object) -> int:
-    """A primary key; in a damaged row something else can be in its place, which is no row's key."""
+    """A primary key; 0, which no row has, for a value of another type in a damaged row."""
     return value if isinstance(value, int) else 0
 
 
@@ -105,18 +105,18 @@ def _batches(connection: sqlite3.Connection) -> Iterator[list[tuple[object, ...]
     yield batch
 
 
-def _store(catalog: Catalog, found: Salvage, batch: list[tuple[object, ...]]) -> int:
-    sound: defaultdict[tuple[int, int, Evidence], dict[str, TensorStatistics]] = defaultdict(dict)
+def _store(catalog: Catalog, sound_rows: Salvage, batch: list[tuple[object, ...]]) -> int:
+    statistics_by_pair: defaultdict[tuple[int, int, Evidence], dict[str, TensorStatistics]] = defaultdict(dict)
     for _, pair, tensor, is_probe, packed in batch:
-        expert, base = found.pairs.get(_key(pair), (0, 0))
-        if expert not in found.models or base not in found.models or not isinstance(packed, bytes):
+        expert, base = sound_rows.pairs.get(_key(pair), (0, 0))
+        if expert not in sound_rows.models or base not in sound_rows.models or not isinstance(packed, bytes):
             continue
         evidence = Evidence.PROBE if is_probe else Evidence.EXACT
-        name = found.names.get(_key(tensor), "")
-        row = PackedRow(0, found.models[expert].id, found.models[base].id, name, evidence, packed)
+        name = sound_rows.names.get(_key(tensor), "")
+        row = PackedRow(0, sound_rows.models[expert].id, sound_rows.models[base].id, name, evidence, packed)
         with contextlib.suppress(CorruptError, UnsupportedError):
-            sound[expert, base, evidence][name] = row.unpacked()
-    for (expert, base, evidence), statistics in sound.items():
-        pair_rows = (catalog.restore(found.models[expert]), catalog.restore(found.models[base]))
+            statistics_by_pair[expert, base, evidence][name] = row.unpacked()
+    for (expert, base, evidence), statistics in statistics_by_pair.items():
+        pair_rows = (catalog.restore(sound_rows.models[expert]), catalog.restore(sound_rows.models[base]))
         catalog.put_many(*pair_rows, statistics, evidence=evidence)
-    return sum(len(statistics) for statistics in sound.values())
+    return sum(len(statistics) for statistics in statistics_by_pair.values())

@@ -1,4 +1,4 @@
-"""Rows of snapshots and the edges to their inputs: one row a path, lineage over sids."""
+"""Rows of snapshots, one per path, and their inputs; lineage follows sids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe.catalog.database import REBUILD_HINT
-from mergepipe.catalog.manifests import SnapshotRecord, sid_of_input
+from mergepipe.catalog.manifests import SnapshotRecord, sid_of_unchanged_input
 from mergepipe.catalog.models import path_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.checkpoints.formats.strict_json import JsonValue
@@ -24,27 +24,32 @@ _EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
 
 
 def record(
-    connection: sqlite3.Connection, found: SnapshotRecord, path: Path, *, created: datetime, keep_created: bool
+    connection: sqlite3.Connection,
+    snapshot_record: SnapshotRecord,
+    path: Path,
+    *,
+    created: datetime,
+    keep_created: bool,
 ) -> None:
-    """Insert the snapshot, or replace what was known of its path.
+    """Insert the snapshot, or replace the row of its path.
 
-    What is known of the same manifest, here or at another path, stays: the sids of its inputs, which later may not be
-    there to be asked, and with `keep_created` its time.
+    From other rows of the same manifest it keeps the sids of the inputs, which may be gone later, and with
+    `keep_created` the time.
     """
-    known_sids, known_created = _known_of(connection, found.manifest_digest)
+    known_sids, known_created = _earlier_records(connection, snapshot_record.manifest_digest)
     if keep_created and known_created is not None:
         created = known_created
     connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
-    key = _insert(connection, found, path, created)
-    for position, source in enumerate(found.inputs):
-        sid = known_sids.get(position) or sid_of_input(source)
+    key = _insert(connection, snapshot_record, path, created)
+    for position, source in enumerate(snapshot_record.inputs):
+        sid = known_sids.get(position) or sid_of_unchanged_input(source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (key, position, source.role, source.model, str(source.path), source.content_id, source.read_bytes, sid),
         )
 
 
-def _known_of(connection: sqlite3.Connection, manifest_digest: str) -> tuple[dict[int, str], datetime | None]:
+def _earlier_records(connection: sqlite3.Connection, manifest_digest: str) -> tuple[dict[int, str], datetime | None]:
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM snapshots WHERE manifest_digest = ? ORDER BY created", (manifest_digest,)
     ).fetchall()
@@ -58,8 +63,8 @@ def _known_of(connection: sqlite3.Connection, manifest_digest: str) -> tuple[dic
     return sids, known[0].created if known else None
 
 
-def _insert(connection: sqlite3.Connection, found: SnapshotRecord, path: Path, created: datetime) -> int:
-    realized = found.realized
+def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, path: Path, created: datetime) -> int:
+    realized = snapshot_record.realized
     cursor = connection.execute(
         """
         INSERT INTO snapshots (
@@ -68,56 +73,56 @@ def _insert(connection: sqlite3.Connection, found: SnapshotRecord, path: Path, c
         ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
         """,
         (
-            found.sid,
+            snapshot_record.sid,
             path_text(path),
-            found.operator,
+            snapshot_record.operator,
             created.astimezone(UTC).isoformat(timespec="microseconds"),
-            found.plan_digest,
-            found.manifest_digest,
+            snapshot_record.plan_digest,
+            snapshot_record.manifest_digest,
             realized.base,
             realized.expert,
             realized.analysis,
             realized.metadata,
             realized.output,
-            found.coverage,
+            snapshot_record.coverage,
         ),
     )
     return int(cursor.lastrowid or 0)
 
 
 def all_snapshots(connection: sqlite3.Connection) -> tuple[SnapshotRow, ...]:
-    """Every row, newest first."""
+    """Return every row, newest first."""
     rows = connection.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY created DESC, pk DESC").fetchall()
     return tuple(_snapshot(connection, row) for row in rows)
 
 
-def one_snapshot(connection: sqlite3.Connection, asked: str | Path) -> SnapshotRow:
+def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> SnapshotRow:
     """Find a snapshot by path, sid or a prefix of its sid; of several with that sid, the newest.
 
     Raises:
         NotFoundError: `snapshot.unknown`.
         RecipeError: `snapshot.ambiguous`.
     """
-    at_path = _row_at(connection, Path(asked))
+    at_path = _row_at(connection, Path(reference))
     if at_path is not None:
         return at_path
-    prefix = str(asked).lower()
+    prefix = str(reference).lower()
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM snapshots WHERE substr(sid, 1, ?) = ? ORDER BY created DESC, pk DESC",
         (len(prefix), prefix),
     ).fetchall()
     sids = sorted({str(row[1]) for row in rows})
     if not sids or len(prefix) < MIN_PREFIX_DIGITS:
-        raise _unknown(connection, asked)
+        raise _unknown(connection, reference)
     if len(sids) > 1:
-        raise RecipeError.of("snapshot.ambiguous", asked, f"could be {', '.join(sids[:5])}", "give more digits")
+        raise RecipeError.of("snapshot.ambiguous", reference, f"could be {', '.join(sids[:5])}", "give more digits")
     return _snapshot(connection, rows[0])
 
 
-def _unknown(connection: sqlite3.Connection, asked: str | Path) -> MergePipeError:
+def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipeError:
     known = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
-    hint = did_you_mean(str(asked), known) if known else "the catalog holds no snapshots"
-    return NotFoundError.of("snapshot.unknown", asked, "no such snapshot in the catalog", hint)
+    hint = did_you_mean(str(reference), known) if known else "the catalog holds no snapshots"
+    return NotFoundError.of("snapshot.unknown", reference, "no such snapshot in the catalog", hint)
 
 
 def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
@@ -126,7 +131,7 @@ def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
 
 
 def coverage_of(connection: sqlite3.Connection, snapshot: SnapshotRow) -> JsonValue:
-    """The manifest's coverage as it was given; None where there is none."""
+    """Return the manifest's coverage; None if there is none."""
     row = connection.execute("SELECT coverage FROM snapshots WHERE path = ?", (str(snapshot.path),)).fetchone()
     if row is None or row[0] is None:
         return None
@@ -138,29 +143,29 @@ def coverage_of(connection: sqlite3.Connection, snapshot: SnapshotRow) -> JsonVa
 
 
 def check_rows(connection: sqlite3.Connection) -> None:
-    """Read every row.
+    """Validate every row.
 
     Raises:
-        CorruptError: `catalog.corrupt`, a row makes no sense.
+        CorruptError: `catalog.corrupt`, a row is invalid.
     """
     for snapshot in all_snapshots(connection):
         coverage_of(connection, snapshot)
 
 
 def forget(connection: sqlite3.Connection, snapshot: SnapshotRow) -> None:
-    """Remove a row and its edges; the snapshot itself stays where it is."""
+    """Remove a row with its inputs; the snapshot itself is not touched."""
     connection.execute("DELETE FROM snapshots WHERE path = ?", (str(snapshot.path),))
 
 
 def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageNode, ...]:
-    """All that went into a snapshot, through all generations, as a tree in preorder.
+    """Return all direct and indirect inputs of a snapshot as a tree in preorder.
 
     Cycles (a snapshot replaced in place by one made from it) end where they close.
     """
     newest = {snapshot.sid: snapshot for snapshot in reversed(all_snapshots(connection))}
     newest[root.sid] = root
     nodes: list[LineageNode] = []
-    unfolded: set[str] = set()
+    expanded: set[str] = set()
     pending = [LineageNode(0, "snapshot", str(root.path), root.path, root.sid, root.operator, None)]
     while pending:
         node = pending.pop()
@@ -168,10 +173,10 @@ def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageN
         if snapshot is None:
             nodes.append(node)
             continue
-        is_repeated = snapshot.sid in unfolded
+        is_repeated = snapshot.sid in expanded
         nodes.append(_node_of(node, snapshot, is_repeated=is_repeated))
         if not is_repeated:
-            unfolded.add(snapshot.sid)
+            expanded.add(snapshot.sid)
             pending.extend(_input_node(node.depth + 1, source) for source in reversed(snapshot.inputs))
     return tuple(nodes)
 

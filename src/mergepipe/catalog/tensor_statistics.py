@@ -1,4 +1,4 @@
-"""Rows of statistics: one packed row for each tensor of an expert against a base."""
+"""Rows of statistics: one packed row per tensor of an expert against a base."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mergepipe.catalog.models import key_of
-from mergepipe.catalog.packing import pack, unpack
 from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.errors import CorruptError
 from mergepipe.operators.statistics import TensorStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row as it is stored."""
+    """One row as stored."""
 
     pk: int
     expert_id: str
@@ -25,7 +25,7 @@ class PackedRow:
     packed: bytes
 
     def unpacked(self) -> TensorStatistics:
-        """The statistics.
+        """Unpack the statistics.
 
         Raises:
             CorruptError: `catalog.corrupt-statistics`.
@@ -43,7 +43,7 @@ class PackedRow:
 
 
 def subject_of(expert_id: str, base_id: str, tensor: str) -> str:
-    """Whose statistics: bound into the checksum, so that a row cannot pass for another's."""
+    """Describe whose statistics these are: part of the checksum, so that rows cannot be exchanged."""
     return f"tensor {tensor} of model {expert_id} against {base_id}"
 
 
@@ -87,8 +87,8 @@ def _name_key(connection: sqlite3.Connection, name: str) -> int:
 def rows_of(
     connection: sqlite3.Connection, expert: ModelRow, base: ModelRow, evidence: Iterable[Evidence]
 ) -> Iterator[PackedRow]:
-    """Rows of one pair, in the order in which they were first stored."""
-    kinds = {int(each is Evidence.PROBE) for each in evidence}
+    """Yield the rows of one pair, in the order in which they were first stored."""
+    kinds = {int(kind is Evidence.PROBE) for kind in evidence}
     rows = connection.execute(
         """
         SELECT s.pk, n.name, s.is_probe, s.packed
@@ -107,7 +107,7 @@ def rows_of(
 
 
 def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> dict[str, Evidence]:
-    """What the rows of one pair rest on, by tensor."""
+    """Return the kind of evidence of the rows of one pair, by tensor."""
     rows = connection.execute(
         """
         SELECT n.name, s.is_probe
@@ -121,7 +121,7 @@ def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
-    """Every row of every pair."""
+    """Yield every row of every pair."""
     rows = connection.execute(
         """
         SELECT s.pk, e.id, b.id, n.name, s.is_probe, s.packed
@@ -140,18 +140,18 @@ def drop_corrupt(connection: sqlite3.Connection) -> int:
     return len(corrupt)
 
 
-def is_enough(row: PackedRow, block_elements: int, densities: Iterable[float]) -> bool:
-    """Whether a row is exact, sound, on this grid and knows the cuts of these densities."""
+def covers(row: PackedRow, block_elements: int, densities: Iterable[float]) -> bool:
+    """Whether a row is exact, sound, on this grid and has the cuts of these densities."""
     try:
-        found = row.unpacked()
+        statistics = row.unpacked()
     except CorruptError:
         return False
-    knows_cuts = set(densities) <= set(found.densities_D.tolist())
-    return row.evidence is Evidence.EXACT and found.grid.block_elements == block_elements and knows_cuts
+    has_cuts = set(densities) <= set(statistics.densities_D.tolist())
+    return row.evidence is Evidence.EXACT and statistics.grid.block_elements == block_elements and has_cuts
 
 
 def _packed(value: object) -> bytes:
-    """The blob; in a damaged row something else can be in its place, which cannot be unpacked."""
+    """The blob; empty bytes for a value of another type in a damaged row."""
     return value if isinstance(value, bytes) else b""
 
 

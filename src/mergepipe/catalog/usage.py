@@ -1,4 +1,4 @@
-"""How much the catalog holds, by table and in all."""
+"""Count the rows and bytes of the catalog, by table and in total."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIDE_FILES = ("", "-wal")
 
 
 def catalog_stats(connection: sqlite3.Connection, path: Path) -> CatalogStats:
-    """Count rows and bytes; `file_bytes` includes what still waits in the WAL."""
+    """Count rows and bytes; `file_bytes` includes the WAL."""
     described, pairs = connection.execute(
         "SELECT coalesce(sum(e.tensor_bytes), 0), count(*) FROM pairs AS p JOIN models AS e ON e.pk = p.expert"
     ).fetchone()
@@ -44,5 +44,5 @@ def _table_usage(connection: sqlite3.Connection, table: str) -> TableUsage:
 def _size_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # no WAL now
+    except FileNotFoundError:  # there is no WAL at present
         return 0

@@ -1,4 +1,4 @@
-"""Refuses a limit on address space in which the compiler cannot live, before it is loaded."""
+"""Refuse an address space limit that is too small for the compiler, before loading it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from mergepipe.errors import LimitError
 
 COMPILER_ADDRESS_BYTES = 1 << 30  # LLVM and numpy, mapped; most of it is never touched
-THREAD_ADDRESS_BYTES = 64 << 20  # a stack, and an arena of the C library
+THREAD_ADDRESS_BYTES = 64 << 20  # a stack and a malloc arena
 
 
 def address_space_limit_bytes() -> int | None:
-    """The most address space this process may have (`ulimit -v`); None where there is no limit."""
+    """Return the address space limit of this process (`ulimit -v`); None if there is none."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -19,7 +19,7 @@ def address_space_limit_bytes() -> int | None:
 
 
 def check_address_space(threads: int) -> None:
-    """Refuse a limit on address space under which the compiler, once loaded, would end the process by force.
+    """Refuse an address space limit under which the loaded compiler would abort the process.
 
     Raises:
         LimitError: `memory.address-space`.
@@ -28,5 +28,5 @@ def check_address_space(threads: int) -> None:
     needed = COMPILER_ADDRESS_BYTES + threads * THREAD_ADDRESS_BYTES
     if limit is None or limit >= needed or "llvmlite" in sys.modules:
         return
-    message = f"{limit >> 20} MiB of address space are allowed, {threads} threads need {needed >> 20} MiB"
+    message = f"the address space is limited to {limit >> 20} MiB; {threads} threads need {needed >> 20} MiB"
     raise LimitError.of("memory.address-space", "ulimit -v", message, "raise `ulimit -v`, or lower --threads")

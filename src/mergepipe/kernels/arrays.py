@@ -1,4 +1,4 @@
-"""Whole blocks to float32 arrays and back, for merge rules that are not compiled."""
+"""Decode whole blocks to float32 arrays and encode them again, for merge rules that are not compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def decode_arrays(
     base_N: Floats,
     deltas_EN: Floats,
 ) -> None:
-    """Decode the elements from `skip` on into `base_N` and the rows of `deltas_EN` of the experts present."""
+    """Decode the elements from `skip` on: the base into `base_N`, deltas into the rows of the experts present."""
     n = base_N.shape[0]
     model = np.empty(_TILE, np.float32)
     start = 0

@@ -1,7 +1,7 @@
-"""Atoms: the pieces into which rows and grains cut a tensor together, so that sums by row depend on no other cut.
+"""Divide a tensor into atoms, the intersections of rows and grains, so that sums by row do not depend on block cuts.
 
-Cuts for reading fall on multiples of `GRAIN_ELEMENTS` or on row starts, so each atom is seen whole by one thread; its
-sum goes to a place of its own, and a row's sum is that of its atoms in order.
+Reads are cut at multiples of `GRAIN_ELEMENTS` or at row starts, so each atom is summed by one thread into its own
+entry; the sum of a row is that of its atoms in order.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _GRAIN = GRAIN_ELEMENTS
 
 @kernel
 def atom_of(element: int, row_elements: int, common: int) -> int:
-    """The atom that holds an element; `common` is the least common multiple of rows and grains."""
+    """The number of the atom of an element; `common` is the least common multiple of rows and grains."""
     return element // row_elements + element // _GRAIN - element // common
 
 
 @kernel
 def atom_stop(element: int, row_elements: int) -> int:
-    """The first element behind the atom of an element."""
+    """The first element after the atom of an element."""
     return min((element // row_elements + 1) * row_elements, (element // _GRAIN + 1) * _GRAIN)
 
 
 def common_multiple(row_elements: int) -> int:
-    """See `atom_of`."""
+    """The argument `common` of `atom_of`."""
     return math.lcm(row_elements, _GRAIN)
 
 
 def count_atoms(n_elements: int, row_elements: int) -> int:
-    """How many atoms a tensor has."""
+    """The number of atoms of a tensor."""
     return int(atom_of(n_elements - 1, row_elements, common_multiple(row_elements))) + 1 if n_elements else 0
 
 
 def join_atoms(atoms_A: NDArray[np.float64], n_elements: int, row_elements: int) -> NDArray[np.float64]:
-    """Sums by row (first axis) of what was summed by atom; an empty tensor is one row."""
+    """Add up sums by atom to sums by row (first axis); an empty tensor has one row of zeros."""
     if not n_elements:
         return np.zeros((1, *atoms_A.shape[1:]))
     starts_R = np.arange(0, n_elements, row_elements)

@@ -1,10 +1,11 @@
-"""Tiles of stored elements to float32 and back, on raw bytes.
+"""Decode tiles of stored elements to float32, and encode them, on raw bytes.
 
-A tile is at most `TILE_ELEMENTS` consecutive elements: small enough to stay in the first-level cache between decode,
-arithmetic and encode. `code` is `DType.kernel_code`. Offsets are bytes into a flat `uint8` buffer, of any alignment.
+A tile is at most `TILE_ELEMENTS` consecutive elements, so that it stays in the L1 cache between decode, arithmetic and
+encode. `code` is `DType.kernel_code`. Offsets are bytes into a flat `uint8` buffer, at any alignment.
+
 Encoding rounds to nearest, ties to even; every NaN becomes the quiet NaN of the target with a clear sign, so that
-results do not depend on how a processor propagates payloads. What rounds beyond the largest number becomes infinity.
-E4M3 has no infinity: there it becomes the largest number, 448, as infinities do (docs/decisions/014-fp8-overflow.md).
+results do not depend on how a processor propagates payloads. Overflow becomes infinity. E4M3 has no infinity: overflow
+and infinities become its largest number, 448 (docs/decisions/014-fp8-overflow.md).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DTYPE_BITS = DELTA_FLAG - 1
 
 @kernel
 def itemsize_of(code: int) -> int:
-    """Bytes of one element."""
+    """The size of one element in bytes."""
     dtype = code & _DTYPE_BITS
     if dtype == CODE_F64:
         return 8
@@ -52,7 +53,7 @@ def decode_tile(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None
 
 @kernel
 def _decode_less_common(raw: Bytes, offset: int, code: int, n: int, out: Floats) -> None:
-    # Apart from `decode_tile`, which is small enough to be compiled into its callers.
+    # Separate, so that `decode_tile` is small enough to be inlined.
     out_bits = out.view(np.uint32)
     if code == CODE_F16:
         halves = raw[offset : offset + 2 * n].view(np.uint16)
@@ -158,7 +159,7 @@ def _encode_less_common(tile: Floats, n: int, raw: Bytes, offset: int, code: int
 
 @kernel
 def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) -> None:
-    # Normal results: re-bias the exponent and round the 13 bits that go. Results below 2**-14: adding 0.5 puts the
+    # Normal results: re-bias the exponent and round off 13 bits. Results below 2**-14: adding 0.5 puts the
     # value's float16 subnormal bits, rounded by the adder, into the low end of the mantissa of 0.5.
     raised = np.empty(TILE_ELEMENTS, np.float32)
     raised_bits = raised.view(np.uint32)
@@ -171,7 +172,7 @@ def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) 
         normal = (magnitude - np.uint32(0x38000000) + np.uint32(0x0FFF) + odd) >> np.uint32(13)
         small = raised_bits[i] - np.uint32(0x3F000000)
         rounded = small if magnitude < np.uint32(0x38800000) else normal
-        # From 65520 on the nearest float16 is infinity.
+        # From 65520 on, the nearest float16 is infinity.
         rounded = np.uint32(0x7C00) if magnitude >= np.uint32(0x477FF000) else rounded
         is_nan = magnitude > np.uint32(0x7F800000)
         halves[i] = np.uint16(np.uint32(0x7E00) if is_nan else (sign | rounded))
@@ -180,27 +181,27 @@ def _encode_f16(tile: Floats, bits: Bits32, n: int, halves: NDArray[np.uint16]) 
 @kernel
 def _encode_f8(tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, lifter: np.float32) -> None:
     # As _encode_f16: `lifter` is the float32 whose unit in the last place is the smallest subnormal, `shift` the number
-    # of mantissa bits that go. From `too_large` on a magnitude is stored as `beyond`: 464, the middle of 448 and what
-    # would be the next number of E4M3, and 61440, from which on the nearest number of E5M2 is infinity.
-    lost = np.uint32(shift)
+    # of mantissa bits rounded off. Magnitudes from `too_large` on are stored as `beyond`: from 464, halfway from 448 to
+    # what would be the next number of E4M3, and from 61440, where the nearest E5M2 value is infinity.
+    lost_bits = np.uint32(shift)
     is_e4m3 = shift == 20
     rebias = np.uint32(0x3C000000) if is_e4m3 else np.uint32(0x38000000)
     too_large = np.uint32(0x43E80000) if is_e4m3 else np.uint32(0x47700000)
     beyond = np.uint32(0x7E) if is_e4m3 else np.uint32(0x7C)
     nan = np.uint32(0x7F) if is_e4m3 else np.uint32(0x7E)
-    below_half = (np.uint32(1) << (lost - np.uint32(1))) - np.uint32(1)
+    below_half = (np.uint32(1) << (lost_bits - np.uint32(1))) - np.uint32(1)
     raised = np.empty(TILE_ELEMENTS + 1, np.float32)
     raised_bits = raised.view(np.uint32)
     raised[TILE_ELEMENTS] = lifter
-    lifted = raised_bits[TILE_ELEMENTS]
+    lifter_bits = raised_bits[TILE_ELEMENTS]
     for i in range(n):
         raised[i] = abs(tile[i]) + lifter
     for i in range(n):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
         sign = (bits[i] >> np.uint32(24)) & np.uint32(0x80)
-        odd = (magnitude >> lost) & np.uint32(1)
-        normal = (magnitude - rebias + below_half + odd) >> lost
-        small = raised_bits[i] - lifted
+        odd = (magnitude >> lost_bits) & np.uint32(1)
+        normal = (magnitude - rebias + below_half + odd) >> lost_bits
+        small = raised_bits[i] - lifter_bits
         rounded = small if magnitude < rebias + np.uint32(0x00800000) else normal
         is_nan = magnitude > np.uint32(0x7F800000)
         rounded = beyond if magnitude >= too_large else rounded
@@ -209,7 +210,7 @@ def _encode_f8(tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, li
 
 @kernel
 def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
-    """As `decode_tile` from the start of `raw`, for any number of elements."""
+    """As `decode_tile`, for any number of elements from the start of `raw`."""
     start = 0
     while start < n:
         m = min(TILE_ELEMENTS, n - start)
@@ -219,7 +220,7 @@ def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
 
 @kernel
 def encode_all(values: Floats, raw: Bytes, code: int) -> None:
-    """As `encode_tile` to the start of `raw`, for any number of elements."""
+    """As `encode_tile`, for any number of elements to the start of `raw`."""
     start = 0
     while start < values.shape[0]:
         m = min(TILE_ELEMENTS, values.shape[0] - start)

@@ -1,4 +1,4 @@
-"""The one way in which this project compiles a loop, and the types that kernel signatures are written in."""
+"""Compile kernels, all with the same settings, and name the array types of their signatures."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 @cache
 def sources_digest(directory: Path = Path(__file__).parent) -> str:
-    """A hash of all kernels' sources."""
+    """A hash of all kernel sources in a directory."""
     files = sorted(directory.glob("*.py"))
     return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _renew_with_any_kernel(compiled: Any) -> None:
-    # numba takes what it has cached for fresh while a kernel's own file is the same, though kernels compile in what
-    # they call from other files: the stamp of all files, and of all beside it, stands in the place of that of one.
+    # numba's cache checks only the file of the kernel itself, though kernels inline kernels from other files: the stamp
+    # of this file is replaced by one of all files in its directory and in this one.
+    """Invalidate the cached code of a kernel when any kernel source changes."""
     directories = {Path(__file__).parent, Path(compiled.py_func.__code__.co_filename).parent}
-    compiled._cache._cache_file._source_stamp = "".join(sources_digest(each) for each in sorted(directories))
+    compiled._cache._cache_file._source_stamp = "".join(sources_digest(directory) for directory in sorted(directories))

@@ -1,10 +1,10 @@
-"""The only module that loads the compiler, after it has seen that the compiler fits into the address space."""
+"""Import numba and LLVM, after checking that they fit into the address space; no other module imports them."""
 
 from __future__ import annotations
 
 from mergepipe.kernels.address_space import check_address_space
 
-check_address_space(threads=1)  # the compiler would end the process by force
+check_address_space(threads=1)  # loading LLVM would abort the process
 
 import numba  # noqa: E402
 import numba.core  # noqa: E402

@@ -1,4 +1,4 @@
-"""Inner products of a base and its deltas with one another, by row or by column."""
+"""Compute inner products of a base and its deltas with each other, by row or by column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_frame(
     model: Floats,
     frame_FN: Floats,
 ) -> None:
-    """Decode `n` elements from `start` on: the base into row 0 of `frame_FN`, the deltas of those present after it."""
+    """Decode `n` elements from `start` on into `frame_FN`: row 0 the base, then the deltas of the experts present."""
     base = frame_FN[0]
     decode_tile(raw, base_offset + start * itemsize_of(base_code), base_code, n, base)
     for e in range(offsets_E.shape[0]):
@@ -33,7 +33,7 @@ def decode_frame(
 
 @kernel
 def fold(values: Doubles, n: int) -> float:
-    """`sum values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
+    """Sum `values[:n]` (at most a tile) by a binary tree; the values are overwritten."""
     width = 1
     while width < n:
         width *= 2
@@ -48,7 +48,7 @@ def fold(values: Doubles, n: int) -> float:
 
 @kernel
 def fold_product(x: Floats, y: Floats, n: int, products: Doubles) -> float:
-    """`sum x[:n] * y[:n]` in float64, by a binary tree: the same order of additions on every machine."""
+    """Sum `x[:n] * y[:n]` in float64 by a binary tree: the same order of additions on every machine."""
     for i in range(n):
         products[i] = np.float64(x[i]) * np.float64(y[i])
     return fold(products, n)
@@ -68,7 +68,7 @@ def add_row_grams(
     common: int,
     gram_AFF: Doubles,
 ) -> None:
-    """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of `n` elements to their atoms'."""
+    """Add the inner products (upper triangle; base 0, expert `e` at `e + 1`) of `n` elements by atom."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -101,7 +101,7 @@ def add_column_grams(
     cell_elements: int,
     gram_CFFP: Doubles,
 ) -> None:
-    """Add the products of `n` elements to those of their cells (C) and columns (P), element after element."""
+    """Add the products of `n` elements by cell (C) and column (P), in element order."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -109,7 +109,7 @@ def add_column_grams(
     while start < n:
         element = first_element + start
         column = element % n_columns
-        # A tile ends where a column comes again at the latest: all its sums go to different places.
+        # A tile has each column at most once, so that its sums are independent.
         m = min(_TILE, n - start, n_columns - column)
         cell = element // cell_elements
         decode_frame(raw, base_offset, base_code, offsets_E, codes_E, start, m, model, frame_FN)

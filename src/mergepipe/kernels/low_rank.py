@@ -1,4 +1,4 @@
-"""The product of two thin matrices, for any stretch of its flattened elements."""
+"""Multiply two thin matrices, for any range of the flattened product."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 from mergepipe.kernels.compiled import Floats, kernel
 
-TILE_COLUMNS = 1024  # a tile of results and four tiles of the right factor stay in the first-level cache
+TILE_COLUMNS = 1024  # a tile of results and four of the right factor fit into the L1 cache
 
 
 @kernel
 def low_rank_product(left_RK: Floats, right_KC: Floats, scale: float, first: int, out: Floats) -> None:
     """Write `scale * (left_RK @ right_KC)`, flattened, from element `first` on into all of `out` (float32).
 
-    Each element is summed in float32 in the order of K and scaled last: it does not depend on how elements are
-    grouped into calls. `first + len(out)` is at most R * C; `scale` is rounded to float32.
+    Each element is summed in float32 in the order of K and scaled last: the result does not depend on how elements
+    are grouped into calls. `first + len(out)` is at most R * C; `scale` is rounded to float32.
     """
     n_columns = right_KC.shape[1]
     factor = np.float32(scale)

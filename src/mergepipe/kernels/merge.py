@@ -1,4 +1,4 @@
-"""The one elementwise merging loop: decode, take deltas, sparsify, combine, round once, in cache-sized tiles."""
+"""Merge elementwise in cache-sized tiles: decode, take deltas, sparsify, combine, round once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decode_delta(
 def decode_against(
     raw: Bytes, offset: int, code: int, start: int, n: int, base: Floats, model: Floats, delta: Floats
 ) -> None:
-    """The delta of elements `start ... start + n` of a model to a decoded base; stored deltas are taken as they are."""
+    """Write the delta of elements `start ... start + n` of a model to a decoded base; stored deltas are copied."""
     if code & IS_DELTA:
         decode_tile(raw, offset + start * itemsize_of(code), code, n, delta)
     else:
@@ -55,6 +55,7 @@ def decode_against(
 
 @kernel
 def _keep_large(delta: Floats, n: int, threshold_bits: np.uint32) -> None:
+    """Clear deltas with a magnitude below the threshold."""
     bits = delta.view(np.uint32)
     for i in range(n):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
@@ -63,7 +64,7 @@ def _keep_large(delta: Floats, n: int, threshold_bits: np.uint32) -> None:
 
 @kernel
 def keep_band(delta: Floats, n: int, lower_bits: np.uint32, upper_bits: np.uint32) -> None:
-    """Clear what is smaller than the lower magnitude, or not smaller than the upper one."""
+    """Clear deltas with a magnitude below the lower cut, or at or above the upper cut."""
     bits = delta.view(np.uint32)
     for i in range(n):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
@@ -72,6 +73,7 @@ def keep_band(delta: Floats, n: int, lower_bits: np.uint32, upper_bits: np.uint3
 
 @kernel
 def _scale(delta: Floats, n: int, scale: np.float32) -> None:
+    """Multiply by `scale`."""
     if scale != np.float32(1.0):
         for i in range(n):
             delta[i] *= scale
@@ -79,21 +81,21 @@ def _scale(delta: Floats, n: int, scale: np.float32) -> None:
 
 @kernel
 def _keep_near(delta: Floats, n: int, reach: np.float32) -> None:
-    # The step of an element is at most `reach`; one smaller than 1e-6 counts as that.
+    """Shorten steps to at most `reach`; magnitudes below 1e-6 count as 1e-6."""
     zero, one = np.float32(0.0), np.float32(1.0)
     for i in range(n):
-        size = abs(delta[i])
-        size = NEAREST if size < NEAREST else size
-        share = reach / size
-        share = one if share > one else (zero if share < zero else share)
-        delta[i] *= share
+        magnitude = abs(delta[i])
+        magnitude = NEAREST if magnitude < NEAREST else magnitude
+        factor = reach / magnitude
+        factor = one if factor > one else (zero if factor < zero else factor)
+        delta[i] *= factor
 
 
 @kernel
 def variance_tile(
     deltas_EN: Floats, n_deltas: int, n_experts: int, n: int, variances: Floats, moments_2N: Doubles
 ) -> None:
-    """The population variance of `n_experts` deltas, of which the first `n_deltas` are given and the others zero.
+    """Compute the population variance of `n_experts` deltas: the first `n_deltas` rows, and zeros for the others.
 
     `moments_2N` (float64, two rows of a tile) is overwritten.
     """
@@ -108,8 +110,8 @@ def variance_tile(
         square[i] = n_zeros * mean[i] * mean[i]
     for e in range(n_deltas):
         for i in range(n):
-            off = np.float64(deltas_EN[e, i]) - mean[i]
-            square[i] += off * off
+            deviation = np.float64(deltas_EN[e, i]) - mean[i]
+            square[i] += deviation * deviation
     _divide(square, n, n_experts)
     for i in range(n):
         variances[i] = np.float32(square[i])
@@ -117,7 +119,8 @@ def variance_tile(
 
 @kernel
 def _divide(values: Doubles, n: int, divisor: int) -> None:
-    if divisor & (divisor - 1) == 0:  # a power of two: a product gives the same
+    """Divide in place."""
+    if divisor & (divisor - 1) == 0:  # a power of two: multiplying is exact too
         factor = 1.0 / divisor
         for i in range(n):
             values[i] *= factor
@@ -136,7 +139,7 @@ def keep_varied(
     variances: Floats,
     moments_2N: Doubles,
 ) -> None:
-    """Clear the deltas of elements whose variance is below the cut; nothing where the cut is zero."""
+    """Clear the deltas of elements whose variance is below the cut; none if the cut is zero."""
     if variance_bits == np.uint32(0):
         return
     variance_tile(deltas_EN, n_deltas, n_experts, n, variances, moments_2N)
@@ -150,19 +153,24 @@ def keep_varied(
 def _keep_random(
     delta: Floats, n: int, key: np.uint64 | int, first_element: int, cut: np.uint64, scale: np.float32, words: Bits32
 ) -> None:
+    """Clear the deltas whose random word is not below `cut`; scale the others."""
     first_group = first_element // GROUP_ELEMENTS
     last_group = (first_element + n - 1) // GROUP_ELEMENTS
     fill_random_words(key, first_group, last_group - first_group + 1, words)
     lead = first_element - first_group * GROUP_ELEMENTS
-    own = words[lead : lead + n]
+    element_words = words[lead : lead + n]
     for i in range(n):
         kept = scale * delta[i]
-        delta[i] = kept if own[i] < cut else np.float32(0.0)
+        delta[i] = kept if element_words[i] < cut else np.float32(0.0)
 
 
 @kernel
 def _add_scaled(delta: Floats, n: int, coefficient: np.float32, total: Floats) -> None:
-    # An element without a delta is left alone, so that reading it or not is the same, down to the sign of a zero.
+    """Add `coefficient * delta` to `total`.
+
+    Elements with a zero delta are not touched, so that the result, including the sign of a zero, does not depend on
+    whether they were read.
+    """
     for i in range(n):
         added = total[i] + coefficient * delta[i]
         total[i] = total[i] if delta[i] == np.float32(0.0) else added
@@ -170,6 +178,7 @@ def _add_scaled(delta: Floats, n: int, coefficient: np.float32, total: Floats) -
 
 @kernel
 def _add_agreeing(delta: Floats, n: int, weight: np.float32, vote: Floats, numerator: Floats, divisor: Floats) -> None:
+    """Add weighted deltas with the sign of the vote to `numerator`, and their weights to `divisor`."""
     zero = np.float32(0.0)
     for i in range(n):
         weighted = weight * delta[i]
@@ -179,7 +188,7 @@ def _add_agreeing(delta: Floats, n: int, weight: np.float32, vote: Floats, numer
 
 
 @kernel
-def _settle(
+def _normalize_agreeing(
     vote: Floats,
     numerator: Floats,
     divisor: Floats,
@@ -188,14 +197,15 @@ def _settle(
     least_divisor: np.float32,
     scale: np.float32,
 ) -> None:
+    """Divide the agreeing sum by the sum of its weights if `normalize`, and scale it."""
     zero, one = np.float32(0.0), np.float32(1.0)
     if least_divisor > zero:
         for i in range(n):
             divisor[i] = max(divisor[i], least_divisor)
     for i in range(n):
-        share = one if (divisor[i] == zero or not normalize) else divisor[i]
-        merged = scale * (numerator[i] / share)
-        # An undefined vote (a NaN, or infinities of both signs) makes the element undefined.
+        denominator = one if (divisor[i] == zero or not normalize) else divisor[i]
+        merged = scale * (numerator[i] / denominator)
+        # A NaN vote (from a NaN, or infinities of both signs) makes the element NaN.
         numerator[i] = merged if vote[i] == vote[i] else vote[i]
 
 
@@ -232,24 +242,24 @@ def merge_block(
 
     Without `consensus`: `anchor_scale * M_0 + sum_e coefficients_E[e] * K(delta_e)`. `K` keeps all elements, those
     whose magnitude bits reach `lower_E[e]` (and not `upper_E[e]`, for a band), those whose random word is below
-    `cuts_E[e]`, or those whose variance over `n_experts` experts reaches `lower_E[0]`; what is kept is scaled by
-    `scales_E[e]`, but for KEEP_NEAR, where that is the largest step. With `consensus`:
+    `cuts_E[e]`, or those whose variance over `n_experts` experts reaches `lower_E[0]`; kept deltas are scaled by
+    `scales_E[e]`, except with KEEP_NEAR, where that is the largest step. With `consensus`:
     `anchor_scale * M_0 + delta_scale * D`, where `D` is the sum of the kept deltas times their coefficients that share
     the sign of `sum_e votes_E[e] * K(delta_e)`, divided by the sum of those coefficients (at least `least_divisor`) if
-    `normalize`. With a `start_code` that is not `NO_START`, the sum without consensus goes on from the values stored at
-    `start_offset`, instead of from `anchor_scale * M_0`.
+    `normalize`. With a `start_code` other than `NO_START`, the sum without consensus starts from the values stored at
+    `start_offset` instead of `anchor_scale * M_0`.
 
     Args:
         raw: uint8, the stored bytes of base and experts at `base_offset` and `offsets_E`.
         first_element: index of the first element in its tensor (the random generator counts from it).
-        out: uint8, written at `out_offset`; may not overlap `raw`.
+        out: uint8, written at `out_offset`; must not overlap `raw`.
     """
     n_present = offsets_E.shape[0]
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     total = np.empty(_TILE, np.float32)
-    together = consensus or keep == KEEP_VARIED
-    deltas_EN = np.empty((n_present if together else 1, _TILE), np.float32)
+    needs_all_deltas = consensus or keep == KEEP_VARIED
+    deltas_EN = np.empty((n_present if needs_all_deltas else 1, _TILE), np.float32)
     numerator = np.empty(_TILE, np.float32)
     divisor = np.empty(_TILE, np.float32)
     words = np.empty(_TILE + 2 * GROUP_ELEMENTS, np.uint32)
@@ -264,7 +274,7 @@ def merge_block(
             for i in range(m):
                 total[i] = np.float32(0.0) if consensus else anchor_scale * base[i]
         for e in range(n_present):
-            delta = deltas_EN[e if together else 0]
+            delta = deltas_EN[e if needs_all_deltas else 0]
             decode_against(raw, offsets_E[e], codes_E[e], start, m, base, model, delta)
             if keep == KEEP_LARGE:
                 _keep_large(delta, m, lower_E[e])
@@ -288,7 +298,7 @@ def merge_block(
                 divisor[i] = np.float32(0.0)
             for e in range(n_present):
                 _add_agreeing(deltas_EN[e], m, coefficients_E[e], total, numerator, divisor)
-            _settle(total, numerator, divisor, m, normalize, least_divisor, delta_scale)
+            _normalize_agreeing(total, numerator, divisor, m, normalize, least_divisor, delta_scale)
             for i in range(m):
                 anchor = anchor_scale * base[i]
                 total[i] = anchor if numerator[i] == np.float32(0.0) else anchor + numerator[i]
@@ -313,7 +323,7 @@ def merge_rows(
     out_code: int,
     n: int,
 ) -> None:
-    """As `merge_block` without consensus, with coefficients, anchor scale and magnitude cut of its own for each row."""
+    """As `merge_block` without consensus, with separate coefficients, anchor scale and magnitude cut for each row."""
     none = np.empty(0, np.uint64)
     ones_E = np.ones(offsets_E.shape[0], np.float32)
     start = 0
@@ -371,7 +381,10 @@ def merge_columns(
     out_code: int,
     n: int,
 ) -> None:
-    """`anchor_scale * M_0 + sum_e coefficients * delta_e`, both by column: element `i` belongs to `i % columns`."""
+    """Write `anchor_scale * M_0 + sum_e coefficients * delta_e`, with both factors by column.
+
+    Element `i` is in column `i % columns`.
+    """
     n_columns = anchor_scale_P.shape[0]
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)

@@ -1,4 +1,4 @@
-"""Merging by how many experts change an element: what one changes is scaled, what several change is averaged."""
+"""Merge by how many experts change an element: a single change is scaled, several are averaged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def merge_overlapping(
     out_code: int,
     n: int,
 ) -> None:
-    """`M_0 +` per element: the only delta larger than `epsilon` times its expert's scale, or the mean of several."""
+    """Write `M_0 +` the single delta larger than `epsilon` times its expert's scale, or the mean of several."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -41,10 +41,10 @@ def merge_overlapping(
         for i in range(m):
             total[i] = zero
         for e in range(n_present):
-            delta, own_scale = frame_FN[e + 1], own_scales_E[e]
+            delta, expert_scale = frame_FN[e + 1], own_scales_E[e]
             for i in range(m):
                 shared = delta[i] / changes[i]
-                share = shared if changes[i] > one else own_scale * delta[i]
+                share = shared if changes[i] > one else expert_scale * delta[i]
                 total[i] += share if abs(delta[i]) > epsilon else zero
         for i in range(m):
             merged = frame_FN[0, i] + total[i]

@@ -1,4 +1,4 @@
-"""Philox4x32-10, a counter-based generator: the random bits of element `i` are a pure function of (key, i).
+"""Generate random bits with Philox4x32-10, a counter-based generator: those of element `i` depend on (key, i) only.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; constants and the
 known-answer vectors in the tests are those of the paper's Random123 library.

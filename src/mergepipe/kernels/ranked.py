@@ -1,7 +1,8 @@
-"""Random dropping by rank: the larger an element among its row, the likelier it survives.
+"""Drop deltas at random by rank: the larger an element is within its row, the more likely it survives.
 
-Ranks are worked out only where they matter. A histogram of a row's magnitudes bounds each element's rank, and with it
-the probability; most random words lie outside of these bounds. The few elements left are counted one by one.
+Exact ranks are computed only where they decide. A histogram of a row's magnitudes bounds the rank, and with it the
+survival probability, of each element; most random words lie outside these bounds. The ranks of the few undecided
+elements are counted one by one.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _TILE = TILE_ELEMENTS
 _WORD_SPAN = 4294967296.0
 _MAGNITUDE = 0x7FFFFFFF
 _BATCH_ELEMENTS = 4096  # rows this short share one call of the generator
-_OCTAVES = 16  # below a row's largest magnitude that are told apart; what is smaller shares a bin
+_OCTAVES = 16  # below a row's largest magnitude with bins of their own; smaller magnitudes share one
 _FINEST_SHIFT = 8
-_MOST_DOUBTS = 256  # to be counted one by one; a row with more is sorted
+_MAX_COUNTED = 256  # rows with more undecided elements are sorted
 _DIGIT_BITS = 11
 
 
 @kernel
 def decode_deltas(raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, out_N: Floats) -> None:
-    """Write the delta of `n` elements to `out_N`."""
+    """Write the deltas of `n` elements to `out_N`."""
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     start = 0
@@ -42,9 +43,9 @@ def decode_deltas(raw: Bytes, base_offset: int, base_code: int, offset: int, cod
 def drop_ranked(
     values_N: Floats, first_element: int, row_elements: int, key: np.uint64 | int, lowest: float, spread: float
 ) -> None:
-    """Clear what does not survive of whole rows.
+    """Clear the elements of whole rows that do not survive.
 
-    The element of rank `r` (from 0, by magnitude, equal ones by place) of `L` survives with probability
+    The element of rank `r` (from 0, by magnitude, ties by position) of `L` survives with probability
     `lowest + spread * r / (L - 1)`; in a row of one with `lowest + spread / 2`. At most 1, and more than 0.
     """
     n = values_N.shape[0]
@@ -53,7 +54,7 @@ def drop_ranked(
     batch = row_elements * max(1, _BATCH_ELEMENTS // row_elements)
     words = np.empty(batch + 2 * GROUP_ELEMENTS, np.uint32)
     scratch = np.empty((5, row_elements), np.uint32)
-    doubts = np.empty((row_elements + 7) // 8 * 8, np.uint8)
+    undecided = np.empty((row_elements + 7) // 8 * 8, np.uint8)
     shift = _bin_shift(row_elements)
     bounds = np.empty((6, _OCTAVES << (23 - shift)), np.uint32)
     for start in range(0, n, batch):
@@ -63,14 +64,14 @@ def drop_ranked(
         fill_random_words(key, first_group, last_group - first_group + 1, words)
         lead = first_element - first_group * GROUP_ELEMENTS
         for row in range(start, stop, row_elements):
-            own = words[lead + row : lead + row + row_elements]
+            row_words = words[lead + row : lead + row + row_elements]
             bits = bits_N[row : row + row_elements]
-            _drop_in_row(bits, own, last_R, shift, scratch, bounds, doubts)
+            _drop_in_row(bits, row_words, last_R, shift, scratch, bounds, undecided)
 
 
 @kernel
 def _last_words(row_elements: int, lowest: float, spread: float) -> Bits32:
-    # By rank the largest random word that survives.
+    """Compute by rank the largest random word with which an element survives."""
     last_R = np.empty(row_elements + 1, np.uint32)
     for rank in range(row_elements):
         share = np.float64(rank) / np.float64(row_elements - 1) if row_elements > 1 else 0.5
@@ -81,7 +82,7 @@ def _last_words(row_elements: int, lowest: float, spread: float) -> Bits32:
 
 @kernel
 def _bin_shift(row_elements: int) -> int:
-    # As many bins as the row has elements, to within a factor of two.
+    """Choose about as many bins as the row has elements, to within a factor of two."""
     shift = 28
     while shift > _FINEST_SHIFT and row_elements > 0:
         row_elements //= 2
@@ -97,9 +98,16 @@ def _drop_in_row(
     shift: int,
     scratch: Bits32,
     bounds: Bits32,
-    doubts: Bytes,
+    undecided: Bytes,
 ) -> None:
-    magnitudes, bins, places, lows, highs = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    """Clear the elements of one row that do not survive."""
+    magnitudes, bins, bin_positions, lower_words, upper_words = (
+        scratch[0],
+        scratch[1],
+        scratch[2],
+        scratch[3],
+        scratch[4],
+    )
     n = bits.shape[0]
     largest = np.uint32(0)
     for i in range(n):
@@ -107,47 +115,51 @@ def _drop_in_row(
         largest = max(largest, magnitudes[i])
     if largest == np.uint32(0):
         return
-    _count_bins(magnitudes, n, largest, shift, bins, places, bounds)
+    _count_bins(magnitudes, n, largest, shift, bins, bin_positions, bounds)
     _bound_last_words(last_R, bounds)
     low, high = bounds[1], bounds[2]
-    for i in range(n):  # apart from the loops below, which are whole vectors
-        lows[i] = low[bins[i]]
-        highs[i] = high[bins[i]]
+    for i in range(n):  # separate from the loops below, which vectorise
+        lower_words[i] = low[bins[i]]
+        upper_words[i] = high[bins[i]]
     for i in range(n):
-        is_open = words[i] > lows[i] and words[i] <= highs[i]
-        doubts[i] = np.uint8(is_open and magnitudes[i] != np.uint32(0))
+        is_undecided = words[i] > lower_words[i] and words[i] <= upper_words[i]
+        undecided[i] = np.uint8(is_undecided and magnitudes[i] != np.uint32(0))
     for i in range(n):
-        bits[i] = bits[i] if words[i] <= highs[i] else np.uint32(0)
-    for i in range(n, doubts.shape[0]):
-        doubts[i] = np.uint8(0)
-    if _settle_doubts(bits, words, last_R, magnitudes, bins, places, bounds, doubts) > _MOST_DOUBTS:
-        _drop_in_order(bits, words, last_R, magnitudes)
+        bits[i] = bits[i] if words[i] <= upper_words[i] else np.uint32(0)
+    for i in range(n, undecided.shape[0]):
+        undecided[i] = np.uint8(0)
+    if _decide_by_rank(bits, words, last_R, magnitudes, bins, bin_positions, bounds, undecided) > _MAX_COUNTED:
+        _drop_by_sorting(bits, words, last_R, magnitudes)
 
 
 @kernel
 def _count_bins(
-    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, places: Bits32, bounds: Bits32
+    magnitudes: Bits32, n: int, largest: np.uint32, shift: int, bins: Bits32, bin_positions: Bits32, bounds: Bits32
 ) -> None:
-    # Per element its bin and its place in it; per bin the count, one magnitude, and in what bits others differ from it.
-    counts, some, mixed = bounds[0], bounds[3], bounds[4]
+    """Assign elements to bins.
+
+    Writes for each element its bin and position in the bin; for each bin the count, one magnitude, and the bits in
+    which others differ from it.
+    """
+    counts, sample, differing_bits = bounds[0], bounds[3], bounds[4]
     top = np.int64(largest) >> shift
     lowest_bin = np.uint32(max(0, top - (counts.shape[0] - 1)))
     for i in range(n):
         bins[i] = max(magnitudes[i] >> np.uint32(shift), lowest_bin) - lowest_bin
     counts[:] = np.uint32(0)
-    mixed[:] = np.uint32(0)
+    differing_bits[:] = np.uint32(0)
     for i in range(n):
-        some[bins[i]] = magnitudes[i]
+        sample[bins[i]] = magnitudes[i]
     for i in range(n):
         b = bins[i]
-        places[i] = counts[b]
+        bin_positions[i] = counts[b]
         counts[b] += np.uint32(1)
-        mixed[b] |= magnitudes[i] ^ some[b]
+        differing_bits[b] |= magnitudes[i] ^ sample[b]
 
 
 @kernel
 def _bound_last_words(last_R: Bits32, bounds: Bits32) -> None:
-    # Per bin the last words of its first and of its last rank, and its first rank.
+    """Compute by bin the last words of its first and last rank, and its first rank."""
     counts, low, high, first = bounds[0], bounds[1], bounds[2], bounds[5]
     rank = np.uint32(0)
     for b in range(counts.shape[0]):
@@ -158,27 +170,27 @@ def _bound_last_words(last_R: Bits32, bounds: Bits32) -> None:
 
 
 @kernel
-def _settle_doubts(
+def _decide_by_rank(
     bits: Bits32,
     words: Bits32,
     last_R: Bits32,
     magnitudes: Bits32,
     bins: Bits32,
-    places: Bits32,
+    bin_positions: Bits32,
     bounds: Bits32,
-    doubts: Bytes,
+    undecided: Bytes,
 ) -> int:
-    # Returns how many had to be counted; gives up where they are too many.
-    mixed, first = bounds[4], bounds[5]
-    eights = doubts.view(np.uint64)
+    """Decide undecided elements by their exact rank; return how many ranks were counted, stopping at too many."""
+    differing_bits, first = bounds[4], bounds[5]
+    eights = undecided.view(np.uint64)
     counted = 0
     for w in range(eights.shape[0]):
-        if eights[w] != np.uint64(0) and counted <= _MOST_DOUBTS:
+        if eights[w] != np.uint64(0) and counted <= _MAX_COUNTED:
             for i in range(8 * w, 8 * w + 8):
-                if doubts[i]:
+                if undecided[i]:
                     b = bins[i]
-                    rank = np.int64(first[b] + places[i])  # equal ones are in order of place
-                    if mixed[b] != np.uint32(0):
+                    rank = np.int64(first[b] + bin_positions[i])  # ties are ranked by position
+                    if differing_bits[b] != np.uint32(0):
                         rank = np.int64(_rank_of(magnitudes, bits.shape[0], i))
                         counted += 1
                     if words[i] > last_R[rank]:
@@ -187,33 +199,35 @@ def _settle_doubts(
 
 
 @kernel
-def _rank_of(magnitudes: Bits32, n: int, place: int) -> int:
-    own = magnitudes[place]
-    later = magnitudes[place:n]
-    before = 0
-    for i in range(place):
-        before += 1 if magnitudes[i] <= own else 0
+def _rank_of(magnitudes: Bits32, n: int, position: int) -> int:
+    """Count the rank of the element at `position`."""
+    magnitude = magnitudes[position]
+    later = magnitudes[position:n]
+    rank = 0
+    for i in range(position):
+        rank += 1 if magnitudes[i] <= magnitude else 0
     for i in range(later.shape[0]):
-        before += 1 if later[i] < own else 0
-    return before
+        rank += 1 if later[i] < magnitude else 0
+    return rank
 
 
 @kernel
-def _drop_in_order(bits: Bits32, words: Bits32, last_R: Bits32, magnitudes: Bits32) -> None:
+def _drop_by_sorting(bits: Bits32, words: Bits32, last_R: Bits32, magnitudes: Bits32) -> None:
+    """Decide all elements of a row by sorting it."""
     n = bits.shape[0]
     order_N = np.empty(n, np.uint64)
     for i in range(n):
         order_N[i] = np.uint64(magnitudes[i]) << np.uint64(32) | np.uint64(i)
     _sort_by_magnitude(order_N)
     for rank in range(n):
-        place = order_N[rank] & np.uint64(0xFFFFFFFF)
-        if words[place] > last_R[rank]:
-            bits[place] = np.uint32(0)
+        position = order_N[rank] & np.uint64(0xFFFFFFFF)
+        if words[position] > last_R[rank]:
+            bits[position] = np.uint32(0)
 
 
 @kernel
 def _sort_by_magnitude(order_N: Bits64) -> None:
-    # By the upper 32 bits, of which the first is clear, in three stable passes; places are in order already.
+    """Sort by the upper 32 bits, of which the first is 0, in three stable passes; input is in order of position."""
     n = order_N.shape[0]
     spare_N = np.empty(n, np.uint64)
     counts: Counts = np.empty(1 << _DIGIT_BITS, np.int64)
@@ -237,7 +251,7 @@ def _sort_by_magnitude(order_N: Bits64) -> None:
 
 @kernel
 def add_magnitudes(values_N: Floats, first_element: int, row_elements: int, common: int, sums_A: Doubles) -> None:
-    """Add the sums of `|values|` to those of their atoms."""
+    """Add the sums of `|values|` by atom."""
     n = values_N.shape[0]
     products = np.empty(_TILE, np.float64)
     start = 0

@@ -1,4 +1,4 @@
-"""Magnitude histograms of deltas, coarse over all elements and fine in chosen bins."""
+"""Count magnitude histograms of deltas: coarse over all elements, fine within selected bins."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TILE = TILE_ELEMENTS
 def count_magnitudes(
     raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, counts: Counts
 ) -> None:
-    """Add to `counts` (int64, COARSE_BINS) how many `|delta|` of `n` elements have which upper 15 magnitude bits.
+    """Add to `counts` (int64, COARSE_BINS) the number of deltas by their upper 15 magnitude bits.
 
-    The bit pattern of a non-negative float32 orders as its value does, so a histogram of the bits is one of values.
+    The bit pattern of a non-negative float32 orders as its value does, so a histogram of bits is one of values.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -38,7 +38,7 @@ def count_magnitudes(
 
 @kernel
 def count_bits(bits: Bits32, n: int, counts: Counts) -> None:
-    """Add to `counts` (COARSE_BINS) how many of `n` float32 bit patterns have which upper 15 magnitude bits."""
+    """Add to `counts` (COARSE_BINS) the number of float32 bit patterns by their upper 15 magnitude bits."""
     for i in range(n):
         counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT)] += 1
 
@@ -55,11 +55,11 @@ def count_fine(
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
 ) -> None:
-    """Add to `counts_RB[r, b]` how many `|delta|` have upper bits of row `r` and lower 16 bits `b > 0`.
+    """Add to `counts_RB[r, b]` the number of `|delta|` with the upper bits of row `r` and lower 16 bits `b > 0`.
 
     `bin_R` lists the upper bits of the rows, `row_of_bin_B` maps them to a row, or to -1. Deltas of 16-bit formats have
-    few significant bits, so most of a bin sits at `b == 0`: that count is left out, being the bin's total less the
-    others, and the search for the rest stays a comparison of whole vectors.
+    few significant bits, so most of a bin has `b == 0`: that count is omitted, as it is the bin's total minus the
+    others, and the search for the rest vectorises.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -83,7 +83,7 @@ def count_fine_bits(
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
 ) -> None:
-    """As `count_fine`, of `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows of a tile) is scratch."""
+    """As `count_fine`, for `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows of a tile) is a work array."""
     hits = hits_2N[0]
     words = hits.view(np.uint64)
     for i in range(n):
@@ -91,7 +91,7 @@ def count_fine_bits(
     dense = 0
     for w in range((n + 7) // 8):
         dense += 1 if words[w] != np.uint64(0) else 0
-    if dense > n // 16:  # numbers with all their bits: look among those of the watched bins only
+    if dense > n // 16:  # full-precision values: restrict the search to the watched bins
         _clear_unwatched(bits, n, hits, hits_2N[1], bin_R)
     for w in range((n + 7) // 8):
         if words[w] != np.uint64(0):
@@ -105,12 +105,13 @@ def count_fine_bits(
 
 @kernel
 def _clear_unwatched(bits: Bits32, n: int, hits: Bytes, watched: Bytes, bin_R: Bits32) -> None:
+    """Clear the hits outside the watched bins."""
     for i in range(n):
         watched[i] = np.uint8(0)
     for r in range(bin_R.shape[0]):
-        wanted = bin_R[r]
+        watched_bin = bin_R[r]
         for i in range(n):
-            watched[i] |= np.uint8((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT) == wanted)
+            watched[i] |= np.uint8((bits[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(COARSE_SHIFT) == watched_bin)
     for i in range(n):
         hits[i] &= watched[i]
 
@@ -119,7 +120,7 @@ def _clear_unwatched(bits: Bits32, n: int, hits: Bytes, watched: Bytes, bin_R: B
 def count_fine_scores(
     scores_N: Floats, bin_R: Bits32, row_of_bin_B: NDArray[np.int16], counts_RB: NDArray[np.int32]
 ) -> None:
-    """As `count_fine`, of scores that are not negative."""
+    """As `count_fine`, for scores that are not negative."""
     bits = scores_N.view(np.uint32)
     hits_2N = np.zeros((2, _TILE), np.uint8)
     for start in range(0, len(bits), _TILE):
@@ -138,7 +139,7 @@ def move_counts(counts_B: Counts, total_B: Counts) -> None:
 
 @kernel
 def chunk_sums(counts_B: NDArray[np.int32], sums_C: Counts) -> None:
-    """Sums of equal chunks of a histogram, one for each entry of `sums_C`."""
+    """Sum equal chunks of a histogram, one for each entry of `sums_C`."""
     width = counts_B.shape[0] // sums_C.shape[0]
     for c in range(sums_C.shape[0]):
         total = 0

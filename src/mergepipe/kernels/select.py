@@ -1,4 +1,4 @@
-"""Scores and sums over all deltas of an element: variance, energy, overlap, importance."""
+"""Compute scores and sums over all deltas of an element: variance, energy, overlap, divergence, importance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def variance_scores(
     n_experts: int,
     scores_N: Floats,
 ) -> None:
-    """The variance of the deltas over `n_experts` experts; those not present count with a zero."""
+    """Write the variance of the deltas over `n_experts` experts; absent ones count as zero."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -54,7 +54,7 @@ def count_varied(
     common: int,
     sums_AK: Doubles,
 ) -> None:
-    """Add how many elements have a variance that is not zero."""
+    """Add the number of elements with a nonzero variance, by atom."""
     scores = np.empty(_TILE, np.float32)
     start = 0
     while start < n:
@@ -84,7 +84,7 @@ def add_selected_energies(
     common: int,
     sums_AK: Doubles,
 ) -> None:
-    """Add each expert's delta^2 over the elements whose variance reaches a cut (all, where the cut is 0)."""
+    """Add each expert's delta^2 over the elements whose variance reaches a cut (all if the cut is 0), by atom."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -117,7 +117,7 @@ def add_overlaps(
     common: int,
     sums_AK: Doubles,
 ) -> None:
-    """Add per expert how many elements it changes with others (even places) and alone (odd places)."""
+    """Add for each expert the number of elements it changes with others (even entries) and alone (odd entries)."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -145,7 +145,7 @@ def add_overlaps(
 
 @kernel
 def count_changes(deltas_EN: Floats, n_deltas: int, n: int, epsilon: np.float32, changes: Floats) -> None:
-    """How many deltas of each of `n` elements are larger than `epsilon`."""
+    """Count the deltas of each of `n` elements that are larger than `epsilon`."""
     zero, one = np.float32(0.0), np.float32(1.0)
     for i in range(n):
         changes[i] = zero
@@ -170,7 +170,7 @@ def add_kept_magnitudes(
     common: int,
     sums_AK: Doubles,
 ) -> None:
-    """Add per expert the sum of |delta| (even places), and that of what lies in its band (odd places)."""
+    """Add for each expert the sum of |delta| (even entries), and that inside its band (odd entries)."""
     n_present = offsets_E.shape[0]
     frame_FN = np.empty((n_present + 1, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
@@ -191,7 +191,7 @@ def add_kept_magnitudes(
 
 @kernel
 def fold_magnitudes(x: Floats, n: int, sums: Doubles) -> float:
-    """`sum |x[:n]|` in float64, by a binary tree."""
+    """Sum `|x[:n]|` in float64 by a binary tree."""
     for i in range(n):
         sums[i] = np.float64(abs(x[i]))
     return fold(sums, n)
@@ -211,8 +211,10 @@ def add_divergences(
     totals_R2: Doubles,
     sums_AK: Doubles,
 ) -> None:
-    """Without `totals_R2` (no rows): add exp(base) and exp(model) by row. With them, those sums: add the row's
-    `p log(p / q)`, where `p` and `q` are the smoothed softmax shares of model and base.
+    """Add terms of the divergence between the softmax of model and base, by atom.
+
+    Without `totals_R2` (no rows): exp(base) and exp(model). With these sums by row: `p log(p / q)`, where `p` and `q`
+    are the smoothed softmax shares of model and base.
     """
     n_present = offsets_E.shape[0]
     frame_FN = np.zeros((2, _TILE), np.float32)
@@ -244,6 +246,7 @@ def add_divergences(
 
 @kernel
 def _divergence(p: Doubles, q: Doubles, n: int, total_p: float, total_q: float, scratch: Doubles) -> float:
+    """Sum `p log(p / q)` of smoothed shares; `p` and `q` are overwritten."""
     for i in range(n):
         p[i] = p[i] / total_p + SMOOTHING
     for i in range(n):
@@ -267,7 +270,7 @@ def importance_scores(
     weight_R: Floats,
     scores_N: Floats,
 ) -> None:
-    """`|delta|` times its row's weight; zero where there is no delta."""
+    """Write `|delta|` times its row's weight; zero without a delta."""
     frame_FN = np.zeros((2, _TILE), np.float32)
     model = np.empty(_TILE, np.float32)
     n = scores_N.shape[0]

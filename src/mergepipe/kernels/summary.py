@@ -1,4 +1,4 @@
-"""One pass over a block that summarises its delta: norm, extremes, magnitude histogram, sketch, inner products."""
+"""Summarise the delta of a block in one pass: norm, extremes, magnitude histogram, sketch, inner products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TILE = TILE_ELEMENTS
 
 @kernel
 def _fold_product(x: Floats, y: Floats, products: Doubles) -> float:
-    # A binary tree over one tile: whole vectors, and the same order of additions on every machine.
+    """Sum products of one tile by a binary tree: vectorises, in the same order of additions on every machine."""
     for i in range(_TILE):
         products[i] = np.float64(x[i]) * np.float64(y[i])
     width = _TILE
@@ -30,7 +30,7 @@ def _fold_product(x: Floats, y: Floats, products: Doubles) -> float:
 
 @kernel
 def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Floats) -> None:
-    # Element i of a block goes to component i modulo 16 with a sign that is a fixed hash of i.
+    """Add a tile to the sketch: element i goes to component i modulo 16 with a sign that is a fixed hash of i."""
     signed_bits = signed.view(np.uint32)
     for i in range(_TILE):
         h = np.uint32(first + i) * np.uint32(0x9E3779B1)
@@ -47,7 +47,7 @@ def _fold_signed(delta_bits: Bits32, first: int, signed: Floats, sketch_S: Float
 
 @kernel
 def sum_squares(raw: Bytes, offset: int, code: int, n: int, cells_C: Doubles) -> None:
-    """Add the squares of `n` elements, which start on a cell, to `cells_C` (float64, one entry per cell)."""
+    """Add the squares of `n` elements, which start at a cell, to `cells_C` (float64, one entry per cell)."""
     values = np.empty(_TILE, np.float32)
     products = np.empty(_TILE, np.float64)
     start = 0
@@ -63,7 +63,7 @@ def sum_squares(raw: Bytes, offset: int, code: int, n: int, cells_C: Doubles) ->
 def sum_products(
     raw: Bytes, base_offset: int, base_code: int, offset: int, code: int, n: int, cells_C2: Doubles
 ) -> None:
-    """Add delta^2 and base * delta of `n` elements, which start on a cell, to `cells_C2` (float64)."""
+    """Add delta^2 and base * delta of `n` elements, which start at a cell, to `cells_C2` (float64)."""
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
     delta = np.empty(_TILE, np.float32)
@@ -94,12 +94,13 @@ def summarize_block(
     """Summarise the delta of one block of `n` elements.
 
     Args:
-        counts_B: int64, COARSE_BINS; the counts of upper magnitude bits are added to it.
+        counts_B: int64, COARSE_BINS; counts of upper magnitude bits are added.
         cells_C2: float64; delta^2 and base * delta are added by cell, exactly as by `sum_products`.
-        sketch_S: float32 (16,); the sums of signed deltas are added.
+        sketch_S: float32 (16,); sums of signed deltas are added.
 
     Returns:
-        The largest magnitude's float32 bits, how many deltas are not zero, and how many have lower 16 bits.
+        The float32 bits of the largest magnitude, the number of nonzero deltas, and of those with nonzero lower 16
+        bits.
     """
     base = np.empty(_TILE, np.float32)
     model = np.empty(_TILE, np.float32)
@@ -138,9 +139,9 @@ def summarize_block(
 
 @kernel
 def octave_energies(counts_B: Counts, largest_bits: int, energies_O: Doubles) -> None:
-    """Energy by octave of magnitude below the largest, from counts of upper magnitude bits.
+    """Estimate the energy by octave of magnitude below the largest, from counts of upper magnitude bits.
 
-    A bin counts for the octave of its lower edge, where deltas of 16-bit formats lie, with the energy of its middle.
+    A bin belongs to the octave of its lower edge, where deltas of 16-bit formats lie, with the energy of its middle.
     """
     energies_O[:] = 0.0
     octaves = energies_O.shape[0]

@@ -1,7 +1,7 @@
-"""Exponential and logarithm in float64 from additions, products and quotients only: the same on every machine.
+"""Compute exponentials and logarithms in float64 with basic arithmetic only, identically on every machine.
 
-The library functions of platforms differ in the last bit, and are not taken in whole vectors. Both stay within two
-units in the last place.
+Library functions differ between platforms in the last bit, and do not vectorise. Both are within two units in the last
+place.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def exp_tile(values: Doubles, n: int, scratch: Doubles) -> None:
         x = _LEAST if x < _LEAST else x
         x = _MOST if x > _MOST else x
         lower[i] = x * _LOG2_E + _ROUNDER
-        turns = lower[i] - _ROUNDER
-        r = (x - turns * _LN2_HIGH) - turns * _LN2_LOW
+        exponents = lower[i] - _ROUNDER
+        r = (x - exponents * _LN2_HIGH) - exponents * _LN2_LOW
         p = 1.0 / 6227020800.0
         p = p * r + 1.0 / 479001600.0
         p = p * r + 1.0 / 39916800.0
@@ -50,7 +50,7 @@ def exp_tile(values: Doubles, n: int, scratch: Doubles) -> None:
         p = p * r + 1.0 / 6.0
         p = p * r + 0.5
         values[i] = p * r * r + r + 1.0
-    for i in range(n):  # two factors: 2^k itself need not be a number
+    for i in range(n):  # two factors, as 2^k itself can overflow
         k = lower_bits[i] - _ROUNDER_BITS
         half = k >> 1
         lower_bits[i] = (half << _MANTISSA_BITS) + _ONE_BITS
@@ -68,14 +68,14 @@ def log_tile(values: Doubles, n: int, scratch: Doubles) -> None:
     Source: `log x = k ln 2 + 2 artanh s`, `s = (m - 1) / (m + 1)` with `m = x / 2^k` in `[sqrt(1/2), sqrt 2)`, and
     Taylor's series of 11 terms.
     """
-    turns, mantissas = scratch[0], scratch[1]
-    bits, mantissa_bits, turn_bits = values.view(np.int64), mantissas.view(np.int64), turns.view(np.int64)
+    exponents, mantissas = scratch[0], scratch[1]
+    bits, mantissa_bits, exponent_bits = values.view(np.int64), mantissas.view(np.int64), exponents.view(np.int64)
     for i in range(n):
         k = (bits[i] - _HALF_ROOT_BITS) >> _MANTISSA_BITS
         mantissa_bits[i] = bits[i] - (k << _MANTISSA_BITS)
-        turn_bits[i] = k + _ROUNDER_BITS
+        exponent_bits[i] = k + _ROUNDER_BITS
     for i in range(n):
-        k = turns[i] - _ROUNDER
+        k = exponents[i] - _ROUNDER
         f = mantissas[i] - 1.0
         s = f / (mantissas[i] + 1.0)
         z = s * s

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mergepipe.catalog.catalog import Catalog
-from mergepipe.catalog.database import is_catalog_trouble
+from mergepipe.catalog.database import is_catalog_error
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint
@@ -42,7 +42,7 @@ class CatalogLink:
                 self._catalog = Catalog.open(self._home)
             return action(self._catalog)
         except MergePipeError as error:
-            if self._required or not is_catalog_trouble(error):
+            if self._required or not is_catalog_error(error):
                 raise
             self.notices.append(f"the catalog is not used: {error}")
             self.close()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
-from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_input
+from mergepipe.catalog.manifests import SnapshotRecord, read_manifest, sid_of_unchanged_input
 from mergepipe.catalog.rows import CatalogStats, LineageNode, SnapshotRow
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
@@ -161,7 +161,8 @@ def _of_manifest(found: SnapshotRecord, path: Path, created: datetime) -> Snapsh
         analysis_bytes=found.realized.analysis,
         output_bytes=found.realized.output,
         inputs=tuple(
-            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_input(i)) for i in found.inputs
+            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(i))
+            for i in found.inputs
         ),
         is_present=True,
         is_recorded=False,

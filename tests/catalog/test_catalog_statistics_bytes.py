@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mergepipe.catalog.packing import CHECKSUM_BYTES, HEADER_BYTES, pack, unpack
+from mergepipe.catalog.statistics_bytes import CHECKSUM_BYTES, HEADER_BYTES, pack, unpack
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, TensorStatistics

@@ -1,9 +1,9 @@
-"""One tensor's statistics as one self-checking run of bytes: `unpack(pack(s, who), who) == s`.
+"""Encode one tensor's statistics as bytes with a checksum: `unpack(pack(s, subject), subject) == s`.
 
 Layout, little-endian, no padding: header (24 bytes: version, density encoding, number of densities, bytes per block
 record, block elements, elements), 3 products (f8), D thresholds (u4), B block records, D densities (u2 ten-thousandths
-where that is exact, else f8), checksum (BLAKE3-128 of all before it, keyed by the BLAKE3 of the subject). Nothing is
-compressed: hashes, norms and sketches are close to random bytes, and inflating would cost more than the disk saves.
+if that is exact, else f8), checksum (BLAKE3-128 of everything before it, keyed by the BLAKE3 of the subject). Nothing
+is compressed: hashes, norms and sketches are close to random bytes, and decompression would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_DENSITIES = 0xFFFF
 
 
 def pack(statistics: TensorStatistics, subject: str) -> bytes:
-    """Pack one tensor's statistics. `subject` says whose they are: `unpack` needs the same."""
+    """Pack one tensor's statistics. `subject` identifies the tensor: `unpack` needs the same."""
     densities = _encode_densities(statistics.densities_D)
     if len(densities) > _MAX_DENSITIES:
         raise ValueError(f"{len(densities)} densities, at most {_MAX_DENSITIES} can be packed")
@@ -58,13 +58,13 @@ def unpack(packed: bytes, subject: str) -> TensorStatistics:
     """Unpack statistics without copying the block records; the arrays are read-only.
 
     Raises:
-        CorruptError: these bytes are not what `pack` made for this subject.
-        UnsupportedError: a newer version made them.
+        CorruptError: these bytes are not what `pack` returned for this subject.
+        UnsupportedError: a newer version wrote them.
     """
     if len(packed) < HEADER_BYTES + CHECKSUM_BYTES:
         raise _corrupt(subject, f"{len(packed)} bytes are less than a header and a checksum")
     if packed[-CHECKSUM_BYTES:] != _checksum(subject, memoryview(packed)[:-CHECKSUM_BYTES]):
-        raise _corrupt(subject, "the checksum does not fit")
+        raise _corrupt(subject, "the checksum does not match")
     version, encoding, n_densities, record_bytes, block_elements, n_elements = _HEAD.unpack_from(packed)
     if version != PACKING_VERSION:
         raise UnsupportedError.of(
@@ -102,7 +102,7 @@ def _encode_densities(densities_D: NDArray[np.float64]) -> NDArray[np.generic]:
 
 @functools.lru_cache(maxsize=256)
 def _stored_densities(stored: bytes, dtype: np.dtype[np.generic]) -> NDArray[np.float64]:
-    """The densities, which are the same for nearly all tensors: one read-only array for all of them."""
+    """Decode densities to one read-only array, shared by all tensors with the same densities."""
     densities_D = _decode_densities(np.frombuffer(stored, dtype))
     densities_D.flags.writeable = False
     return densities_D
@@ -115,7 +115,7 @@ def _decode_densities(stored_D: NDArray[np.generic]) -> NDArray[np.float64]:
 
 
 def _checksum(subject: str, content: bytes | memoryview) -> bytes:
-    """In one piece: BLAKE3 is twice as fast on these sizes as when it is fed in parts."""
+    """Hash in one call: BLAKE3 is twice as fast on these sizes as in parts."""
     return blake3(content, key=blake3(subject.encode()).digest()).digest(CHECKSUM_BYTES)
 
 
