@@ -304,7 +304,7 @@ class Checkpoint:
     kind: CheckpointKind = CheckpointKind.FULL
     base_digest: str | None = None  # of a delta: identifies the base it was taken from
     encoded: EncodedSide | None = None  # of one whose tensors are encoded beside a base's
-    content_id: str | None = None  # see `engine.identity`; where it is known without looking at tensors
+    content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
 
     @property
     def tensor_bytes(self) -> int:

@@ -89,7 +89,7 @@ def request_packs(
     Without `out` no expert is packed.
 
     Raises:
-        UnsupportedError, CorruptError, NotFoundError: an expert's directory cannot be packed, as in `packing.job_of`.
+        UnsupportedError, CorruptError, NotFoundError: an expert cannot be packed, see `deltastore.pack.job.job_of`.
     """
     if out is None:
         return NoPacks()

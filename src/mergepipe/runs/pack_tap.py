@@ -60,7 +60,7 @@ def request_tap_packs(
     """Decide which experts are packed into `out` while `tasks` run, each of which reads all of its tensors.
 
     Raises:
-        UnsupportedError, CorruptError, NotFoundError: an expert's directory cannot be packed, as in `packing.job_of`.
+        UnsupportedError, CorruptError, NotFoundError: an expert cannot be packed, see `deltastore.pack.job.job_of`.
     """
     streams = _streams(base, tasks)
     store = LocalStore()
