@@ -41,7 +41,7 @@ sys.exit(main(sys.argv[1:]))
 BEFORE_PUBLISHING = [
     ("import", "typer"),
     ("import", "mergepipe.cli.app"),
-    ("import", "mergepipe.session"),
+    ("import", "mergepipe.api"),
     ("import", "mergepipe.recipes.parse.recipe_files"),
     ("import", "numpy"),
     ("import", "numba"),

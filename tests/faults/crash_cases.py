@@ -9,6 +9,7 @@ from pathlib import Path
 import mergepipe
 from mergepipe.engine.execute import EngineOptions
 from mergepipe.jobs.verify import verify_snapshot
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs import resume as resuming
 from support.disk_families import weights_digest
@@ -46,9 +47,12 @@ class CrashJob:
     def run(self) -> MergeReport:
         """Merge, or go on with what is there."""
         return mergepipe.merge(
-            self.root / "recipe.yml", self.out, threads=2, shard_bytes=SHARD_BYTES, budget=self.budget,
-            force=self.force, home=self.home,
-        )  # fmt: skip
+            self.root / "recipe.yml",
+            self.out,
+            budget=self.budget,
+            force=self.force,
+            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home),
+        )
 
     def check_whole(self) -> None:
         """What is visible is the new snapshot, to the byte, and nothing lies beside it."""
@@ -62,7 +66,12 @@ def make_job(root: Path, *, budget: str | None = None, force: bool = False) -> C
     write_family(root / "family", TINY, 2)
     (root / "recipe.yml").write_text(RECIPE.format(operator="linear"))
     job = CrashJob(root, "", budget, force)
-    mergepipe.merge(root / "recipe.yml", root / "wanted", budget=budget, shard_bytes=SHARD_BYTES, home=job.home)
+    mergepipe.merge(
+        root / "recipe.yml",
+        root / "wanted",
+        budget=budget,
+        options=MergeOptions(shard_bytes=SHARD_BYTES, home=job.home),
+    )
     return CrashJob(root, weights_digest(root / "wanted"), budget, force)
 
 

@@ -60,7 +60,7 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             nbytes = _allocated_bytes(found.directory)
             state = read_journal(found.directory / JOURNAL_NAME)
             durable = len(state.digests) if state is not None else 0
-            reason = f"left by a dead run, {durable} tensors could be gone on with" if durable else "left by a dead run"
+            reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
             is_removed = not dry_run and remove_dead(found.directory)
             if not is_removed and not is_dead(found.directory):
                 continue  # another process removed it, or works there by now

@@ -21,6 +21,7 @@ from mergepipe.planning.assembly import (
 )
 from mergepipe.planning.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.conflict_policy import by_conflict, tensor_cosines
 from mergepipe.planning.expected_error import norms_left
 from mergepipe.planning.items import Candidates, Items, find_candidates, make_items
@@ -31,7 +32,7 @@ from mergepipe.planning.operator_rules import REASON_ROWS, Rules, work_out_rules
 from mergepipe.planning.plan import Access, Fallback, OmissionBound, Plan, Runs, TimePrice
 from mergepipe.planning.policies import Order, at_random, by_norm, in_step, stratified
 from mergepipe.planning.pricing import Pricing
-from mergepipe.planning.problem import OnOmit, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.sampling_cost import sample_cost_bytes
 from mergepipe.planning.scores import amplitudes, score_blocks
 from mergepipe.planning.selection import Selection, full_costs, take_prefix
@@ -40,7 +41,7 @@ from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 
 
-def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Plan:
+def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
     """Choose what is read of the experts under `request`.
 
     Laws: the planned cost is at most the budget; for `OnOmit.KEEP` without adjustment a larger budget reads the same
@@ -54,7 +55,7 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     return ranking.plan(ranking.budget_bytes)
 
 
-def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Ranking:
+def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
     """Put everything that can be read in order; see `plan_merge`."""
     survey = _survey(problem)
     _check_on_omit(problem, survey, options.on_omit)
@@ -197,7 +198,7 @@ class Ranking:
 
     problem: PlanningProblem
     policy: Policy
-    options: PlanOptions
+    options: PlanningChoices
     budget_bytes: int
     survey: _Survey
     score_EB: NDArray[np.float64]
