@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mergepipe.api import pack
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
@@ -29,7 +30,6 @@ from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_va
 from mergepipe.deltastore.codec.encode import encode_bands
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level
 from mergepipe.deltastore.tensor import PackedTensor
-from mergepipe.jobs.pack import pack
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore

@@ -17,6 +17,7 @@ from benchmarks.fidelity_results import mean_loss
 from benchmarks.heldout import Heldout, heldout_losses, read_heldout
 from benchmarks.packed_merging import BUDGET_OPERATORS
 from mergepipe import api as session
+from mergepipe.options import MergeOptions
 from support.families import FamilyPaths, family_paths
 
 _FULL = "full"
@@ -85,7 +86,7 @@ def full_merges(
     for operator in operators:
         recipe.write_text(OPERATORS[operator].recipe(family.base, family.experts, "bfloat16"))
         for seed in seeds if OPERATORS[operator].is_random else seeds[:1]:
-            session.merge(recipe, out, catalog=False, reuse=False, seed=seed)
+            session.merge(recipe, out, seed=seed, options=MergeOptions(catalog=False, reuse=False))
             yield FullMerge(operator, number, seed, mean_loss(heldout_losses(out, heldout)))
             shutil.rmtree(out)
 

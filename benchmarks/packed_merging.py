@@ -28,8 +28,9 @@ from benchmarks.fidelity_points import OPERATORS
 from benchmarks.fidelity_results import mean_loss
 from benchmarks.heldout import Heldout, heldout_losses, read_heldout
 from mergepipe import api as session
-from mergepipe.jobs.pack import pack
+from mergepipe.api import pack
 from mergepipe.jobs.plan import PACKED_BLOCK_ELEMENTS
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
@@ -169,7 +170,7 @@ def slow_merge(
     make_cold([base, *experts])
     limit, started_cpu = RateLimit(bytes_a_second), time.process_time()
     with slow_storage(limit):
-        report = session.merge(recipe, work / "out", catalog=False, reuse=False, threads=2)
+        report = session.merge(recipe, work / "out", options=MergeOptions(catalog=False, reuse=False, threads=2))
     cpu_seconds = time.process_time() - started_cpu
     if report.seconds < limit.passed_bytes / bytes_a_second or limit.passed_bytes < report.expert_bytes:
         raise PackedMergingError(f"{operator}, {form}: {report} did not keep to {bytes_a_second} bytes a second")
@@ -232,9 +233,12 @@ class BudgetBench:
             wanted = [path for path in self.family.forms[form] if is_random or path in self.family.raw]
             if wanted:
                 session.analyze(
-                    self.family.base, wanted, home=self._home(form), densities=(0.2,),
+                    self.family.base,
+                    wanted,
+                    densities=(0.2,),
                     block_elements=None if form == "packed" else self._block(form),
-                )  # fmt: skip
+                    options=RunOptions(home=self._home(form)),
+                )
 
     def measure(self, operator: str, budgets: Sequence[float]) -> list[Budgeted]:
         """One operator at all budgets.
@@ -246,7 +250,7 @@ class BudgetBench:
         full = self.work / "full"
         recipe = _recipe(self.work, operator, self.family.base, self.family.raw, "float32")
         make_cold([self.family.base, *self.family.raw])
-        report = session.merge(recipe, full, catalog=False, reuse=False)
+        report = session.merge(recipe, full, options=MergeOptions(catalog=False, reuse=False))
         moved = distance(full, self.family.base)
         found = [Budgeted(operator, "full", 1.0, self._read(report), 0.0, self._loss(full), report.seconds)]
         for budget in budgets:
@@ -261,12 +265,15 @@ class BudgetBench:
         recipe = _recipe(self.work, operator, self.family.base, self.family.forms[form], "float32")
         budget_bytes = int(budget * self.family.raw_bytes) if budget < 1 else None
         plan = session.plan(
-            recipe, "100%" if budget_bytes is None else str(budget_bytes), home=self._home(form), reuse=False,
-            select="random" if form == "random" else "norm", block_elements=self._block(form),
-        )  # fmt: skip
+            recipe,
+            "100%" if budget_bytes is None else str(budget_bytes),
+            home=self._home(form),
+            reuse=False,
+            options=PlanOptions(select="random" if form == "random" else "norm", block_elements=self._block(form)),
+        )
         out = self.work / "out"
         make_cold([self.family.base, *self.family.forms[form]])
-        report = session.run(plan, out, catalog=False)
+        report = session.run(plan, out, options=RunOptions(catalog=False))
         error, loss = distance(out, full) / moved, self._loss(out)
         shutil.rmtree(out)
         if budget_bytes is not None and report.expert_bytes + report.analysis_bytes > budget_bytes:

@@ -25,11 +25,12 @@ from benchmarks.trained_family import (
     train_family,
 )
 from mergepipe import api as session
+from mergepipe.api import pack
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.jobs.pack import pack
+from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 
 RATES = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4)
@@ -133,7 +134,7 @@ def measure_store(base: Path, expert: Path, work: Path, threads: int) -> StoreSi
 def _merge_reads(base: Path, store: Path, work: Path, operator: str) -> int:
     recipe, out = work / "recipe.yml", work / "out"
     recipe.write_text(OPERATORS[operator].recipe(base, [store], "bfloat16"))
-    report = session.merge(recipe, out, catalog=False, reuse=False)
+    report = session.merge(recipe, out, options=MergeOptions(catalog=False, reuse=False))
     shutil.rmtree(out)
     return report.expert_bytes + report.analysis_bytes
 

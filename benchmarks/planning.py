@@ -25,8 +25,9 @@ from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, BlockGrid
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.statistics import BLOCK_RECORD, COMMON_DENSITIES, N_OCTAVES, N_SKETCH, TensorStatistics
 from mergepipe.planning.budget import ShareBudget
+from mergepipe.planning.choices import PlanningChoices, Policy
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.resolve.resolution import resolve
 
@@ -118,7 +119,7 @@ def measure(operator: str, policy: Policy, n_experts: int, parameters: float, re
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         start, cpu_start = time.perf_counter(), time.process_time()
-        plan = plan_merge(problem, BUDGET, policy, PlanOptions())
+        plan = plan_merge(problem, BUDGET, policy, PlanningChoices())
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu_start)
     peak = peak_rss_bytes()

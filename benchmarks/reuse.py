@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.cold import make_cold
 from mergepipe import api as keeping
 from mergepipe import api as session
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from support.families import write_family
 from support.family_shapes import QWEN3_0_6B
@@ -45,7 +46,7 @@ def merged(work: Path, recipe: Path, name: str, *, reuse: bool) -> MergeReport:
     """Merge from cold inputs; the output replaces nothing."""
     shutil.rmtree(work / name, ignore_errors=True)
     make_cold([work / "family", *([work / "first"] if (work / "first").exists() else [])])
-    return session.merge(recipe, work / name, home=work / "home", reuse=reuse)
+    return session.merge(recipe, work / name, options=MergeOptions(home=work / "home", reuse=reuse))
 
 
 def copied(source: Path, target: Path) -> None:

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
+import pydoc
+import re
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 import mergepipe
-from mergepipe import api as session
-from mergepipe import cli, errors, reports
+from mergepipe import api, cli, errors, options, reports
+from mergepipe.catalog import rows
 
 EXPORTED = [
     "AnalyzeReport",
     "Catalog",
+    "CatalogStats",
     "CheckReport",
     "Explanation",
+    "GcReport",
+    "LineageNode",
+    "MaterialiseReport",
+    "MergeOptions",
     "MergePipeError",
     "MergeReport",
     "PackReport",
     "Plan",
+    "PlanOptions",
     "Progress",
+    "RebuildReport",
+    "RepairReport",
+    "RunOptions",
+    "SnapshotDiff",
     "SnapshotReport",
     "SweepReport",
     "UnpackReport",
+    "VerifyReport",
     "__version__",
     "analyze",
     "catalog_stats",
     "check",
     "diff",
+    "errors",
     "explain",
     "gc",
     "lineage",
@@ -49,6 +67,30 @@ EXPORTED = [
     "unpack",
     "verify",
 ]
+CALLS = {
+    "check": ("recipe", "shard_bytes allow_dropped"),
+    "merge": ("recipe out", "budget target_error force seed options on_progress"),
+    "analyze": ("base experts", "probe_fraction densities block_elements pack options on_progress"),
+    "plan": ("recipe budget", "target_error seed home reuse allow_dropped options"),
+    "store_plan": ("plan path", ""),
+    "run": ("plan out", "force shard_bytes resume options on_progress"),
+    "explain": ("subject", "tensor home"),
+    "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
+    "pack": ("base experts out", "replace threads on_progress"),
+    "unpack": ("path out", "base threads on_progress"),
+    "list_snapshots": ("", "home"),
+    "show": ("snapshot", "home"),
+    "lineage": ("snapshot", "home"),
+    "diff": ("a b", "reads_tensors home on_progress"),
+    "verify": ("snapshot", "deep_fraction options on_progress"),
+    "repair": ("snapshot", "options on_progress"),
+    "replay": ("snapshot out", "force options on_progress"),
+    "materialise": ("overlay out", "base force options on_progress"),
+    "gc": ("roots", "dry_run home"),
+    "catalog_stats": ("", "home"),
+    "rebuild_catalog": ("roots", "home"),
+}
+"""Every call, its parameters by position, then those by keyword."""
 EXIT_CODES = {
     "MergePipeError": 1,
     "RecipeError": 2,
@@ -71,14 +113,37 @@ def test_package__exports_exactly_these_names() -> None:
 
 
 def test_package__names_are_those_of_their_modules() -> None:
-    assert mergepipe.merge is session.merge
-    assert mergepipe.check is session.check
-    assert mergepipe.MergePipeError is errors.MergePipeError
-    assert (mergepipe.CheckReport, mergepipe.MergeReport) == (reports.CheckReport, reports.MergeReport)
-    assert mergepipe.Progress is reports.Progress
-    assert (mergepipe.plan, mergepipe.run, mergepipe.explain) == (session.plan, session.run, session.explain)
-    assert mergepipe.sweep is session.sweep
+    homes = (api, options, reports, errors, rows)
+    wanted = {name: vars(home)[name] for home in homes for name in EXPORTED if name in vars(home)}
+    assert {name: getattr(mergepipe, name) for name in wanted} == wanted
+    assert set(EXPORTED) - wanted.keys() == {"Catalog", "Plan", "__version__", "errors", "operator", "tailor"}
     assert mergepipe.Catalog.__module__ == "mergepipe.catalog.catalog"
+    assert mergepipe.Plan.__module__ == "mergepipe.planning.plan"
+    assert mergepipe.errors is errors
+
+
+def test_package__no_call_has_the_name_of_a_module_which_would_hide_it_once_imported() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(mergepipe.__path__)}
+    assert set(EXPORTED) & modules == {"errors", "tailor"}
+
+
+def test_package__every_report_of_a_call_is_exported() -> None:
+    calls = [value for value in vars(api).values() if inspect.isfunction(value) and value.__module__ == api.__name__]
+    public = [call for call in calls if not call.__name__.startswith("_")]
+    assert {call.__name__ for call in public} == CALLS.keys()
+    returned = {word for call in public for word in re.findall(r"[A-Z]\w+", inspect.signature(call).return_annotation)}
+    assert returned - set(EXPORTED) == {"None"}
+
+
+def test_help__shows_the_example_and_every_name() -> None:
+    text = pydoc.plain(pydoc.render_doc(mergepipe))
+    assert 'mergepipe.merge("recipe.yml", "merged", budget="25%")' in text
+    description = text.partition("PACKAGE CONTENTS")[0]
+    for name in CALLS:
+        assert re.search(rf"\b{name}\b", description), name
+        assert f"\n    {name}(" in text
+    for name in EXPORTED:
+        assert name == "__version__" or re.search(rf"\b{name}\b", text), name
 
 
 def test_package__offers_tailor_as_the_command_line_does() -> None:
@@ -97,44 +162,28 @@ def test_package__importing_it_loads_no_dependency() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_merge__takes_these_parameters() -> None:
-    parameters = inspect.signature(mergepipe.merge).parameters
-    assert list(parameters) == [
-        "recipe", "out", "threads", "memory_bytes", "seed", "force", "shard_bytes", "budget", "target_error",
-        "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed", "home", "catalog",
-        "statistics", "resume", "reuse", "keep_accumulators", "overlay", "pack", "allow_dropped",
-        "on_progress",
-    ]  # fmt: skip
-    keyword_only = [name for name, each in parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert keyword_only == list(parameters)[2:]
+@pytest.mark.parametrize("name", CALLS)
+def test_calls__take_these_parameters(name: str) -> None:
+    parameters = inspect.signature(getattr(mergepipe, name)).parameters
+    keywords = [each.name for each in parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    positional = [each for each in parameters if each not in keywords]
+    assert (" ".join(positional), " ".join(keywords)) == CALLS[name]
 
 
-def test_budget_functions__take_these_parameters() -> None:
-    assert list(inspect.signature(mergepipe.plan).parameters) == [
-        "recipe", "budget", "target_error", "select", "on_omit", "adjust_min_density", "seed", "block_elements",
-        "price", "storage_speed", "home", "reuse", "allow_dropped",
+def test_options__have_these_fields() -> None:
+    common = ["threads", "memory_bytes", "home", "catalog"]
+    assert field_names(options.RunOptions) == common
+    assert field_names(options.PlanOptions) == [
+        "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed",
     ]  # fmt: skip
-    assert list(inspect.signature(mergepipe.run).parameters) == [
-        "plan", "out", "threads", "memory_bytes", "force", "shard_bytes", "home", "catalog", "resume", "on_progress",
-    ]  # fmt: skip
-    assert list(inspect.signature(mergepipe.analyze).parameters) == [
-        "base", "experts", "home", "probe_fraction", "densities", "block_elements", "threads", "memory_bytes",
-        "pack", "on_progress",
-    ]  # fmt: skip
-    assert list(inspect.signature(mergepipe.pack).parameters) == [
-        "base", "experts", "out", "replace", "threads", "on_progress",
-    ]  # fmt: skip
-    assert list(inspect.signature(mergepipe.unpack).parameters) == ["path", "out", "base", "threads", "on_progress"]
-    assert list(inspect.signature(mergepipe.explain).parameters) == ["subject", "tensor", "home"]
-    assert list(inspect.signature(mergepipe.sweep).parameters) == [
-        "recipe", "budgets", "select", "on_omit", "price", "storage_speed", "seed", "threads", "memory_bytes", "home",
-        "work",
-        "allow_dropped", "on_progress",
+    assert field_names(options.MergeOptions) == [
+        *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_accumulators", "overlay", "pack",
+        "allow_dropped",
     ]  # fmt: skip
 
 
-def test_check__takes_these_parameters() -> None:
-    assert list(inspect.signature(mergepipe.check).parameters) == ["recipe", "shard_bytes", "allow_dropped"]
+def field_names(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def test_errors__classes_keep_their_exit_codes() -> None:

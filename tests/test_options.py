@@ -7,23 +7,23 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mergepipe
-from mergepipe import api as keeping
-from mergepipe import api as session
-from mergepipe import options as asked
+from mergepipe import options
 from mergepipe.cli.failures import failure_of
 from mergepipe.errors import LimitError, MergePipeError, RecipeError
-from mergepipe.jobs import pack as packing
-from mergepipe.jobs import unpack as unpacking
 from mergepipe.kernels import address_space
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.tailor import api as tailor
 
 TOO_MANY = 99999999999999999999
-THREADS = [(0, "option.not-positive"), (-1, "option.not-positive"), (asked.MOST_THREADS + 1, "option.too-large"),
+THREADS = [(0, "option.not-positive"), (-1, "option.not-positive"), (options.MAX_THREADS + 1, "option.too-large"),
            (TOO_MANY, "option.too-large"), (10**5000, "option.too-large")]  # fmt: skip
 SIZES = [(0, "option.not-positive"), (-1, "option.not-positive"), (2**63, "option.too-large"),
          (2**64, "option.too-large"), (10**5000, "option.too-large")]  # fmt: skip
@@ -34,47 +34,39 @@ SHARES = (-1.0, NAN, INFINITY, -INFINITY, 1.5, 1e308)
 X = Path("nothing/is/looked/at")
 
 Call = Callable[..., object]
-TABLE: list[tuple[str, Call, str, list[tuple[int, str]] | list[tuple[float, str]]]] = [
-    ("merge", lambda **k: mergepipe.merge(X, X, **k), "threads", THREADS),
-    ("merge", lambda **k: mergepipe.merge(X, X, **k), "memory_bytes", SIZES),
-    ("merge", lambda **k: mergepipe.merge(X, X, **k), "shard_bytes", SIZES),
-    ("merge", lambda **k: mergepipe.merge(X, X, **k), "seed", SEEDS),
-    ("merge", lambda **k: mergepipe.merge(X, X, budget="1%", **k), "block_elements", BLOCKS),
-    ("merge", lambda **k: mergepipe.merge(X, X, **k), "target_error", [(v, "option.error") for v in (-1.0, NAN)]),
-    ("merge", lambda **k: mergepipe.merge(X, X, budget="1%", **k), "adjust_min_density",
-     [(v, "option.density") for v in (0.0, *SHARES)]),
-    ("plan", lambda **k: mergepipe.plan(X, "1%", **k), "seed", SEEDS),
-    ("plan", lambda **k: mergepipe.plan(X, "1%", **k), "block_elements", BLOCKS),
-    ("check", lambda **k: session.check(X, **k), "shard_bytes", SIZES),
-    ("analyze", lambda **k: session.analyze(X, [X], **k), "threads", THREADS),
-    ("analyze", lambda **k: session.analyze(X, [X], **k), "memory_bytes", SIZES),
-    ("analyze", lambda **k: session.analyze(X, [X], **k), "block_elements", BLOCKS),
-    ("analyze", lambda **k: session.analyze(X, [X], **k), "probe_fraction", [(v, "option.probe") for v in SHARES]),
-    ("sweep", lambda **k: session.sweep(X, ["1%"], **k), "threads", THREADS),
-    ("sweep", lambda **k: session.sweep(X, ["1%"], **k), "memory_bytes", SIZES),
-    ("sweep", lambda **k: session.sweep(X, ["1%"], **k), "seed", SEEDS),
-    ("verify", lambda **k: keeping.verify(X, **k), "threads", THREADS),
-    ("verify", lambda **k: keeping.verify(X, **k), "memory_bytes", SIZES),
-    ("verify", lambda **k: keeping.verify(X, **k), "deep_fraction", [(v, "option.sample") for v in SHARES]),
-    ("repair", lambda **k: keeping.repair(X, **k), "threads", THREADS),
-    ("repair", lambda **k: keeping.repair(X, **k), "memory_bytes", SIZES),
-    ("replay", lambda **k: keeping.replay(X, X, **k), "threads", THREADS),
-    ("replay", lambda **k: keeping.replay(X, X, **k), "memory_bytes", SIZES),
-    ("materialise", lambda **k: keeping.materialise(X, X, **k), "threads", THREADS),
-    ("pack", lambda **k: packing.pack(X, [X], X, **k), "threads", THREADS),
-    ("unpack", lambda **k: unpacking.unpack(X, X, **k), "threads", THREADS),
-    ("tailor", lambda **k: tailor.compose(X, X, **k), "memory_bytes", SIZES),
-    ("tailor", lambda **k: tailor.compose(X, X, **k), "world_size",
+Row = tuple[str, Call, str, list[tuple[int, str]] | list[tuple[float, str]]]
+TABLE: list[Row] = [
+    ("RunOptions", RunOptions, "threads", THREADS),
+    ("RunOptions", RunOptions, "memory_bytes", SIZES),
+    ("MergeOptions", MergeOptions, "threads", THREADS),
+    ("MergeOptions", MergeOptions, "memory_bytes", SIZES),
+    ("MergeOptions", MergeOptions, "shard_bytes", SIZES),
+    ("PlanOptions", PlanOptions, "block_elements", BLOCKS),
+    ("PlanOptions", PlanOptions, "adjust_min_density", [(v, "option.density") for v in (0.0, *SHARES)]),
+    ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),
+    ("merge", partial(mergepipe.merge, X, X), "target_error", [(v, "option.error") for v in (-1.0, NAN)]),
+    ("plan", partial(mergepipe.plan, X, "1%"), "seed", SEEDS),
+    ("plan", partial(mergepipe.plan, X, "1%"), "target_error", [(v, "option.error") for v in (-1.0, NAN)]),
+    ("check", partial(mergepipe.check, X), "shard_bytes", SIZES),
+    ("run", partial(mergepipe.run, X, X), "shard_bytes", SIZES),
+    ("analyze", partial(mergepipe.analyze, X, [X]), "block_elements", BLOCKS),
+    ("analyze", partial(mergepipe.analyze, X, [X]), "probe_fraction", [(v, "option.probe") for v in SHARES]),
+    ("sweep", partial(mergepipe.sweep, X, ["1%"]), "seed", SEEDS),
+    ("verify", partial(mergepipe.verify, X), "deep_fraction", [(v, "option.sample") for v in SHARES]),
+    ("pack", partial(mergepipe.pack, X, [X], X), "threads", THREADS),
+    ("unpack", partial(mergepipe.unpack, X, X), "threads", THREADS),
+    ("tailor", partial(tailor.compose, X, X), "memory_bytes", SIZES),
+    ("tailor", partial(tailor.compose, X, X), "world_size",
      [(0, "option.not-positive"), (-1, "option.not-positive"), (TOO_MANY, "option.too-large"),
       (10**5000, "option.too-large")]),
-    ("tailor", lambda **k: tailor.recipe_text("filter", X, **k), "ends",
+    ("tailor", partial(tailor.recipe_text, "filter", X), "ends",
      [(v, "option.negative") for v in (-1, -(10**5000))]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "name"), [(row[1], row[2]) for row in TABLE], ids=[f"{r[0]}-{r[2]}" for r in TABLE])
-def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(call: Call, name: str) -> None:
-    (values,) = (row[3] for row in TABLE if row[1] is call)
+@pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[2]}" for row in TABLE])
+def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(row: Row) -> None:
+    _, call, name, values = row
     codes = []
     for value, _ in values:
         with pytest.raises(MergePipeError) as caught:
@@ -84,18 +76,57 @@ def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(call
     assert codes == [code for _, code in values]
 
 
+@pytest.mark.parametrize(
+    ("given", "code", "named"),
+    [
+        ({"overlay": True, "keep_accumulators": True}, "option.pair", "--keep-accumulators"),
+        ({"overlay": True, "resume": True}, "option.pair", "--resume"),
+        ({"pack": "stores", "resume": True}, "option.pair", "--pack"),
+    ],
+)
+def test_merge_options__refuse_pairs_that_exclude_each_other(given: dict[str, Any], code: str, named: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        MergeOptions(**given)
+    assert (caught.value.code, caught.value.problems[0].where) == (code, named)
+
+
+@pytest.mark.parametrize("name", ["select", "on_omit", "price"])
+def test_plan_options__know_a_mistyped_choice(name: str) -> None:
+    default = getattr(PlanOptions(), name)
+    with pytest.raises(RecipeError) as caught:
+        PlanOptions(**{name: default[:-1]})
+    assert caught.value.code == "option.choice"
+    assert default in str(caught.value)
+
+
+def test_options__are_checked_again_when_they_are_changed() -> None:
+    for value in (RunOptions(), MergeOptions()):
+        assert replace(value, threads=3) == type(value)(threads=3)
+        with pytest.raises(LimitError):
+            replace(value, threads=0)
+        with pytest.raises(FrozenInstanceError):
+            value.threads = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("call", [partial(mergepipe.analyze, X, [X]), partial(mergepipe.sweep, X)])
+def test_api__calls_that_fill_the_catalog_refuse_to_do_without(call: Call) -> None:
+    with pytest.raises(RecipeError) as caught:
+        call(options=RunOptions(catalog=False))
+    assert caught.value.code == "option.pair"
+
+
 @pytest.mark.parametrize(("value", "kind"), [(1, None), (1024, None), (0, LimitError), (1025, RecipeError)])
-def test_threads_asked__takes_up_to_its_bound(value: int, kind: type[MergePipeError] | None) -> None:
+def test_threads_of__takes_up_to_its_bound(value: int, kind: type[MergePipeError] | None) -> None:
     if kind is None:
-        assert asked.threads_asked(value) == value
+        assert options.threads_of(value) == value
         return
     with pytest.raises(kind):
-        asked.threads_asked(value)
+        options.threads_of(value)
 
 
 @pytest.mark.parametrize("value", [0, -(2**63), 2**64 - 1])
-def test_seed_asked__takes_64_bits(value: int) -> None:
-    assert asked.seed_asked(value) == value
+def test_check_seed__takes_64_bits(value: int) -> None:
+    assert options.check_seed(value) == value
 
 
 @pytest.mark.parametrize("command", [["pack", "b", "e", "--out", "s"], ["merge", "r.yml", "o"], ["verify", "s"],

@@ -1,11 +1,36 @@
-"""MergePipe: merge and tailor large-model checkpoints at disk speed, all or nothing."""
+"""MergePipe: merge and tailor large-model checkpoints at disk speed, all or nothing.
+
+    import mergepipe
+
+    print(mergepipe.check("recipe.yml").expert_bytes)          # reads no tensor data
+    report = mergepipe.merge("recipe.yml", "merged", budget="25%")
+    print(report.expert_bytes, mergepipe.verify("merged").is_sound)
+
+Every call checks its arguments, does one job and returns a report, an immutable value. What fails raises a
+`MergePipeError` with a stable code (`mergepipe.errors`), and leaves nothing half done.
+
+Merging
+    check, merge, operator (merge rules of your own)
+Planning under a budget
+    analyze, plan, store_plan, run, explain, sweep
+Packing experts
+    pack, unpack
+Looking after snapshots
+    list_snapshots, show, lineage, diff, verify, repair, replay, materialise, gc
+The catalog
+    catalog_stats, rebuild_catalog, Catalog
+Training checkpoints
+    tailor.inspect, tailor.check, tailor.compose, tailor.recipe, tailor.diff
+
+Calls that run long take options: `MergeOptions`, `PlanOptions`, `RunOptions`, changed by `dataclasses.replace`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mergepipe import tailor
+    from mergepipe import errors, tailor
     from mergepipe.api import (
         analyze,
         catalog_stats,
@@ -17,6 +42,7 @@ if TYPE_CHECKING:
         list_snapshots,
         materialise,
         merge,
+        pack,
         plan,
         rebuild_catalog,
         repair,
@@ -25,45 +51,63 @@ if TYPE_CHECKING:
         show,
         store_plan,
         sweep,
+        unpack,
         verify,
     )
     from mergepipe.catalog.catalog import Catalog
+    from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.errors import MergePipeError
-    from mergepipe.jobs.pack import pack
-    from mergepipe.jobs.unpack import unpack
     from mergepipe.operators.custom import operator
+    from mergepipe.options import MergeOptions, PlanOptions, RunOptions
     from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
         Explanation,
+        GcReport,
+        MaterialiseReport,
         MergeReport,
         PackReport,
         Progress,
+        RepairReport,
+        SnapshotDiff,
         SnapshotReport,
         SweepReport,
         UnpackReport,
+        VerifyReport,
     )
 
 __version__ = "0.1.0"
 __all__ = [
     "AnalyzeReport",
     "Catalog",
+    "CatalogStats",
     "CheckReport",
     "Explanation",
+    "GcReport",
+    "LineageNode",
+    "MaterialiseReport",
+    "MergeOptions",
     "MergePipeError",
     "MergeReport",
     "PackReport",
     "Plan",
+    "PlanOptions",
     "Progress",
+    "RebuildReport",
+    "RepairReport",
+    "RunOptions",
+    "SnapshotDiff",
     "SnapshotReport",
     "SweepReport",
     "UnpackReport",
+    "VerifyReport",
     "__version__",
     "analyze",
     "catalog_stats",
     "check",
     "diff",
+    "errors",
     "explain",
     "gc",
     "lineage",
@@ -85,54 +129,35 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "AnalyzeReport": "reports",
+_MODULES = ("errors", "tailor")
+_REPORTS = frozenset(name for name in __all__ if name.endswith(("Report", "Diff")))
+_OTHER_HOMES = {
     "Catalog": "catalog.catalog",
-    "CheckReport": "reports",
+    "CatalogStats": "catalog.rows",
     "Explanation": "reports",
+    "LineageNode": "catalog.rows",
+    "MergeOptions": "options",
     "MergePipeError": "errors",
-    "MergeReport": "reports",
-    "PackReport": "reports",
     "Plan": "planning.plan",
+    "PlanOptions": "options",
     "Progress": "reports",
-    "SnapshotReport": "reports",
-    "SweepReport": "reports",
-    "UnpackReport": "reports",
-    "analyze": "api",
-    "catalog_stats": "api",
-    "check": "api",
-    "diff": "api",
-    "explain": "api",
-    "gc": "api",
-    "lineage": "api",
-    "list_snapshots": "api",
-    "materialise": "api",
-    "merge": "api",
+    "RebuildReport": "catalog.rows",
+    "RunOptions": "options",
     "operator": "operators.custom",
-    "pack": "jobs.pack",
-    "plan": "api",
-    "rebuild_catalog": "api",
-    "repair": "api",
-    "replay": "api",
-    "run": "api",
-    "show": "api",
-    "store_plan": "api",
-    "sweep": "api",
-    "unpack": "jobs.unpack",
-    "verify": "api",
 }
-_PACKAGES = ("tailor",)
+"""Modules of the names that are neither calls nor reports."""
 
 
 def __getattr__(name: str) -> object:
-    """Load public names when they are first used, so that the command line starts at once."""
+    """Load a public name when it is first used, so that the command line starts at once."""
     from importlib import import_module
 
-    if name in _PACKAGES:
+    if name in _MODULES:
         return import_module(f"mergepipe.{name}")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'mergepipe' has no attribute {name!r}")
-    return getattr(import_module(f"mergepipe.{_HOMES[name]}"), name)
+    home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "api")
+    return getattr(import_module(f"mergepipe.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,27 +1,39 @@
-"""The public Python API: every call checks what it is given, runs one job, and returns a typed report."""
+"""The public calls: each checks its arguments, runs one job, and returns a report.
+
+Making models: `check`, `merge`; under a budget `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Packing experts: `pack`, `unpack`.
+Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`, `gc`.
+The catalog: `catalog_stats`, `rebuild_catalog`.
+
+Jobs are imported when they are called, so that importing this module costs nothing.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.core.bounds import positive
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.options import (
-    block_elements_asked,
-    choice,
+    DEFAULT_SHARD_BYTES,
+    SWEEP_BUDGETS,
+    MergeOptions,
+    PlanOptions,
+    RunOptions,
+    block_elements_of,
+    catalog_home,
     engine_options,
-    home_asked,
-    seed_asked,
-    threads_asked,
+    home_of,
+    needed_home,
+    threads_of,
 )
 
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
-    from mergepipe.jobs.plan import PlanRequest
     from mergepipe.planning.plan import Plan
     from mergepipe.reports import (
         AnalyzeReport,
@@ -30,24 +42,18 @@ if TYPE_CHECKING:
         GcReport,
         MaterialiseReport,
         MergeReport,
+        PackReport,
         ProgressCallback,
         RepairReport,
         SnapshotDiff,
         SnapshotReport,
         SweepReport,
+        UnpackReport,
         VerifyReport,
     )
-    from mergepipe.runs.merge_run import MergeSettings
-    from mergepipe.runs.resume import Resume
-    from mergepipe.runs.speeds import PriceRequest
 
-DEFAULT_DEEP_FRACTION = 0.05
-DEFAULT_SHARD_BYTES = 5_000_000_000
-SPARE_THREADS = 4
-DEFAULT_POLICY = "norm"
-DEFAULT_ON_OMIT = "keep"
-DEFAULT_PRICE = "bytes"
-SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
+
+# --- making models ---
 
 
 def check(
@@ -56,17 +62,17 @@ def check(
     """Validate a recipe and its inputs without reading any tensor data.
 
     Args:
-        shard_bytes, allow_dropped: see `merge`.
+        shard_bytes, allow_dropped: see `MergeOptions`.
 
     Raises:
         MergePipeError: every problem found, in one error.
     """
+    positive("--shard-size", shard_bytes)
     from mergepipe.engine.execute import plan_output
     from mergepipe.jobs.check import check_report
     from mergepipe.runs.inputs import open_inputs
     from mergepipe.storage.local import LocalStore
 
-    positive("--shard-size", shard_bytes)
     inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
@@ -75,207 +81,79 @@ def merge(
     recipe: str | Path,
     out: str | Path,
     *,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    seed: int = 0,
-    force: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
     budget: str | None = None,
     target_error: float | None = None,
-    select: str = DEFAULT_POLICY,
-    on_omit: str = DEFAULT_ON_OMIT,
-    adjust_min_density: float | None = None,
-    block_elements: int | None = None,
-    price: str = DEFAULT_PRICE,
-    storage_speed: str | None = None,
-    home: str | Path | None = None,
-    catalog: bool = True,
-    statistics: bool | None = None,
-    resume: bool | None = None,
-    reuse: bool = True,
-    keep_accumulators: bool = False,
-    overlay: bool = False,
-    pack: str | Path | None = None,
-    allow_dropped: Sequence[str] = (),
+    force: bool = False,
+    seed: int = 0,
+    options: MergeOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
-    With a `budget` no more than that is read from expert files: a plan is made and run.
-
-    Args:
-        threads: compute threads; default, one per processor.
-        memory_bytes: cap on buffers; default `default_memory_bytes()`.
-        seed: seed of the random operators and of the policy `random`.
-        force: replace a snapshot that is already at `out`.
-        shard_bytes: largest output file, in bytes of tensor data.
-        budget, target_error, select, on_omit, adjust_min_density, block_elements, price, storage_speed: see `plan`.
-        home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
-        catalog: use the catalog, and record the snapshot in it.
-        statistics: let a merge in full gather on its way what `analyze` would read for; by default where there are
-            at least `SPARE_THREADS` compute threads, because below that it costs time.
-        resume: go on with an interrupted run of the same merge to `out`; by default where there is one.
-        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
-        keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
-            merge with experts added at the end reads those alone. Not under a budget.
-        overlay: store only blocks that differ from the base, without reuse or resuming; see `api.materialise`.
-        pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
-            who cannot be is named in the report. Nothing is reused or resumed then. Not under a budget.
-        allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
-        on_progress: called about ten times a second, from the calling thread.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can go on with.
-    """
-    started = time.perf_counter()
-    from mergepipe.jobs.merge import run_merge
-
-    settings = _merge_settings(threads, memory_bytes, seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes)
-    gathers = settings.engine.threads >= SPARE_THREADS if statistics is None else statistics
-    settings = replace(
-        settings,
-        gathers=gathers,
-        resume=_resume(resume).without_continuing if overlay else _resume(resume),
-        reuse=reuse and not overlay,
-        overlay=overlay,
-        keeps_accumulators=keep_accumulators,
-        allow_dropped=tuple(allow_dropped),
-        pack=None if pack is None else Path(pack),
-    )
-    pricing = _price_request(price, storage_speed)
-    if overlay:
-        _refuse_with_overlay({"--keep-accumulators": keep_accumulators, "--resume": resume})
-    is_planned = budget is not None or target_error is not None
-    if pack is not None and (is_planned or resume):
-        planned_by = "--target-error" if budget is None else "--budget"
-        other, why = (planned_by, "which reads parts") if is_planned else ("--resume", "which reads what is left")
-        message = f"packs what is read in full: it does not go with {other}, {why}"
-        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-    if keep_accumulators and is_planned:
-        message = "sums are kept, and gone on with, by merges in full alone"
-        raise RecipeError.of("option.pair", "--keep-accumulators", message, "merge without --budget")
-    if price != DEFAULT_PRICE and not is_planned:
-        message = "a merge in full reads the same at any price"
-        raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")
-    if not is_planned:
-        return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
-    from mergepipe.jobs.plan import run_budgeted
-
-    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
-    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=settings.reuse, pricing=pricing)
-    return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
-
-
-def plan(
-    recipe: str | Path,
-    budget: str | None = None,
-    *,
-    target_error: float | None = None,
-    select: str = DEFAULT_POLICY,
-    on_omit: str = DEFAULT_ON_OMIT,
-    adjust_min_density: float | None = None,
-    seed: int = 0,
-    block_elements: int | None = None,
-    price: str = DEFAULT_PRICE,
-    storage_speed: str | None = None,
-    home: str | Path | None = None,
-    reuse: bool = True,
-    allow_dropped: Sequence[str] = (),
-) -> Plan:
-    """Decide what a merge reads under a budget, from the catalog, and from headers and indices of the inputs.
-
-    Reads no tensor data, but for measuring how fast the base is read where steps are priced by time for the first time.
+    Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
 
     Args:
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
-        target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
-            to the full merge, relative to what that changes.
-        select: the policy: norm, conflict, stratified or random.
-        on_omit: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
-        adjust_min_density: let densities of TIES and DARE fall to this under a tight budget; None leaves them.
+        target_error: see `plan`.
+        force: replace a snapshot that is already at `out`.
         seed: seed of the random operators and of the policy `random`.
-        block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was
-            analysed. Statistics of another grid are not used.
-        price: what a step is divided by: `bytes`, or `time`, the seconds to read and decode it on this machine.
-        storage_speed: how fast experts are read (`200MB/s`); by default it is measured once, on the base's own files.
-        home: the catalog's home.
-        reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
-        allow_dropped: see `merge`.
+        options: how to run, what to reuse and to keep; default `MergeOptions()`.
+        on_progress: called about ten times a second, from the calling thread.
 
     Raises:
-        MergePipeError: see `mergepipe.errors`.
-    """
-    from mergepipe.jobs.plan import plan_recipe
-
-    request = _plan_request(budget, select, on_omit, adjust_min_density, block_elements, seed, target_error)
-    pricing = _price_request(price, storage_speed)
-    request = replace(request, allow_dropped=tuple(allow_dropped), reuse=reuse, pricing=pricing)
-    return plan_recipe(Path(recipe), request, home_asked(home), seed)
-
-
-def run(
-    plan: Plan | str | Path,
-    out: str | Path,
-    *,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    force: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    home: str | Path | None = None,
-    catalog: bool = True,
-    resume: bool | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> MergeReport:
-    """Run a plan, given or stored, and publish the result at `out`; refused if an input changed since it was made.
-
-    `resume` is as in `merge`.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can go on with.
+        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
     """
     started = time.perf_counter()
-    from mergepipe.jobs.plan import read_plan, run_plan
-    from mergepipe.planning.plan import Plan as PlanValue
+    options = options or MergeOptions()
+    from mergepipe.runs.settings import check_with_budget, merge_settings
 
-    value = plan if isinstance(plan, PlanValue) else read_plan(Path(plan))
-    settings = _merge_settings(
-        threads, memory_bytes, value.seed, home, catalog=catalog, force=force, shard_bytes=shard_bytes
+    settings = merge_settings(options, seed, force=force)
+    planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
+    check_with_budget(options, planned_by=planned_by)
+    if planned_by is None:
+        from mergepipe.jobs.merge import run_merge
+
+        return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
+    from mergepipe.jobs.plan import plan_request, run_budgeted
+
+    request = plan_request(
+        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse
     )
-    settings = replace(settings, resume=_resume(resume))
-    return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
+    return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
+
+
+# --- planning under a budget ---
 
 
 def analyze(
     base: str | Path,
     experts: Sequence[str | Path],
     *,
-    home: str | Path | None = None,
     probe_fraction: float = 0.0,
     densities: Sequence[float] = (),
     block_elements: int | None = None,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
     pack: str | Path | None = None,
+    options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
     """Read experts once against their base and record in the catalog what plans are made from.
 
-    What the catalog already knows of unchanged files is not read again; an interrupted analysis goes on where it was.
+    What the catalog already knows of unchanged files is not read again; an interrupted analysis is resumed.
 
     Args:
-        home: the catalog's home; default $MERGEPIPE_HOME, else the platform's user data folder.
         probe_fraction: read only this share of every block and estimate; 0 reads everything.
         densities: shares whose exact magnitude cuts are wanted beside the common ones.
         block_elements: elements of a block; default 256 Ki.
-        pack: pack the experts that are read in full into this directory on the way; see `merge`. Not with a probe.
+        pack: pack the experts that are read in full into this directory on the way; see `MergeOptions`. Not with a
+            probe.
+        options: threads, memory, the catalog's home.
+        on_progress: see `merge`.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.
     """
     started = time.perf_counter()
-    from mergepipe.jobs.analyze import AnalysisOptions, run_analysis
-    from mergepipe.operators.statistics import COMMON_DENSITIES
-
+    options = options or RunOptions()
     if not 0.0 <= probe_fraction <= 1.0:
         raise RecipeError.of("option.probe", "--probe", f"{probe_fraction:g} was given", "give a share from 0 to 1")
     if any(not 0.0 < density <= 1.0 for density in densities):
@@ -283,21 +161,54 @@ def analyze(
     if pack is not None and probe_fraction:
         message = "packs what is read in full: it does not go with --probe, which reads parts"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-    options = AnalysisOptions(
-        block_elements_asked(block_elements),
-        tuple(sorted({*COMMON_DENSITIES, *densities})),
-        probe_fraction,
-        None if pack is None else Path(pack),
+    from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
+    from mergepipe.operators.statistics import COMMON_DENSITIES
+
+    request = AnalysisRequest(
+        base=Path(base),
+        experts=tuple(Path(expert) for expert in experts),
+        home=needed_home(options, "an analysis"),
+        block_elements=block_elements_of(block_elements),
+        densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
+        probe_fraction=probe_fraction,
+        pack=None if pack is None else Path(pack),
     )
-    return run_analysis(
-        Path(base),
-        [Path(expert) for expert in experts],
-        home_asked(home),
-        options,
-        engine_options(threads, memory_bytes),
-        started=started,
-        on_progress=on_progress,
-    )
+    return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
+
+
+def plan(
+    recipe: str | Path,
+    budget: str | None = None,
+    *,
+    target_error: float | None = None,
+    seed: int = 0,
+    home: str | Path | None = None,
+    reuse: bool = True,
+    allow_dropped: Sequence[str] = (),
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Decide what a merge reads under a budget, from the catalog, and from headers and indices of the inputs.
+
+    Reads no tensor data, but for measuring how fast the base is read where reads are priced by time for the first time.
+
+    Args:
+        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
+        target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
+            to the full merge, relative to what that changes.
+        seed: seed of the random operators and of the policy `random`.
+        home: the catalog's home.
+        reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
+        allow_dropped: see `MergeOptions`.
+        options: how the budget is spent; default `PlanOptions()`.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`.
+    """
+    from mergepipe.jobs.plan import plan_recipe, plan_request
+
+    options = options or PlanOptions()
+    request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse)
+    return plan_recipe(Path(recipe), request, home_of(home))
 
 
 def store_plan(plan: Plan, path: str | Path) -> None:
@@ -312,12 +223,43 @@ def store_plan(plan: Plan, path: str | Path) -> None:
     write_plan(plan, Path(path))
 
 
+def run(
+    plan: Plan | str | Path,
+    out: str | Path,
+    *,
+    force: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    resume: bool | None = None,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> MergeReport:
+    """Run a plan, given or stored, and publish the result at `out`; refused if an input changed since it was made.
+
+    Args:
+        force, on_progress: see `merge`.
+        shard_bytes, resume: see `MergeOptions`.
+        options: threads, memory and the catalog.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
+    """
+    started = time.perf_counter()
+    positive("--shard-size", shard_bytes)
+    from mergepipe.jobs.plan import read_plan, run_plan
+    from mergepipe.planning.plan import Plan as PlanValue
+    from mergepipe.runs.settings import run_settings
+
+    value = plan if isinstance(plan, PlanValue) else read_plan(Path(plan))
+    settings = run_settings(options or RunOptions(), value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
+
+
 def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:
     """Tell which experts are where in a plan or a snapshot, and why; reads no tensor data.
 
     Args:
         subject: a plan, given or stored, or a snapshot: its directory, its sid, or first digits of it.
-        tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are told of block by block.
+        tensor: a shell pattern (`model.layers.0.*`); the tensors it matches are explained block by block.
         home: the catalog's home, where sids are looked up.
 
     Raises:
@@ -328,58 +270,124 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
 
     if isinstance(subject, PlanValue):
         return explanation_of(Path(), subject, None, tensor)
-    return explain_subject(str(subject), tensor, home_asked(home))
+    return explain_subject(str(subject), tensor, home_of(home))
 
 
 def sweep(
     recipe: str | Path,
     budgets: Sequence[str] = SWEEP_BUDGETS,
     *,
-    select: str = DEFAULT_POLICY,
-    on_omit: str = DEFAULT_ON_OMIT,
-    price: str = DEFAULT_PRICE,
-    storage_speed: str | None = None,
     seed: int = 0,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    home: str | Path | None = None,
     work: str | Path | None = None,
     allow_dropped: Sequence[str] = (),
+    plan: PlanOptions | None = None,
+    options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> SweepReport:
-    """Merge a recipe in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
+    """Merge in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
 
     Args:
-        budgets, select, on_omit, price, storage_speed, seed: see `plan`.
-        home: the catalog's home; the full merge fills it on its way.
+        budgets, seed: see `plan`.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
-        allow_dropped: see `merge`.
+        allow_dropped: see `MergeOptions`.
+        plan: how each budget is spent; default `PlanOptions()`.
+        options: threads, memory, the catalog's home; the full merge fills the catalog on its way.
+        on_progress: see `merge`.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; no output is left behind.
     """
-    from mergepipe.jobs.sweep import SweepBudget, run_sweep
-    from mergepipe.planning.budget import parse_budget
-
     if not budgets:
         raise RecipeError.of("budget.malformed", "--budgets", "none is given", "give some, such as 10%,50%")
-    wanted = [SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets]
-    request = _plan_request(budgets[0], select, on_omit, None, None, seed)
-    pricing = _price_request(price, storage_speed)
-    request = replace(request, allow_dropped=tuple(allow_dropped), pricing=pricing)
-    settings = _merge_settings(
-        threads, memory_bytes, seed, home, catalog=True, force=False, shard_bytes=DEFAULT_SHARD_BYTES
-    )
-    settings = replace(settings, allow_dropped=request.allow_dropped)
+    from mergepipe.jobs.plan import plan_request
+    from mergepipe.jobs.sweep import run_sweep, sweep_request
+    from mergepipe.runs.settings import run_settings
+
+    options = options or RunOptions()
+    planned = plan_request("100%", None, plan or PlanOptions(), seed=seed, allow_dropped=allow_dropped)
     place = None if work is None else Path(work)
-    return run_sweep(Path(recipe), wanted, request, settings, home_asked(home), place, on_progress)
+    request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place)
+    settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
+    return run_sweep(Path(recipe), request, settings, on_progress)
+
+
+# --- packing experts ---
+
+
+def pack(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    replace: bool = False,
+    threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> PackReport:
+    """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
+    packed. An interrupted run is resumed.
+
+    Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
+
+    Args:
+        experts: full weights in safetensors files, fine-tuned from `base`.
+        replace: read each store back from disk and every file of every original again, compare them, and only if all
+            are the same remove the originals' files.
+        threads: encoding threads; default, one per processor.
+        on_progress: called from the calling thread with the bytes of experts that are packed.
+
+    Raises:
+        RecipeError: two experts of one name, or an expert whose files must not be removed.
+        UnsupportedError: an expert that is no full weights in safetensors files.
+        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
+            whole or not at all.
+    """
+    n_threads = threads_of(threads)  # before anything compiled is loaded
+    from mergepipe.jobs.pack import pack_experts
+
+    paths = [Path(expert) for expert in experts]
+    return pack_experts(Path(base), paths, Path(out), replaces=replace, threads=n_threads, on_progress=on_progress)
+
+
+def unpack(
+    path: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    threads: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> UnpackReport:
+    """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
+
+    Every block is compared with the digest of the original.
+
+    Args:
+        base: where the base is now, if not where it was.
+        threads: decoding threads; default, one per processor.
+        on_progress: called from the calling thread with the bytes of tensors that are restored.
+
+    Raises:
+        NotFoundError: the store, or its base.
+        MismatchError: another base.
+        CorruptError: the store is damaged.
+        OutputError, StorageError: the files cannot go there; nothing was published.
+    """
+    n_threads = threads_of(threads)  # before anything compiled is loaded
+    from mergepipe.jobs.unpack import unpack_store
+
+    place = None if base is None else Path(base)
+    return unpack_store(Path(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
+
+
+# --- looking after snapshots ---
 
 
 def list_snapshots(*, home: str | Path | None = None) -> tuple[SnapshotReport, ...]:
-    """Every snapshot the catalog knows, newest first."""
-    from mergepipe.runs.snapshots import list_snapshots
+    """List every snapshot that the catalog knows, newest first."""
+    from mergepipe.runs import snapshots
 
-    return list_snapshots(home_asked(home))
+    return snapshots.list_snapshots(home_of(home))
 
 
 def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotReport:
@@ -390,230 +398,14 @@ def show(snapshot: str | Path, *, home: str | Path | None = None) -> SnapshotRep
     """
     from mergepipe.runs.snapshots import show_snapshot
 
-    return show_snapshot(str(snapshot), home_asked(home))
+    return show_snapshot(str(snapshot), home_of(home))
 
 
 def lineage(snapshot: str | Path, *, home: str | Path | None = None) -> tuple[LineageNode, ...]:
     """Trace all that went into a snapshot through all generations: a tree in preorder. Raises as `show` does."""
     from mergepipe.runs.snapshots import trace_lineage
 
-    return trace_lineage(str(snapshot), home_asked(home))
-
-
-def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
-    """Count what the catalog holds.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    from mergepipe.runs.snapshots import catalog_statistics
-
-    return catalog_statistics(home_asked(home))
-
-
-def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
-    """Make the catalog again from the manifests under `roots` and at known paths; sound statistics stay.
-
-    Raises:
-        NotFoundError: a root does not exist.
-        MergePipeError: the catalog cannot be used or replaced.
-    """
-    from mergepipe.catalog.rebuild import rebuild
-
-    return rebuild(home_asked(home), [Path(root) for root in roots])
-
-
-def _merge_settings(
-    threads: int | None,
-    memory_bytes: int | None,
-    seed: int,
-    home: str | Path | None,
-    *,
-    catalog: bool,
-    force: bool,
-    shard_bytes: int,
-) -> MergeSettings:
-    from mergepipe.runs.merge_run import MergeSettings
-
-    return MergeSettings(
-        engine=engine_options(threads, memory_bytes),
-        seed=seed_asked(seed),
-        force=force,
-        shard_bytes=positive("--shard-size", shard_bytes),
-        home=home_asked(home) if catalog else None,
-    )
-
-
-def _refuse_with_overlay(given: Mapping[str, bool | None]) -> None:
-    """Refuse options that an overlay gives no meaning."""
-    for option in (option for option, value in given.items() if value):
-        message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
-        raise RecipeError.of("option.pair", option, message, "merge without --overlay")
-
-
-def _resume(asked: bool | None) -> Resume:
-    from mergepipe.runs.resume import Resume
-
-    if asked is None:
-        return Resume.AUTO
-    return Resume.REQUIRED if asked else Resume.NEVER
-
-
-def _price_request(price: str, storage_speed: str | None) -> PriceRequest:
-    from mergepipe.planning.budget import parse_speed
-    from mergepipe.runs.speeds import PriceRequest
-    from mergepipe.storage.prices import Price
-
-    chosen = choice("--price", price, Price)
-    if storage_speed is not None and chosen is Price.BYTES:
-        message = "by bytes no speed is looked at"
-        raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
-    return PriceRequest(chosen, None if storage_speed is None else parse_speed(storage_speed))
-
-
-def _plan_request(
-    budget: str | None,
-    select: str,
-    on_omit: str,
-    adjust_min_density: float | None,
-    block_elements: int | None,
-    seed: int = 0,
-    target_error: float | None = None,
-) -> PlanRequest:
-    from mergepipe.jobs.plan import PlanRequest
-    from mergepipe.planning.budget import parse_budget
-    from mergepipe.planning.problem import AdjustPolicy, OnOmit, PlanOptions, Policy
-
-    if adjust_min_density is not None and not 0.0 < adjust_min_density <= 1.0:
-        raise RecipeError.of("option.density", "--min-density", f"{adjust_min_density:g} was given", "it is in (0, 1]")
-    if target_error is not None and not target_error >= 0:
-        raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
-    if budget is None and target_error is None:
-        raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
-    adjust = None if adjust_min_density is None else AdjustPolicy(adjust_min_density)
-    return PlanRequest(
-        parse_budget(budget if budget is not None else "100%"),
-        choice("--select", select, Policy),
-        PlanOptions(choice("--on-omit", on_omit, OnOmit), adjust, seed_asked(seed), target_error),
-        None if block_elements is None else block_elements_asked(block_elements),
-    )
-
-
-def verify(
-    snapshot: str | Path,
-    *,
-    deep_fraction: float = 0.0,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    home: str | Path | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> VerifyReport:
-    """Read a whole snapshot and hold every block, digest and file against its manifest; damage is in the report.
-
-    Args:
-        snapshot: its directory, its sid, or first digits of it.
-        deep_fraction: make tensors with this share of the bytes again from the inputs and compare.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing could be verified.
-    """
-    started = time.perf_counter()
-    from mergepipe.jobs.verify import verify_snapshot
-
-    if not 0.0 <= deep_fraction <= 1.0:
-        raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
-    engine = engine_options(threads, memory_bytes)
-    path = _path(snapshot, home)
-    return verify_snapshot(path, engine, deep_fraction, started=started, on_progress=on_progress)
-
-
-def repair(
-    snapshot: str | Path,
-    *,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    home: str | Path | None = None,
-    on_progress: ProgressCallback | None = None,
-) -> RepairReport:
-    """Make what is damaged in a snapshot again from its inputs, and write exactly that.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; something could not be made again.
-    """
-    started = time.perf_counter()
-    from mergepipe.jobs.repair import repair_snapshot
-
-    engine = engine_options(threads, memory_bytes)
-    return repair_snapshot(_path(snapshot, home), engine, started=started, on_progress=on_progress)
-
-
-def replay(
-    snapshot: str | Path,
-    out: str | Path,
-    *,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    force: bool = False,
-    home: str | Path | None = None,
-    catalog: bool = True,
-    on_progress: ProgressCallback | None = None,
-) -> MergeReport:
-    """Make a snapshot again at `out` from its manifest alone: the same bytes, or an error that says why not.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing was published.
-    """
-    started = time.perf_counter()
-    from mergepipe.jobs.replay import replay_snapshot
-    from mergepipe.runs.merge_run import MergeSettings
-
-    settings = MergeSettings(
-        engine=engine_options(threads, memory_bytes),
-        seed=0,
-        force=force,
-        shard_bytes=1,
-        home=home_asked(home) if catalog else None,
-    )
-    path = _path(snapshot, home)
-    return replay_snapshot(path, Path(out), settings, started=started, on_progress=on_progress)
-
-
-def materialise(
-    overlay: str | Path,
-    out: str | Path | None = None,
-    *,
-    base: str | Path | None = None,
-    threads: int | None = None,
-    force: bool = False,
-    home: str | Path | None = None,
-    catalog: bool = True,
-    on_progress: ProgressCallback | None = None,
-) -> MaterialiseReport:
-    """Make the whole snapshot that an overlay stands for, every block compared with its digest on the way.
-
-    Args:
-        overlay: its directory, its sid, or first digits of it.
-        out: the directory to create; without it the snapshot replaces the overlay, which needs `force`.
-        base: the directory in which the base's files are by now; default, where they were.
-        force: replace a snapshot that is already there.
-
-    Raises:
-        MergePipeError: see `mergepipe.errors`; nothing was published.
-    """
-    started = time.perf_counter()
-    n_threads = threads_asked(threads)
-    from mergepipe.jobs.materialise import MaterialiseSettings, materialise_overlay
-
-    path = _path(overlay, home)
-    settings = MaterialiseSettings(
-        n_threads,
-        force,
-        home_asked(home) if catalog else None,
-        Path(base) if base is not None else None,
-    )
-    return materialise_overlay(
-        path, path if out is None else Path(out), settings, started=started, on_progress=on_progress
-    )
+    return trace_lineage(str(snapshot), home_of(home))
 
 
 def diff(
@@ -626,12 +418,124 @@ def diff(
 ) -> SnapshotDiff:
     """Compare two snapshots: recipes, settings, inputs, coverage, and tensors with the norms of what differs.
 
+    Args:
+        a, b: snapshots: their directories, sids, or first digits of them.
+        reads_tensors: work out the norms; without, only manifests are read.
+
     Raises:
         MergePipeError: see `mergepipe.errors`.
     """
     from mergepipe.jobs.diff import compare_snapshots
 
-    return compare_snapshots(_path(a, home), _path(b, home), reads_tensors=reads_tensors, on_progress=on_progress)
+    first, second = _snapshot_path(a, home), _snapshot_path(b, home)
+    return compare_snapshots(first, second, reads_tensors=reads_tensors, on_progress=on_progress)
+
+
+def verify(
+    snapshot: str | Path,
+    *,
+    deep_fraction: float = 0.0,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> VerifyReport:
+    """Read a whole snapshot and compare every block, digest and file with its manifest; damage is in the report.
+
+    Args:
+        snapshot: its directory, its sid, or first digits of it.
+        deep_fraction: make tensors with this share of the bytes again from the inputs and compare.
+        options: threads, memory, the catalog's home, where sids are looked up.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing could be verified.
+    """
+    started = time.perf_counter()
+    options = options or RunOptions()
+    if not 0.0 <= deep_fraction <= 1.0:
+        raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
+    from mergepipe.jobs.verify import verify_snapshot
+
+    engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
+    return verify_snapshot(path, engine, deep_fraction, started=started, on_progress=on_progress)
+
+
+def repair(
+    snapshot: str | Path, *, options: RunOptions | None = None, on_progress: ProgressCallback | None = None
+) -> RepairReport:
+    """Make what is damaged in a snapshot again from its inputs, and write exactly that.
+
+    Args:
+        snapshot, options: see `verify`.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; something could not be made again.
+    """
+    started = time.perf_counter()
+    options = options or RunOptions()
+    from mergepipe.jobs.repair import repair_snapshot
+
+    engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
+    return repair_snapshot(path, engine, started=started, on_progress=on_progress)
+
+
+def replay(
+    snapshot: str | Path,
+    out: str | Path,
+    *,
+    force: bool = False,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> MergeReport:
+    """Make a snapshot again at `out` from its manifest alone: the same bytes, or an error that says why not.
+
+    Args:
+        snapshot: see `verify`.
+        force, on_progress: see `merge`.
+        options: threads, memory and the catalog.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was published.
+    """
+    started = time.perf_counter()
+    options = options or RunOptions()
+    from mergepipe.jobs.replay import replay_snapshot
+    from mergepipe.runs.settings import run_settings
+
+    settings = run_settings(options, force=force)
+    path = _snapshot_path(snapshot, options.home)
+    return replay_snapshot(path, Path(out), settings, started=started, on_progress=on_progress)
+
+
+def materialise(
+    overlay: str | Path,
+    out: str | Path | None = None,
+    *,
+    base: str | Path | None = None,
+    force: bool = False,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> MaterialiseReport:
+    """Make the whole snapshot that an overlay stands for, every block compared with its digest on the way.
+
+    Args:
+        overlay: its directory, its sid, or first digits of it.
+        out: the directory to create; without it the snapshot replaces the overlay, which needs `force`.
+        base: the directory in which the base's files are by now; default, where they were.
+        force: replace a snapshot that is already there.
+        options: threads and the catalog; memory is a few MiB a thread.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was published.
+    """
+    started = time.perf_counter()
+    options = options or RunOptions()
+    n_threads = threads_of(options.threads)
+    from mergepipe.jobs.materialise import MaterialiseSettings, materialise_overlay
+
+    path = _snapshot_path(overlay, options.home)
+    moved = None if base is None else Path(base)
+    settings = MaterialiseSettings(n_threads, force, catalog_home(options), moved)
+    target = path if out is None else Path(out)
+    return materialise_overlay(path, target, settings, started=started, on_progress=on_progress)
 
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
@@ -642,10 +546,36 @@ def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | P
     """
     from mergepipe.jobs.gc import collect_garbage
 
-    return collect_garbage(home_asked(home), [Path(root) for root in roots], dry_run=dry_run)
+    return collect_garbage(home_of(home), [Path(root) for root in roots], dry_run=dry_run)
 
 
-def _path(snapshot: str | Path, home: str | Path | None) -> Path:
+# --- the catalog ---
+
+
+def catalog_stats(*, home: str | Path | None = None) -> CatalogStats:
+    """Count what the catalog holds.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    from mergepipe.runs.snapshots import catalog_statistics
+
+    return catalog_statistics(home_of(home))
+
+
+def rebuild_catalog(roots: Sequence[str | Path] = (), *, home: str | Path | None = None) -> RebuildReport:
+    """Make the catalog again from the manifests under `roots` and at known paths; sound statistics stay.
+
+    Raises:
+        NotFoundError: a root does not exist.
+        MergePipeError: the catalog cannot be used or replaced.
+    """
+    from mergepipe.catalog.rebuild import rebuild
+
+    return rebuild(home_of(home), [Path(root) for root in roots])
+
+
+def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.runs.snapshots import find_snapshot_path
 
-    return find_snapshot_path(str(snapshot), home_asked(home))
+    return find_snapshot_path(str(snapshot), home_of(home))

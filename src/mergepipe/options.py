@@ -1,37 +1,163 @@
-"""What callers of the public API ask for, checked: choices, sizes, threads, places."""
+"""The options of the public calls: immutable values, checked when they are made, changed by `dataclasses.replace`.
+
+Every default has its one owner here, or in the signature of the call. `threads_of` and its like fill in what depends on
+the machine.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.core.bounds import positive, shown_number
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.planning.choices import OnOmit, Policy
+from mergepipe.storage.prices import Price
 
 if TYPE_CHECKING:
     from mergepipe.engine.execute import EngineOptions
 
 C = TypeVar("C", bound=StrEnum)
 
-MOST_THREADS = 1024
-MOST_BLOCK_ELEMENTS = 1 << 40
+DEFAULT_SHARD_BYTES = 5_000_000_000
+SWEEP_BUDGETS = ("5%", "10%", "25%", "50%", "75%", "100%")
+MAX_THREADS = 1024
+MAX_BLOCK_ELEMENTS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CommonOptions:
+    """The options that every long call has."""
+
+    threads: int | None = None
+    memory_bytes: int | None = None
+    home: str | Path | None = None
+    catalog: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            positive("--threads", self.threads, MAX_THREADS)
+        if self.memory_bytes is not None:
+            positive("--memory", self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(_CommonOptions):
+    """How a call uses the machine and the catalog. None of it changes a byte of a result.
+
+    Args:
+        threads: compute threads; default, one per processor.
+        memory_bytes: cap on buffers; default, the lesser of 4 GiB and half of the machine's memory.
+        home: the catalog's directory; default $MERGEPIPE_HOME, else the platform's user data folder.
+        catalog: use the catalog, and record in it what is published. `analyze` and `sweep` need it.
+
+    Raises:
+        LimitError, RecipeError: a number that is not above zero, or too large.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How a budget is spent.
+
+    Args:
+        select: what is read first: `norm`, `conflict`, `stratified` or `random`.
+        on_omit: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
+        adjust_min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
+        block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.
+            Statistics of another grid are not used.
+        price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
+        storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
+            the base's own files.
+
+    Raises:
+        LimitError, RecipeError: a name that is not known, a number out of its range, or a speed without `price="time"`.
+    """
+
+    select: str = Policy.NORM.value
+    on_omit: str = OnOmit.KEEP.value
+    adjust_min_density: float | None = None
+    block_elements: int | None = None
+    price: str = Price.BYTES.value
+    storage_speed: str | None = None
+
+    def __post_init__(self) -> None:
+        price = choice("--price", self.price, Price)
+        if self.storage_speed is not None:
+            _check_storage_speed(self.storage_speed, price)
+        density = self.adjust_min_density
+        if density is not None and not 0.0 < density <= 1.0:
+            raise RecipeError.of("option.density", "--min-density", f"{density:g} was given", "it is in (0, 1]")
+        choice("--select", self.select, Policy)
+        choice("--on-omit", self.on_omit, OnOmit)
+        if self.block_elements is not None:
+            block_elements_of(self.block_elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions(_CommonOptions):
+    """How `merge` runs, and what it does besides merging.
+
+    Args:
+        threads, memory_bytes, home, catalog: see `RunOptions`.
+        plan: how a budget is spent; for merges with a `budget` or a `target_error`.
+        shard_bytes: largest output file, in bytes of tensor data.
+        statistics: let a full merge gather on its way what `analyze` would read for; by default with 4 compute threads
+            or more, because with fewer it costs time.
+        resume: resume an interrupted run of the same merge to the same output; by default where there is one.
+        reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
+        keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
+            merge with experts added at the end reads those alone. Not under a budget.
+        overlay: store only blocks that differ from the base, without reuse or resuming; see `materialise`.
+        pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
+            the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
+        allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
+
+    Raises:
+        LimitError, RecipeError: a number out of its range, or two options that exclude each other.
+    """
+
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    statistics: bool | None = None
+    resume: bool | None = None
+    reuse: bool = True
+    keep_accumulators: bool = False
+    overlay: bool = False
+    pack: str | Path | None = None
+    allow_dropped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
+        positive("--shard-size", self.shard_bytes)
+        if self.overlay:
+            _refuse_with_overlay({"--keep-accumulators": self.keep_accumulators, "--resume": bool(self.resume)})
+        if self.pack is not None and self.resume:
+            message = "packs what is read in full: it does not go with --resume, which reads what is left"
+            raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
+
+    @property
+    def pack_path(self) -> Path | None:
+        """Where experts are packed, if they are."""
+        return None if self.pack is None else Path(self.pack)
 
 
 def default_memory_bytes() -> int:
-    """The default cap on buffers: the lesser of 4 GiB and half of the machine's memory."""
+    """Return the default cap on buffers: the lesser of 4 GiB and half of the machine's memory."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(4 << 30, physical // 2)
 
 
 def default_threads() -> int:
-    """One compute thread per processor this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def seed_asked(seed: int) -> int:
-    """A seed that 64 bits hold, signed or not.
+def check_seed(seed: int) -> int:
+    """Return `seed` if 64 bits hold it, signed or not.
 
     Raises:
         RecipeError: `option.seed`.
@@ -41,56 +167,53 @@ def seed_asked(seed: int) -> int:
     return seed
 
 
-def threads_asked(threads: int | None) -> int:
-    """Compute threads, with the default where none were given.
+def threads_of(threads: int | None) -> int:
+    """Return the number of compute threads, the default for None, if the address space has room for them.
 
     Raises:
-        LimitError: a number that is not above zero.
-        RecipeError: more than `MOST_THREADS`.
-        LimitError: `memory.address-space`, as `check_address_space`.
+        LimitError: a number that is not above zero; `memory.address-space`, as `check_address_space`.
+        RecipeError: more than `MAX_THREADS`.
     """
-    n_threads = positive("--threads", default_threads() if threads is None else threads, MOST_THREADS)
+    n_threads = positive("--threads", default_threads() if threads is None else threads, MAX_THREADS)
     from mergepipe.kernels.address_space import check_address_space
 
     check_address_space(n_threads)
     return n_threads
 
 
-def engine_options(threads: int | None, memory_bytes: int | None) -> EngineOptions:
-    """How to run the engine, with defaults for what was not given.
+def engine_options(options: RunOptions | MergeOptions) -> EngineOptions:
+    """Return how to run the engine, with the machine's defaults for what was not given.
 
     Raises:
-        LimitError: a number that is not above zero.
-        RecipeError: a number that is too large.
+        LimitError: `memory.address-space`.
     """
+    n_threads = threads_of(options.threads)
     from mergepipe.engine.execute import EngineOptions
 
-    return EngineOptions(
-        threads_asked(threads),
-        positive("--memory", memory_bytes if memory_bytes is not None else default_memory_bytes()),
-    )
+    memory_bytes = default_memory_bytes() if options.memory_bytes is None else options.memory_bytes
+    return EngineOptions(n_threads, memory_bytes)
 
 
-def block_elements_asked(asked: int | None) -> int:
-    """Elements of a block; 256 Ki where none were given.
+def block_elements_of(value: int | None) -> int:
+    """Return the elements of a block; 256 Ki for None.
 
     Raises:
-        LimitError: no multiple of what cuts fall on, or more than `MOST_BLOCK_ELEMENTS`.
+        LimitError: no multiple of the block grain, or more than `MAX_BLOCK_ELEMENTS`.
     """
     from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 
-    value = DEFAULT_BLOCK_ELEMENTS if asked is None else asked
-    if value < 1 or value % GRAIN_ELEMENTS or value > MOST_BLOCK_ELEMENTS:
-        hint = f"give a multiple of {GRAIN_ELEMENTS}, {MOST_BLOCK_ELEMENTS} at most"
-        raise LimitError.of("option.block-elements", "block_elements", f"{shown_number(value)} was given", hint)
-    return value
+    elements = DEFAULT_BLOCK_ELEMENTS if value is None else value
+    if elements < 1 or elements % GRAIN_ELEMENTS or elements > MAX_BLOCK_ELEMENTS:
+        hint = f"give a multiple of {GRAIN_ELEMENTS}, {MAX_BLOCK_ELEMENTS} at most"
+        raise LimitError.of("option.block-elements", "block_elements", f"{shown_number(elements)} was given", hint)
+    return elements
 
 
 def choice(option: str, value: str, choices: type[C]) -> C:
-    """One of some choices by its name.
+    """Return the choice of that name.
 
     Raises:
-        RecipeError: there is none of that name.
+        RecipeError: there is none; the message names `option`.
     """
     try:
         return choices(value)
@@ -99,8 +222,40 @@ def choice(option: str, value: str, choices: type[C]) -> C:
         raise RecipeError.of("option.choice", option, f"'{value}' was given", hint) from None
 
 
-def home_asked(home: str | Path | None) -> Path:
-    """The catalog's home; where none was given, $MERGEPIPE_HOME or the platform's user data folder."""
+def home_of(home: str | Path | None) -> Path:
+    """Return the catalog's home; for None $MERGEPIPE_HOME or the platform's user data folder."""
     from mergepipe.catalog.home import resolve_home
 
     return resolve_home(Path(home) if home is not None else None)
+
+
+def catalog_home(options: RunOptions | MergeOptions) -> Path | None:
+    """Return the catalog's home; None where no catalog is wanted."""
+    return home_of(options.home) if options.catalog else None
+
+
+def needed_home(options: RunOptions, call: str) -> Path:
+    """Return the catalog's home for a call that needs a catalog.
+
+    Raises:
+        RecipeError: `option.pair`, none is wanted.
+    """
+    if not options.catalog:
+        raise RecipeError.of("option.pair", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
+    return home_of(options.home)
+
+
+def _check_storage_speed(storage_speed: str, price: Price) -> None:
+    from mergepipe.planning.budget import parse_speed
+
+    if price is Price.BYTES:
+        message = "by bytes no speed is looked at"
+        raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
+    parse_speed(storage_speed)
+
+
+def _refuse_with_overlay(given: dict[str, bool]) -> None:
+    """Refuse options that an overlay gives no meaning."""
+    for option in (option for option, is_given in given.items() if is_given):
+        message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
+        raise RecipeError.of("option.pair", option, message, "merge without --overlay")

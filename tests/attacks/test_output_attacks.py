@@ -23,6 +23,7 @@ from mergepipe.storage.owner import OWNER_NAME, write_owner
 from support.disk_families import tree_digest, weights_digest
 from support.families import TINY, write_family
 from support.faults import replaced, system_error
+from support.flat_options import call_flat
 
 RECIPE = """\
 merge_method: linear
@@ -58,7 +59,7 @@ class Work:
         return self.root / "theirs"
 
     def merge(self, out: Path, **options: object) -> None:
-        mergepipe.merge(self.root / "recipe.yml", out, catalog=False, **options)  # type: ignore[arg-type]
+        call_flat(mergepipe.merge, self.root / "recipe.yml", out, catalog=False, **options)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mergepipe import api as session
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.testing.oracle import MergeCase
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
@@ -42,7 +43,11 @@ class Setting:
         """Fill the catalog with all that the case needs."""
         base, *experts = self.family.places
         session.analyze(
-            base, experts, home=self.home, block_elements=block_elements, densities=sorted(set(self.case.densities))
+            base,
+            experts,
+            block_elements=block_elements,
+            densities=sorted(set(self.case.densities)),
+            options=RunOptions(home=self.home),
         )
 
     def plan(
@@ -52,25 +57,23 @@ class Setting:
         return session.plan(
             self.recipe,
             budget,
-            select=select,
-            on_omit=on_omit,
             seed=seed,
-            block_elements=block_elements,
             home=self.home,
-            reuse=False,  # what a budget reads, whatever was merged before
+            reuse=False,
+            options=PlanOptions(select=select, on_omit=on_omit, block_elements=block_elements),
         )
 
     def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:
         """Run a plan; where its output is."""
         out = self.folder / name
-        session.run(plan, out, home=self.home, memory_bytes=memory_bytes, threads=2)
+        session.run(plan, out, options=RunOptions(home=self.home, memory_bytes=memory_bytes, threads=2))
         return out
 
     def full(self, seed: int = 0) -> Path:
         """The merge without a budget."""
         out = self.folder / f"full-{seed}"
         if not out.exists():
-            session.merge(self.recipe, out, seed=seed, catalog=False, threads=2)
+            session.merge(self.recipe, out, seed=seed, options=MergeOptions(catalog=False, threads=2))
         return out
 
     def with_home(self, name: str) -> Setting:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mergepipe import api as session
 from mergepipe.errors import MergePipeError
+from mergepipe.options import RunOptions
 from support.faults import Fault, drop_from_page_cache, replaced
 
 MARKER = "/nowhere/mergepipe-trace"
@@ -37,9 +38,7 @@ def _answer(order: dict[str, Any]) -> dict[str, Any]:
             report = session.run(
                 Path(order["plan"]),
                 Path(order["out"]),
-                memory_bytes=order["memory_bytes"],
-                home=order["home"],
-                threads=2,
+                options=RunOptions(memory_bytes=order["memory_bytes"], home=order["home"], threads=2),
             )
     except MergePipeError as error:
         return {"error": error.code, "fired": fault.fired}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mergepipe import api as session
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.access import FREE, source_of_blocks
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import GRAIN, planned_tensor, tensor_plans
 from support.disk_families import Model, read_snapshot, weights_digest
@@ -63,7 +64,7 @@ def test_budget__too_small_for_what_comes_first_gives_the_base_with_a_notice(
     merged, base = read_snapshot(setting.run(plan, "out")), setting.family.models[0]
     assert [tensor for tensor in base if not same_bytes(merged, base, tensor)] == []
     assert any(fallback.where == "budget" and "is the base" in fallback.decision for fallback in plan.fallbacks)
-    report = session.run(plan, tmp_path / "again", home=setting.home)
+    report = session.run(plan, tmp_path / "again", options=RunOptions(home=setting.home))
     assert [notice for notice in report.notices if "is the base" in notice]
 
 
@@ -86,13 +87,21 @@ def test_budget__that_holds_everything_gives_the_full_merge(tmp_path: Path, name
 def test_merge__with_a_budget_does_what_plan_and_run_do(tmp_path: Path, name: str) -> None:
     setting = make_setting(tmp_path, CASES[name])
     wanted = weights_digest(setting.full(seed=4))
-    report = session.merge(setting.recipe, tmp_path / "all", seed=4, budget="100%", home=setting.home)
+    report = session.merge(
+        setting.recipe, tmp_path / "all", seed=4, budget="100%", options=MergeOptions(home=setting.home)
+    )
     assert weights_digest(tmp_path / "all") == wanted
     assert report.planned_bytes is not None
     assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes
-    session.merge(setting.recipe, tmp_path / "some", seed=4, budget="30%", select="random", home=setting.home)
-    plan = session.plan(setting.recipe, "30%", select="random", seed=4, home=setting.home)
-    session.run(plan, tmp_path / "planned", home=setting.home)
+    session.merge(
+        setting.recipe,
+        tmp_path / "some",
+        seed=4,
+        budget="30%",
+        options=MergeOptions(home=setting.home, plan=PlanOptions(select="random")),
+    )
+    plan = session.plan(setting.recipe, "30%", seed=4, home=setting.home, options=PlanOptions(select="random"))
+    session.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
     assert weights_digest(tmp_path / "some") == weights_digest(tmp_path / "planned")
 
 
@@ -216,7 +225,7 @@ def test_manifest__says_what_was_planned_and_covered(tmp_path: Path, name: str, 
     setting.analyze()
     plan = setting.plan("45%", policy)
     out = tmp_path / "out"
-    report = session.run(plan, out, home=setting.home)
+    report = session.run(plan, out, options=RunOptions(home=setting.home))
     manifest = json.loads((out / "mergepipe.json").read_text())
     assert manifest["plan_digest"] == plan.digest == manifest["plan"]["digest"]
     assert manifest["plan"] == json.loads(plan.to_json())

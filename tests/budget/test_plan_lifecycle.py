@@ -21,6 +21,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.migrations import MIGRATIONS
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, F32, GRAIN_ELEMENTS
 from mergepipe.errors import ConflictError, CorruptError, LimitError, MergePipeError, NotFoundError
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan_json import parse_plan
 from support.budgets import GRAIN, TensorPlanOf, smallest_memory
 from support.disk_families import weights_digest
@@ -28,15 +29,18 @@ from support.faults import Fault, replaced, worker_threads
 
 PLANNER = """
 import sys
-from mergepipe import api as session
+from mergepipe import PlanOptions, api as session
 recipe, home, select = sys.argv[1:]
-print(session.plan(recipe, "35%", select=select, block_elements=16384, home=home).digest)
+options = PlanOptions(select=select, block_elements=16384)
+print(session.plan(recipe, "35%", home=home, options=options).digest)
 """
 
 
 def is_within(setting: Setting, plan_budget: str, name: str) -> bool:
     """Whether a merge under a budget keeps to it, whatever is known."""
-    report = session.merge(setting.recipe, setting.folder / name, budget=plan_budget, home=setting.home)
+    report = session.merge(
+        setting.recipe, setting.folder / name, budget=plan_budget, options=MergeOptions(home=setting.home)
+    )
     assert report.planned_bytes is not None
     assert report.budget_bytes is not None
     return report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
@@ -89,7 +93,7 @@ def test_plan__edited_by_hand_is_refused(tmp_path: Path, edit: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     with pytest.raises(CorruptError) as caught:
-        session.run(path, tmp_path / "out", home=setting.home)
+        session.run(path, tmp_path / "out", options=RunOptions(home=setting.home))
     assert caught.value.code.startswith("plan.")
     assert not (tmp_path / "out").exists()
 
@@ -103,7 +107,7 @@ def test_plan__without_statistics_records_it_and_is_sound(tmp_path: Path, name: 
     for budget in ("25%", "75%"):
         plan = poor.plan(budget)
         assert any("no statistics" in fallback.reason for fallback in plan.fallbacks)
-        report = session.run(plan, tmp_path / f"out-{budget}", home=poor.home)
+        report = session.run(plan, tmp_path / f"out-{budget}", options=RunOptions(home=poor.home))
         assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -116,7 +120,7 @@ def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(
     plan = setting.plan("40%")
     assert known.fallbacks == ()
     assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == [f"expert '{setting.family.places[1]}'"]
-    report = session.run(plan, tmp_path / "out", home=setting.home)
+    report = session.run(plan, tmp_path / "out", options=RunOptions(home=setting.home))
     assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
@@ -156,7 +160,7 @@ def test_run__of_a_plan_whose_inputs_changed_is_refused(
     plan = setting.plan("40%")
     change(setting.family.places[victim])
     with pytest.raises(kinds) as caught:
-        session.run(plan, tmp_path / "results" / "out", home=setting.home)
+        session.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
     assert not isinstance(caught.value, ConflictError) or caught.value.code == "plan.input-changed"
     assert not (tmp_path / "results").exists()
 
@@ -180,7 +184,7 @@ def test_run__during_which_an_input_changes_publishes_nothing(tmp_path: Path, vi
         return reserve
 
     with replaced(os, "posix_fallocate", change_first), pytest.raises(ConflictError) as caught:
-        session.run(plan, tmp_path / "results" / "out", home=setting.home)
+        session.run(plan, tmp_path / "results" / "out", options=RunOptions(home=setting.home))
     assert fault.fired
     assert caught.value.code == "input.changed"
     left = sorted(path.name for path in (tmp_path / "results").rglob("*"))
@@ -218,10 +222,10 @@ def test_catalog__that_cannot_be_used_stops_plans_but_not_merges(
     with pytest.raises(MergePipeError) as caught:
         setting.plan("40%")
     assert caught.value.code == code
-    report = session.merge(setting.recipe, tmp_path / "merged", home=setting.home)
+    report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
     assert any("catalog is not used" in notice for notice in report.notices)
     assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
-    report = session.run(plan, tmp_path / "planned", home=setting.home)
+    report = session.run(plan, tmp_path / "planned", options=RunOptions(home=setting.home))
     assert report.notices
     assert report.expert_bytes <= plan.planned_bytes
     assert is_within(setting, "30%", "budgeted")
@@ -240,7 +244,7 @@ def test_catalog__that_is_locked_stops_plans_but_not_merges(tmp_path: Path, monk
     with closing(sqlite3.connect(setting.home / CATALOG_NAME, isolation_level=None)) as holder:
         holder.execute("PRAGMA locking_mode = EXCLUSIVE")
         holder.execute("BEGIN EXCLUSIVE")
-        report = session.merge(setting.recipe, tmp_path / "merged", home=setting.home)
+        report = session.merge(setting.recipe, tmp_path / "merged", options=MergeOptions(home=setting.home))
         assert any("catalog is not used" in notice for notice in report.notices)
         assert weights_digest(tmp_path / "merged") == weights_digest(setting.full())
         holder.execute("ROLLBACK")
@@ -252,14 +256,16 @@ def test_plan__that_must_hold_whole_tensors_never_reads_them_twice(tmp_path: Pat
     setting = make_setting(tmp_path, CASES[name], plans=(TensorPlanOf("w", (9 * GRAIN + 1,), F32, (F32,)),))
     plan, out, refused = setting.plan("100%"), tmp_path / "out", tmp_path / "refused"
     with pytest.raises(LimitError) as caught:  # nothing is known: cuts and products must be worked out
-        session.run(plan, out, memory_bytes=smallest_memory(plan, refused), home=setting.home)
+        session.run(plan, out, options=RunOptions(memory_bytes=smallest_memory(plan, refused), home=setting.home))
     assert caught.value.code == "memory.plan"
     assert not out.exists()
-    report = session.run(plan, out, home=setting.home)
+    report = session.run(plan, out, options=RunOptions(home=setting.home))
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
     setting.analyze()
     known = setting.plan("100%")
-    report = session.run(known, tmp_path / "small", memory_bytes=smallest_memory(known, refused), home=setting.home)
+    report = session.run(
+        known, tmp_path / "small", options=RunOptions(memory_bytes=smallest_memory(known, refused), home=setting.home)
+    )
     assert report.expert_bytes + report.analysis_bytes <= known.planned_bytes
     assert weights_digest(tmp_path / "small") == weights_digest(out) == weights_digest(setting.full())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import mergepipe
+from support.flat_options import call_flat
 
 RECIPE = """
 merge_method: {method}
@@ -45,10 +47,10 @@ def make_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_merge__of_whole_rows_keeps_its_budget(folder: Path, method: str, memory_bytes: int) -> None:
     recipe = folder / "recipe.yml"
     recipe.write_text(RECIPE.format(method=method, more=METHODS[method]))
-    options = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
-    mergepipe.merge(recipe, folder / "full", **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"catalog": False, "seed": 3, "memory_bytes": memory_bytes}
+    call_flat(mergepipe.merge, recipe, folder / "full", **options)
     for budget in ("0%", "60%", "100%"):
-        report = mergepipe.merge(recipe, folder / budget, budget=budget, block_elements=16384, **options)  # type: ignore[arg-type]
+        report = call_flat(mergepipe.merge, recipe, folder / budget, budget=budget, block_elements=16384, **options)
         assert report.planned_bytes is not None
         assert report.budget_bytes is not None
         assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes

@@ -25,10 +25,12 @@ from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F16, F32, BlockG
 from mergepipe.engine.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.storage.local import LocalStore
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from support.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
 from support.faults import Fault, replaced
+from support.flat_options import call_flat
 from support.octaves import decode_octaves
 
 SMALL_MEMORY = 1_900_000
@@ -48,7 +50,7 @@ def recorded(family: DiskFamily, home: Path, *, accept: tuple[Evidence, ...] = (
 def analyze(family: DiskFamily, home: Path, **options: Any) -> Any:
     """ANALYZE on small blocks."""
     options = {"block_elements": GRAIN, "threads": 2, **options}
-    return session.analyze(family.places[0], family.places[1:], home=home, **options)
+    return call_flat(session.analyze, family.places[0], family.places[1:], home=home, **options)
 
 
 def deltas(base: Model, expert: Model, name: str) -> NDArray[np.float32]:
@@ -205,7 +207,7 @@ def test_merge_in_full__records_what_analyze_would(tmp_path: Path, name: str) ->
     ]
     family = write_family(tmp_path, models)
     recipe = write_recipe(tmp_path / "recipe.yml", case, family)
-    session.merge(recipe, tmp_path / "out", home=tmp_path / "merged", threads=2, statistics=True)
+    session.merge(recipe, tmp_path / "out", options=MergeOptions(home=tmp_path / "merged", threads=2, statistics=True))
     report = analyze(family, tmp_path / "analysed", block_elements=DEFAULT_BLOCK_ELEMENTS)
     assert sum(expert.analyzed_tensors for expert in report.experts) > 0
     merged = recorded(family, tmp_path / "merged")
@@ -337,7 +339,7 @@ def test_plan__from_a_probe_is_sound_and_right_in_full(tmp_path: Path, name: str
     analyze(setting.family, setting.home, probe_fraction=0.2)
     for budget in ("20%", "100%"):
         plan = setting.plan(budget)
-        report = session.run(plan, tmp_path / budget, home=setting.home)
+        report = session.run(plan, tmp_path / budget, options=RunOptions(home=setting.home))
         assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
         assert plan.bound is None or plan.planned_bytes == plan.full_cost_bytes
     assert weights_digest(tmp_path / "100%") == weights_digest(setting.full())

@@ -13,11 +13,11 @@ import jsonschema
 import pytest
 from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
-from mergepipe import api as session
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.cli.options import DEFAULT_MIN_DENSITY
+from mergepipe.options import SWEEP_BUDGETS, PlanOptions
+from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.planning.problem import OnOmit, Policy
 
 
 @pytest.fixture
@@ -561,15 +561,15 @@ def test_sweep__bad_input_is_refused_before_anything_is_merged(
 # --- defaults stated twice ---
 
 
-def test_help__states_the_defaults_of_the_session(run: Runner) -> None:
+def test_help__states_the_defaults_of_the_options(run: Runner) -> None:
     for command in ("plan", "merge"):
         text = " ".join(run(command, "--help").out.split())
-        assert f"[default: {session.DEFAULT_POLICY}]" in text
-        assert f"[default: {session.DEFAULT_ON_OMIT}]" in text
+        assert f"[default: {PlanOptions().select}]" in text
+        assert f"[default: {PlanOptions().on_omit}]" in text
         assert f"[default: {DEFAULT_MIN_DENSITY}]" in text
         assert all(policy.value in text for policy in Policy)
         assert all(rule.value in text for rule in OnOmit)
-    assert f"[default: {','.join(session.SWEEP_BUDGETS)}]" in " ".join(run("sweep", "--help").out.split())
+    assert f"[default: {','.join(SWEEP_BUDGETS)}]" in " ".join(run("sweep", "--help").out.split())
 
 
 def test_docs__name_every_choice_and_command(run: Runner) -> None:
@@ -578,7 +578,7 @@ def test_docs__name_every_choice_and_command(run: Runner) -> None:
     every_page = "".join(page.read_text(encoding="utf-8") for page in sorted(guide.glob("*.md")))
     for option, choices in (("--select", Policy), ("--on-omit", OnOmit)):
         assert [choice.value for choice in choices if f"`{option} {choice.value}`" not in text] == []
-    assert f"`--select {session.DEFAULT_POLICY}` | read first what changes the result most per byte (default)" in text
+    assert f"`--select {PlanOptions().select}` | read first what changes the result most per byte (default)" in text
     for command in ("analyze", "plan", "run", "merge", "explain", "ls", "sweep", "catalog"):
         assert f"mergepipe {command}" in every_page
         assert run(command, "--help").exit_code == 0

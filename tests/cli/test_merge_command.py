@@ -13,9 +13,8 @@ import pytest
 from command_line import Runner, Workplace, file_bytes, make_workplace
 
 import mergepipe
-from mergepipe import api as session
-from mergepipe import errors
-from mergepipe import options as asked
+from mergepipe import api, errors
+from mergepipe.options import MergeOptions, PlanOptions, default_memory_bytes
 from mergepipe.reports import MergeReport
 
 
@@ -88,77 +87,75 @@ def test_merge__threads_and_memory_do_not_change_the_result(work: Workplace, run
 
 
 class Given(NamedTuple):
-    """Arguments of `session.merge`, as the command line filled them in."""
+    """Arguments of `api.merge`, as the command line filled them in."""
 
     recipe: str
     out: str
-    options: dict[str, object]
+    keywords: dict[str, object]
 
 
-def given_to_session(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: object) -> Given:
-    """Run a merge command with `session.merge` replaced by one that fails after noting what it was given."""
+def given_to_api(monkeypatch: pytest.MonkeyPatch, run: Runner, *arguments: object) -> Given:
+    """Run a merge command with `api.merge` replaced by one that fails after noting what it was given."""
     noted: list[Given] = []
 
-    def merge(recipe: str, out: str, **options: object) -> MergeReport:
-        options.pop("on_progress")
-        noted.append(Given(recipe, out, options))
+    def merge(recipe: str, out: str, **keywords: object) -> MergeReport:
+        keywords.pop("on_progress")
+        noted.append(Given(recipe, out, keywords))
         raise errors.ConflictError.of("test.noted", "", "noted")
 
-    monkeypatch.setattr(session, "merge", merge)
+    monkeypatch.setattr(api, "merge", merge)
     assert run("merge", *arguments).exit_code == 9
     return noted[0]
 
 
-def test_merge__defaults_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
-    real = session.merge
-    given = given_to_session(monkeypatch, run, "r.yml", "o")
-    assert given == Given(
-        "r.yml",
-        "o",
-        {name: each.default for name, each in inspect.signature(real).parameters.items() if name in given.options},
-    )
-    assert given.options.keys() == inspect.signature(real).parameters.keys() - {"recipe", "out", "on_progress"}
+def test_merge__defaults_are_those_of_the_api(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
+    parameters = inspect.signature(api.merge).parameters
+    given = given_to_api(monkeypatch, run, "r.yml", "o")
+    defaults = {name: parameters[name].default for name in given.keywords}
+    assert given == Given("r.yml", "o", {**defaults, "options": MergeOptions()})
+    assert given.keywords.keys() == parameters.keys() - {"recipe", "out", "on_progress"}
 
 
 def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
-    budget = ["--budget", "25%", "--select", "random", "--on-omit", "renormalize"]
-    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog"]
-    more = ["--gather", "--block-elements", 65536, "--resume", "--no-reuse", "--keep-accumulators"]
-    more += ["--overlay", "--pack", "stores"]
-    given = given_to_session(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
-    assert given.options == {
-        "threads": 3,
-        "memory_bytes": 3 << 29,
-        "seed": 7,
-        "force": True,
-        "block_elements": 65536,
-        "price": "bytes",
-        "storage_speed": None,
-        "statistics": True,
-        "shard_bytes": 2_000_000_000,
-        "budget": "25%",
-        "target_error": None,
-        "select": "random",
-        "on_omit": "renormalize",
-        "adjust_min_density": 0.1,
-        "home": "h",
-        "catalog": False,
-        "resume": True,
-        "reuse": False,
-        "keep_accumulators": True,
-        "overlay": True,
-        "pack": "stores",
-        "allow_dropped": (),
-    }
+    budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--on-omit", "renormalize"]
+    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
+    more = ["--gather", "--block-elements", 65536, "--no-resume", "--no-reuse", "--keep-accumulators"]
+    more += ["--price", "time", "--storage-speed", "1GB/s", "--pack", "stores"]
+    given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
+    expected = MergeOptions(
+        threads=3,
+        memory_bytes=3 << 29,
+        home="h",
+        catalog=False,
+        plan=PlanOptions(
+            select="random",
+            on_omit="renormalize",
+            adjust_min_density=0.1,
+            block_elements=65536,
+            price="time",
+            storage_speed="1GB/s",
+        ),
+        shard_bytes=2_000_000_000,
+        statistics=True,
+        resume=False,
+        reuse=False,
+        keep_accumulators=True,
+        pack="stores",
+        allow_dropped=("*.x",),
+    )
+    keywords = {"budget": "25%", "target_error": 0.1, "force": True, "seed": 7, "options": expected}
+    assert given.keywords == keywords
+    for option, value in (("--overlay", MergeOptions(overlay=True)), ("--resume", MergeOptions(resume=True))):
+        assert given_to_api(monkeypatch, run, "r.yml", "o", option).keywords["options"] == value
 
 
-def test_merge__help_states_the_defaults_of_the_session(run: Runner) -> None:
+def test_merge__help_states_the_defaults_of_the_options(run: Runner) -> None:
     text = " ".join(run("merge", "--help").out.split())  # lines break where the widest option lets them
-    assert session.DEFAULT_SHARD_BYTES == 5_000_000_000
+    assert MergeOptions().shard_bytes == 5_000_000_000
     assert "[default: 5GB]" in text
     assert "4GiB, or half of" in text
-    assert asked.default_memory_bytes() <= 4 << 30
+    assert default_memory_bytes() <= 4 << 30
     for option in ("--threads", "--memory", "--seed", "--force", "--shard-size", "--json", "--quiet", "--debug"):
         assert option in text
 
@@ -328,13 +325,13 @@ def test_merge__debug_adds_the_traceback(work: Workplace, run: Runner) -> None:
 def test_merge__an_interruption_after_publication_tells_the_truth(
     work: Workplace, run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = session.merge
+    real = api.merge
 
     def merge_then_interrupt(recipe: str, out: str, *, seed: int, **_options: object) -> MergeReport:
         real(recipe, out, seed=seed)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "merge", merge_then_interrupt)
+    monkeypatch.setattr(api, "merge", merge_then_interrupt)
     ran = run("merge", work.recipe, work.out)
     assert ran.exit_code == 130
     assert ran.error_lines == [f"interrupted: {work.out}: was complete by then, and is published"]

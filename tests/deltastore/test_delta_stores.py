@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe.api import pack, unpack
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Graded, KeptAsItIs, NeedsBase
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -34,8 +35,6 @@ from mergepipe.errors import (
     RecipeError,
     UnsupportedError,
 )
-from mergepipe.jobs.pack import pack
-from mergepipe.jobs.unpack import unpack
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from support.disk_families import make_models, write_single

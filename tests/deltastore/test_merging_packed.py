@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import mergepipe
+from mergepipe.api import pack
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import BF16
@@ -23,9 +24,9 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.jobs.pack import pack
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
@@ -33,6 +34,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
+from support.flat_options import call_flat
 
 WIDE = "layers.0.wide"
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001
@@ -92,7 +94,7 @@ def some(family: DiskFamily, case: MergeCase) -> DiskFamily:
 def merged(family: DiskFamily, case: MergeCase, folder: Path, **options: object) -> str:
     recipe = write_recipe(folder / "recipe.yml", case, some(family, case))
     shutil.rmtree(folder / "out", ignore_errors=True)
-    mergepipe.merge(recipe, folder / "out", catalog=False, **options)  # type: ignore[arg-type]
+    call_flat(mergepipe.merge, recipe, folder / "out", catalog=False, **options)
     return weights_digest(folder / "out")
 
 
@@ -115,7 +117,7 @@ def test_merge__of_packed_experts_does_not_depend_on_how_it_is_run(
 
 def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["task_arithmetic"], pair.packed)
-    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
+    report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
     inputs = open_inputs(recipe, LocalStore())
     used = [source for task in inputs.resolution.tasks for source in task.experts]
     exact = sum(entry.nbytes for source in used for entry in source.stored)
@@ -132,7 +134,7 @@ def head_bytes(store: Path) -> int:
 
 def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
-    report = mergepipe.merge(recipe, folder / "out", catalog=False, memory_bytes=LARGE)
+    report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
     tensor = open_inputs(recipe, LocalStore()).checkpoints[1].tensors[WIDE]
     assert isinstance(tensor, PackedTensor)
     assert tensor.at_level(Level.HEAD_EXACT).nbytes < 0.7 * tensor.nbytes
@@ -169,7 +171,7 @@ def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pai
     found = []
     for name, family in (("raw", pair.raw), ("packed", pair.packed)):
         home = folder / name
-        mergepipe.analyze(family.places[0], family.places[1:], home=home)
+        mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=home))
         base = open_path(LocalStore(), family.places[0])
         with Catalog.open(home) as catalog:
             base_row = catalog.model_for(base)
@@ -213,7 +215,9 @@ def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
             recipe["base_model"] = str(base)
         (folder / "recipe.yml").write_text(json.dumps(recipe))
         shutil.rmtree(folder / "out", ignore_errors=True)
-        mergepipe.merge(folder / "recipe.yml", folder / "out", catalog=False, allow_dropped=["*"])
+        mergepipe.merge(
+            folder / "recipe.yml", folder / "out", options=MergeOptions(catalog=False, allow_dropped=("*",))
+        )
         digests.append(weights_digest(folder / "out"))
     assert digests[0] == digests[1]
 
@@ -231,7 +235,7 @@ def test_open_model__refuses_a_store_as_the_base_and_a_foreign_base(pair: Pair, 
 
 def test_verify__and_replay_work_with_packed_experts(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["dare_linear"], pair.packed)
-    mergepipe.merge(recipe, folder / "out", catalog=False)
+    mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False))
     report = mergepipe.verify(folder / "out", deep_fraction=1.0)
     assert report.replayed
     assert report.is_sound

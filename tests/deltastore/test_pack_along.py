@@ -18,10 +18,12 @@ from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.deltastore.pack.job import reason_against
 from mergepipe.errors import ConflictError, OutputError, RecipeError
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.storage.local import LocalStore
 from support.delta_checkpoints import write_delta
 from support.disk_families import weights_digest
+from support.flat_options import call_flat
 
 PAGE_BYTES = 4096
 SAMPLE_BYTES = 256 << 10
@@ -42,7 +44,7 @@ def pack_family(family: PackFamily) -> dict[str, bytes]:
 
 def merge(family: PackFamily, place: Path, operator: str = "task_arithmetic", **options: object) -> MergeReport:
     recipe = family.recipe(operator)
-    return mergepipe.merge(recipe, place / "out", home=place / "home", **options)  # type: ignore[arg-type]
+    return call_flat(mergepipe.merge, recipe, place / "out", home=place / "home", **options)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -123,7 +125,9 @@ def test_merge__names_who_is_not_packed_and_why_before_it_reads(family: PackFami
     (tmp_path / "stores" / "expert-2").mkdir()
     (tmp_path / "stores" / "expert-2" / "mine").write_text("kept")
     before = tree(tmp_path / "stores")
-    report = mergepipe.merge(recipe, tmp_path / "out", catalog=False, pack=tmp_path / "stores", on_progress=seen.append)
+    report = mergepipe.merge(
+        recipe, tmp_path / "out", options=MergeOptions(catalog=False, pack=tmp_path / "stores"), on_progress=seen.append
+    )
     reasons = {Path(each.expert).name: each.reason for each in report.not_packed}
     assert reasons["expert-1"] == "it is a delta store already"
     assert "already exists" in reasons["expert-2"]
@@ -135,7 +139,7 @@ def test_merge__names_who_is_not_packed_and_why_before_it_reads(family: PackFami
 def test_merge__names_differences_and_weights_in_other_files(family: PackFamily, tmp_path: Path) -> None:
     write_delta(family.base, family.experts[0], tmp_path / "delta")
     recipe = family.recipe(experts=[tmp_path / "delta", family.experts[1]])
-    report = mergepipe.merge(recipe, tmp_path / "out", catalog=False, pack=tmp_path / "stores")
+    report = mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(catalog=False, pack=tmp_path / "stores"))
     assert [each.reason for each in report.not_packed] == ["holds differences from a base, not weights"]
     assert [each.store.name for each in report.packed] == ["expert-2"]
     found = reason_against(replace(open_checkpoint(LocalStore(), family.base), files=(TORCH_FILE,)))
@@ -156,7 +160,7 @@ def test_merge__packs_nothing_without_a_base(family: PackFamily, tmp_path: Path)
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (family.base, family.experts[0])]
     recipe = tmp_path / "r.yml"
     recipe.write_text(json.dumps({"merge_method": "linear", "models": models, "dtype": "bfloat16"}))
-    report = mergepipe.merge(recipe, tmp_path / "out", catalog=False, pack=tmp_path / "stores")
+    report = mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(catalog=False, pack=tmp_path / "stores"))
     assert [each.reason for each in report.not_packed] == ["the recipe names no base_model"]
     assert not (tmp_path / "stores").exists()
 
@@ -203,24 +207,36 @@ def test_analyze__packs_what_pack_would(
     family: PackFamily, wanted: dict[str, bytes], tmp_path: Path, block_elements: int | None
 ) -> None:
     report = mergepipe.analyze(
-        family.base, family.experts, home=tmp_path / "home", pack=tmp_path / "stores", block_elements=block_elements
+        family.base,
+        family.experts,
+        pack=tmp_path / "stores",
+        block_elements=block_elements,
+        options=RunOptions(home=tmp_path / "home"),
     )
     assert tree(tmp_path / "stores") == wanted
     assert [each.store.name for each in report.packed] == ["expert-1", "expert-2"]
-    plain = mergepipe.analyze(family.base, family.experts, home=tmp_path / "other", block_elements=block_elements)
+    plain = mergepipe.analyze(
+        family.base, family.experts, block_elements=block_elements, options=RunOptions(home=tmp_path / "other")
+    )
     assert (report.base_bytes, report.expert_bytes) == (plain.base_bytes, plain.expert_bytes)
 
 
 def test_analyze__packs_what_is_known_already_and_not_with_a_probe(
     family: PackFamily, wanted: dict[str, bytes], tmp_path: Path
 ) -> None:
-    mergepipe.analyze(family.base, family.experts, home=tmp_path / "home")
-    report = mergepipe.analyze(family.base, family.experts, home=tmp_path / "home", pack=tmp_path / "stores")
+    mergepipe.analyze(family.base, family.experts, options=RunOptions(home=tmp_path / "home"))
+    report = mergepipe.analyze(
+        family.base, family.experts, pack=tmp_path / "stores", options=RunOptions(home=tmp_path / "home")
+    )
     assert report.expert_bytes == 0
     assert tree(tmp_path / "stores") == wanted
     with pytest.raises(RecipeError) as caught:
         mergepipe.analyze(
-            family.base, family.experts, home=tmp_path / "home", pack=tmp_path / "more", probe_fraction=0.1
+            family.base,
+            family.experts,
+            pack=tmp_path / "more",
+            probe_fraction=0.1,
+            options=RunOptions(home=tmp_path / "home"),
         )
     assert caught.value.code == "option.pair"
 
@@ -229,6 +245,8 @@ def test_analyze__packs_an_expert_once_that_is_named_twice(
     family: PackFamily, wanted: dict[str, bytes], tmp_path: Path
 ) -> None:
     experts = [*family.experts, family.experts[0]]
-    report = mergepipe.analyze(family.base, experts, home=tmp_path / "home", pack=tmp_path / "stores")
+    report = mergepipe.analyze(
+        family.base, experts, pack=tmp_path / "stores", options=RunOptions(home=tmp_path / "home")
+    )
     assert [each.reason for each in report.not_packed] == ["it is named twice, and packed once"]
     assert tree(tmp_path / "stores") == wanted

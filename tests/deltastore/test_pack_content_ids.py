@@ -17,6 +17,7 @@ from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.header import HEADER_NAME, parse_header
+from mergepipe.options import MergeOptions
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
 from support.disk_families import weights_digest
@@ -66,14 +67,14 @@ def test_passing_content_id__does_not_depend_on_how_bytes_pass_by(family: PackFa
         assert passing.value(files) == id_of(family.experts[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "100%"}, {"budget": "40%"}])
+@pytest.mark.parametrize("budget", [None, "100%", "40%"])
 def test_merge__of_packed_experts_at_random_samples_nothing(
-    family: PackFamily, tmp_path: Path, options: dict[str, str]
+    family: PackFamily, tmp_path: Path, budget: str | None
 ) -> None:
-    raw = mergepipe.merge(family.recipe("dare_ties"), tmp_path / "raw", home=tmp_path / "h1")
+    raw = mergepipe.merge(family.recipe("dare_ties"), tmp_path / "raw", options=MergeOptions(home=tmp_path / "h1"))
     recipe = family.recipe("dare_ties", stores(family))
-    report = mergepipe.merge(recipe, tmp_path / "out", home=tmp_path / "h2", **options)  # type: ignore[arg-type]
+    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "h2"))
     assert report.analysis_bytes == 0
     assert raw.analysis_bytes > 0
-    if options.get("budget") != "40%":
+    if budget != "40%":
         assert weights_digest(report.out) == weights_digest(raw.out)

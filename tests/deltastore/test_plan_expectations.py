@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import mergepipe
+from mergepipe.api import pack
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.jobs.pack import pack
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.testing.oracle import MergeCase
 from mergepipe.testing.rounding import decode, encode
@@ -45,7 +46,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
     raw = write_family(folder / "raw", models)
     stores = pack(raw.places[0], raw.places[1:4], folder / "stores", threads=2)
     family = replace(raw, places=(raw.places[0], *(each.store for each in stores.experts), raw.places[4]))
-    mergepipe.analyze(family.places[0], family.places[1:], home=folder / "home")
+    mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=folder / "home"))
     return family
 
 
@@ -54,8 +55,8 @@ def home_of(family: DiskFamily) -> Path:
 
 
 def measured(family: DiskFamily, recipe: Path, plan: Plan, folder: Path) -> float:
-    mergepipe.run(plan, folder / "cut", catalog=False, force=True)
-    mergepipe.merge(recipe, folder / "full", catalog=False, force=True)
+    mergepipe.run(plan, folder / "cut", force=True, options=RunOptions(catalog=False))
+    mergepipe.merge(recipe, folder / "full", force=True, options=MergeOptions(catalog=False))
     found, full = read_snapshot(folder / "cut"), read_snapshot(folder / "full")
     left = whole = 0.0
     for name in SIZES:
@@ -72,7 +73,7 @@ def test_plan__of_an_election_expects_what_comes(
     family: DiskFamily, tmp_path: Path, name: str, budget: str, policy: str
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yml", CASES[name], family, "float32")
-    plan = mergepipe.plan(recipe, budget, home=home_of(family), select=policy, reuse=False)
+    plan = mergepipe.plan(recipe, budget, home=home_of(family), reuse=False, options=PlanOptions(select=policy))
     assert plan.expected_error is not None
     assert not plan.error_is_least
     found = measured(family, recipe, plan, tmp_path)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import mergepipe
+from mergepipe.api import pack
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.deltastore.decode_speed import measure_decoding
 from mergepipe.errors import RecipeError
-from mergepipe.jobs.pack import pack
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.level_ladders import Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
@@ -62,7 +63,9 @@ def recipe_of(family: DiskFamily, case: MergeCase = AVERAGE, name: str = "recipe
 def plan_of(family: DiskFamily, budget: str, speed: str | None, case: MergeCase = AVERAGE) -> Plan:
     home = family.places[0].parent / "home"
     price = "bytes" if speed is None else "time"
-    return mergepipe.plan(recipe_of(family, case), budget, price=price, storage_speed=speed, home=home, reuse=False)
+    return mergepipe.plan(
+        recipe_of(family, case), budget, home=home, reuse=False, options=PlanOptions(price=price, storage_speed=speed)
+    )
 
 
 @pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
@@ -73,13 +76,13 @@ def test_run__of_plans_by_time_stays_within_them_and_gives_the_full_merge_for_th
 ) -> None:
     plan = plan_of(family, budget, speed, case)
     assert parse_plan(plan.to_json()) == plan
-    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(catalog=False))
     assert 0 < report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
     manifest = json.loads((tmp_path / "out" / "mergepipe.json").read_text())
     read = sum(each["read_bytes"] for each in manifest["inputs"] if each["role"] == "expert")
     assert read == report.expert_bytes + report.analysis_bytes
     if budget == "100%":
-        mergepipe.merge(recipe_of(family, case), tmp_path / "full", catalog=False)
+        mergepipe.merge(recipe_of(family, case), tmp_path / "full", options=MergeOptions(catalog=False))
         assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "full")
 
 
@@ -106,7 +109,10 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
         return measure_reading(store, path, purpose)
 
     monkeypatch.setattr(speeds_module, "measure_reading", counted)
-    plans = [mergepipe.plan(recipe_of(family), "50%", price="time", home=tmp_path, reuse=False) for _ in range(2)]
+    plans = [
+        mergepipe.plan(recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time"))
+        for _ in range(2)
+    ]
     assert plans[0] == plans[1]
     assert len(measured) == 1
     assert measured[0].is_relative_to(family.places[0])
@@ -115,9 +121,14 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
     assert price.speeds.storage_bytes_per_second == two_digits(price.speeds.storage_bytes_per_second)
     assert "storage measured on 20" in price.speeds.source
     (tmp_path / speeds_module.SPEEDS_NAME).write_text("{")
-    mergepipe.plan(recipe_of(family), "50%", price="time", home=tmp_path, reuse=False)
+    mergepipe.plan(recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time"))
     assert len(measured) == 2
-    mergepipe.merge(recipe_of(family), tmp_path / "out", budget="50%", price="time", catalog=False)
+    mergepipe.merge(
+        recipe_of(family),
+        tmp_path / "out",
+        budget="50%",
+        options=MergeOptions(catalog=False, plan=PlanOptions(price="time")),
+    )
     assert len(measured) == 3
 
 
@@ -129,7 +140,9 @@ def test_speeds__of_a_small_file_are_measured_again_with_a_larger_one(
     tiny = write_family(tmp_path / "tiny", [{"a": encode(np.full(9000, e, np.float32), BF16)} for e in range(4)])
     speeds = []
     for each in (tiny, family, tiny, family):
-        plan = mergepipe.plan(recipe_of(each), "50%", price="time", home=tmp_path / "home", reuse=False)
+        plan = mergepipe.plan(
+            recipe_of(each), "50%", home=tmp_path / "home", reuse=False, options=PlanOptions(price="time")
+        )
         assert plan.price is not None
         speeds.append(plan.price.speeds.storage_bytes_per_second)
     assert speeds == [1e6, 2e9, 2e9, 2e9]
@@ -172,9 +185,9 @@ def test_find_steps__by_time_leaves_out_a_level_that_takes_longer_than_a_better_
      ({"price": "time", "storage_speed": "0"}, "speed.malformed"),
      ({"price": "time", "storage_speed": "1GB/h"}, "speed.malformed")],
 )  # fmt: skip
-def test_plan__refuses_prices_that_mean_nothing(family: DiskFamily, options: dict[str, str], code: str) -> None:
+def test_plan_options__refuse_prices_that_mean_nothing(options: dict[str, str], code: str) -> None:
     with pytest.raises(RecipeError) as refusal:
-        mergepipe.plan(recipe_of(family), "10%", **options)  # type: ignore[arg-type]
+        PlanOptions(**options)  # type: ignore[arg-type]
     assert refusal.value.code == code
 
 

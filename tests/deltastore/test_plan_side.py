@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import mergepipe
+from mergepipe.api import pack
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import INDEX_NAME
 from mergepipe.errors import LimitError
-from mergepipe.jobs.pack import pack
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.testing.oracle import MergeCase
@@ -74,7 +75,9 @@ def test_merge__under_a_budget_reads_each_index_once_as_the_experts(
     family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], name: str, budget: str
 ) -> None:
     recipe = recipe_of(family, name, tmp_path)
-    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, home=tmp_path / "home", reuse=False)
+    report = mergepipe.merge(
+        recipe, tmp_path / "out", budget=budget, options=MergeOptions(home=tmp_path / "home", reuse=False)
+    )
     reads = index_reads(charges)
     sizes = {str(place / INDEX_NAME): (place / INDEX_NAME).stat().st_size for place in family.places[1:]}
     assert sorted(reads) == sorted((file, Purpose.EXPERT, size) for file, size in sizes.items())
@@ -99,7 +102,7 @@ def test_run__of_a_stored_plan_reads_the_index_again_and_within_the_plan(
     plan = plan_of(family, "100%", tmp_path)
     assert len(index_reads(charges)) == 2
     charges.clear()
-    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(catalog=False))
     assert len(index_reads(charges)) == 2
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes
 
@@ -114,7 +117,7 @@ def test_plan__leaves_an_expert_alone_whose_index_the_budget_does_not_hold(
     assert str(family.places[2]) in notice.where
     assert "index" in notice.reason
     charges.clear()
-    report = mergepipe.run(plan, tmp_path / "out", catalog=False)
+    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(catalog=False))
     read = {file for file, purpose, _ in charges if purpose in (Purpose.EXPERT, Purpose.ANALYSIS)}
     assert not any(file.startswith(str(family.places[2])) for file in read)
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes <= 5000
@@ -125,7 +128,9 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
     family: DiskFamily, tmp_path: Path, charges: list[tuple[str, Purpose, int]], budget: str
 ) -> None:
     out = tmp_path / "out"
-    report = mergepipe.merge(recipe_of(family, "average", tmp_path), out, budget=budget, home=tmp_path, reuse=False)
+    report = mergepipe.merge(
+        recipe_of(family, "average", tmp_path), out, budget=budget, options=MergeOptions(home=tmp_path, reuse=False)
+    )
     assert index_reads(charges) == []
     assert report.expert_bytes + report.analysis_bytes == 0
     assert (weights_digest(out) == weights_digest(family.places[0])) or report.planned_bytes == 0

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import mergepipe
+from mergepipe.api import pack
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
-from mergepipe.jobs.pack import pack
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
@@ -72,7 +73,7 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     packed = (raw.places[0], *(expert.store for expert in stores.experts))
     home = folder / "home"
     home.mkdir()
-    mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], home=home)
+    mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], options=RunOptions(home=home))
     return Place(raw, replace(raw, places=packed), replace(raw, places=(*packed[:3], raw.places[3])), home)
 
 
@@ -84,7 +85,7 @@ def make_folder() -> Iterator[Path]:
 
 
 def plan_of(place: Place, case: MergeCase, budget: str, policy: str = "norm") -> Plan:
-    return mergepipe.plan(place.recipe(case), budget, select=policy, home=place.home)
+    return mergepipe.plan(place.recipe(case), budget, home=place.home, options=PlanOptions(select=policy))
 
 
 def levels_EB(plan: Plan) -> NDArray[np.int16]:
@@ -121,8 +122,8 @@ def test_plan__with_levels_reads_more_of_every_block_for_a_larger_budget(
 
 @pytest.mark.parametrize("case", [AVERAGE, TIES], ids=["average", "ties"])
 def test_plan__of_everything_gives_the_bytes_of_the_merge_in_full(place: Place, folder: Path, case: MergeCase) -> None:
-    report = mergepipe.run(plan_of(place, case, "100%"), folder / "planned", home=place.home)
-    mergepipe.merge(place.recipe(case, "raw"), folder / "full", catalog=False)
+    report = mergepipe.run(plan_of(place, case, "100%"), folder / "planned", options=RunOptions(home=place.home))
+    mergepipe.merge(place.recipe(case, "raw"), folder / "full", options=MergeOptions(catalog=False))
     assert weights_digest(folder / "planned") == weights_digest(folder / "full")
     assert report.expert_bytes + report.analysis_bytes <= plan_of(place, case, "100%").planned_bytes
     if case is TIES:
@@ -139,15 +140,17 @@ def test_run__of_levels_reads_no_more_than_planned_whatever_the_run(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         plan = plan_of(place, case, f"{share}%", policy)
-        report = mergepipe.run(plan, Path(name) / "out", catalog=False, threads=threads, memory_bytes=memory)
-        again = mergepipe.run(plan, Path(name) / "again", catalog=False)
+        report = mergepipe.run(
+            plan, Path(name) / "out", options=RunOptions(catalog=False, threads=threads, memory_bytes=memory)
+        )
+        again = mergepipe.run(plan, Path(name) / "again", options=RunOptions(catalog=False))
         assert weights_digest(Path(name) / "out") == weights_digest(Path(name) / "again")
         for each in (report, again):
             assert each.expert_bytes + each.analysis_bytes <= plan.planned_bytes <= plan.budget_bytes
 
 
 def float32_error(place: Place, plan: Plan, folder: Path) -> float:
-    mergepipe.run(plan, folder / "out", catalog=False, force=True)
+    mergepipe.run(plan, folder / "out", force=True, options=RunOptions(catalog=False))
     found, models = read_snapshot(folder / "out"), place.raw.models
     left = whole = 0.0
     for name in SIZES:
@@ -234,14 +237,14 @@ def test_explain__tells_levels_and_the_error_expected_by_expert_and_layer(place:
 
 
 def test_verify__makes_a_merge_of_levels_again(place: Place, folder: Path) -> None:
-    mergepipe.run(plan_of(place, AVERAGE, "20%"), folder / "out", home=place.home)
-    report = mergepipe.verify(folder / "out", deep_fraction=1.0, home=place.home)
+    mergepipe.run(plan_of(place, AVERAGE, "20%"), folder / "out", options=RunOptions(home=place.home))
+    report = mergepipe.verify(folder / "out", deep_fraction=1.0, options=RunOptions(home=place.home))
     assert report.is_sound
     assert set(report.replayed) == set(SIZES)
 
 
 def test_sweep__of_mixed_experts_comes_closer_with_every_budget(place: Place) -> None:
-    points = mergepipe.sweep(place.recipe(AVERAGE), ["10%", "40%", "100%"], home=place.home).points
+    points = mergepipe.sweep(place.recipe(AVERAGE), ["10%", "40%", "100%"], options=RunOptions(home=place.home)).points
     errors = [point.error for point in points if point.policy == "norm" and point.error is not None]
     assert len(errors) == 3
     assert errors == sorted(errors, reverse=True)
@@ -253,7 +256,12 @@ def test_plan__of_packed_experts_alone_needs_no_analysis_and_takes_larger_blocks
     assert plan.block_elements == 8 * BLOCK_ELEMENTS
     assert plan.expected_error is not None
     assert float32_error(place, plan, folder) == pytest.approx(plan.expected_error, rel=0.05)
-    fine = mergepipe.plan(place.recipe(AVERAGE, "packed"), "15%", home=folder / "empty", block_elements=BLOCK_ELEMENTS)
+    fine = mergepipe.plan(
+        place.recipe(AVERAGE, "packed"),
+        "15%",
+        home=folder / "empty",
+        options=PlanOptions(block_elements=BLOCK_ELEMENTS),
+    )
     assert plan.full_cost_bytes < fine.full_cost_bytes
 
 
@@ -296,12 +304,14 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
         document = {"merge_method": "task_arithmetic", "base_model": str(family.places[0]), "models": models}
         recipe = tmp_path / "recipe.yml"
         recipe.write_text(json.dumps(document))
-        mergepipe.analyze(family.places[0], [first, family.places[2], adapter], home=tmp_path / "home")
+        mergepipe.analyze(
+            family.places[0], [first, family.places[2], adapter], options=RunOptions(home=tmp_path / "home")
+        )
         full = mergepipe.run(mergepipe.plan(recipe, "100%", home=tmp_path / "home"), tmp_path / "out", force=True)
         digests.append(weights_digest(full.out))
     assert digests[0] == digests[1]
     plan = mergepipe.plan(recipe, "30%", home=tmp_path / "home", reuse=False)
     assert plan.tensors[0].access[0].levels
     assert plan.tensors[0].access[2].blocks
-    report = mergepipe.run(plan, tmp_path / "some", catalog=False)
+    report = mergepipe.run(plan, tmp_path / "some", options=RunOptions(catalog=False))
     assert report.expert_bytes + report.analysis_bytes <= plan.planned_bytes

@@ -35,10 +35,11 @@ def counted():
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 warm, recipe, out, memory = sys.argv[1:]
-mergepipe.merge(warm, out + "-warm", memory_bytes=int(memory), catalog=False)
+options = mergepipe.MergeOptions(memory_bytes=int(memory), catalog=False)
+mergepipe.merge(warm, out + "-warm", options=options)
 sys.stdin.readline()
 before = counted()
-report = mergepipe.merge(recipe, out, memory_bytes=int(memory), catalog=False)
+report = mergepipe.merge(recipe, out, options=options)
 physical = counted() - before
 print(json.dumps({"physical": physical, "reported": report.read_bytes, "analysis": report.analysis_bytes,
                   "tensors": report.base_bytes + report.expert_bytes}))

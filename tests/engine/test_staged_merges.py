@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import mergepipe
+from mergepipe.options import MergeOptions
 from support.disk_families import write_family
 
 SHAPE = (1500, 700)
@@ -37,7 +38,9 @@ def test_merge__of_several_stages_does_not_depend_on_memory_and_threads(name: st
     reread = {}
     for memory_bytes, threads in ((14 << 20, 3), (1 << 30, 1)):
         out = tmp_path / f"out-{threads}"
-        report = mergepipe.merge(recipe, out, memory_bytes=memory_bytes, threads=threads, catalog=False)
+        report = mergepipe.merge(
+            recipe, out, options=MergeOptions(memory_bytes=memory_bytes, threads=threads, catalog=False)
+        )
         reread[threads] = report.analysis_bytes
     merged = [next((tmp_path / f"out-{threads}").glob("*.safetensors")).read_bytes() for threads in (3, 1)]
     assert merged[0] == merged[1]

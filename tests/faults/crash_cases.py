@@ -10,6 +10,7 @@ import mergepipe
 from mergepipe.engine.execute import EngineOptions
 from mergepipe.errors import LimitError
 from mergepipe.jobs.verify import verify_snapshot
+from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs import resume as resuming
 from support.disk_families import weights_digest
@@ -47,9 +48,12 @@ class CrashJob:
     def run(self, *, resume: bool | None = None) -> MergeReport:
         """Merge, or resume what is there."""
         return mergepipe.merge(
-            self.root / "recipe.yml", self.out, threads=2, shard_bytes=SHARD_BYTES, budget=self.budget,
-            force=self.force, home=self.home, resume=resume,
-        )  # fmt: skip
+            self.root / "recipe.yml",
+            self.out,
+            budget=self.budget,
+            force=self.force,
+            options=MergeOptions(threads=2, shard_bytes=SHARD_BYTES, home=self.home),
+        )
 
     def run_after_crash(self) -> MergeReport:
         """Resume; where the budget does not cover what the crash may have read, begin anew with the whole budget."""
@@ -72,7 +76,12 @@ def make_job(root: Path, *, budget: str | None = None, force: bool = False) -> C
     write_family(root / "family", TINY, 2)
     (root / "recipe.yml").write_text(RECIPE.format(operator="linear"))
     job = CrashJob(root, "", budget, force)
-    mergepipe.merge(root / "recipe.yml", root / "wanted", budget=budget, shard_bytes=SHARD_BYTES, home=job.home)
+    mergepipe.merge(
+        root / "recipe.yml",
+        root / "wanted",
+        budget=budget,
+        options=MergeOptions(shard_bytes=SHARD_BYTES, home=job.home),
+    )
     return CrashJob(root, weights_digest(root / "wanted"), budget, force)
 
 

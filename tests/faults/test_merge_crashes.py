@@ -11,6 +11,7 @@ from crash_cases import CrashJob, make_job, note_often
 
 import mergepipe
 from mergepipe.errors import NotFoundError
+from mergepipe.options import MergeOptions
 from mergepipe.runs import resume as resuming
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
@@ -88,7 +89,7 @@ def test_merge__by_force_killed_at_any_operation_never_loses_the_old_snapshot(tm
     job = make_job(tmp_path, force=True)
     other = tmp_path / "other.yml"
     other.write_text((tmp_path / "recipe.yml").read_text().replace("0.6", "0.1"))
-    mergepipe.merge(other, tmp_path / "old", catalog=False)
+    mergepipe.merge(other, tmp_path / "old", options=MergeOptions(catalog=False))
     crashes, resumed, operations = crash_everywhere(job, tmp_path / "old", step=FEW, death=death)
     assert crashes > 0.8 * operations / FEW
     assert resumed > 3
@@ -110,6 +111,6 @@ def test_merge__killed_at_every_operation(tmp_path: Path, budget: str | None, de
 def test_merge__resuming_where_there_is_nothing_says_so(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     with pytest.raises(NotFoundError) as caught:
-        mergepipe.merge(tmp_path / "recipe.yml", job.out, resume=True, catalog=False)
+        mergepipe.merge(tmp_path / "recipe.yml", job.out, options=MergeOptions(resume=True, catalog=False))
     assert caught.value.code == "resume.nothing"
     assert not job.out.parent.exists()

@@ -16,6 +16,7 @@ import pytest
 
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
+from mergepipe.options import MergeOptions
 from mergepipe.storage import owned
 from mergepipe.testing.oracle import MergeCase
 from support.disk_families import (
@@ -55,7 +56,7 @@ class Job:
         return self.folder / "results" / "out"
 
     def run(self) -> None:
-        mergepipe.merge(self.recipe, self.out, threads=2, shard_bytes=100_000, catalog=False)
+        mergepipe.merge(self.recipe, self.out, options=MergeOptions(threads=2, shard_bytes=100_000, catalog=False))
 
     def check_nothing_left(self, descriptors: set[tuple[str, str]]) -> None:
         """No output, no staging, no thread, no open file, and untouched inputs."""

@@ -16,6 +16,7 @@ import pytest
 
 import mergepipe
 from mergepipe.engine import pipeline
+from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
 from mergepipe.runs import execution as executing
 from mergepipe.runs import merge_run as merging
@@ -43,7 +44,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def run(recipe: Path) -> None:
-    mergepipe.merge(recipe, recipe.parent / "new" / "out", threads=2, shard_bytes=100_000, catalog=False)
+    mergepipe.merge(
+        recipe, recipe.parent / "new" / "out", options=MergeOptions(threads=2, shard_bytes=100_000, catalog=False)
+    )
 
 
 def check_no_trace(recipe: Path, inputs_digest: str) -> None:
@@ -107,7 +110,12 @@ def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mergepipe.merge(recipe, recipe.parent / "new" / "out", shard_bytes=2000, catalog=False, on_progress=interrupt)
+        mergepipe.merge(
+            recipe,
+            recipe.parent / "new" / "out",
+            options=MergeOptions(shard_bytes=2000, catalog=False),
+            on_progress=interrupt,
+        )
     check_no_trace(recipe, digest)
 
 

@@ -28,6 +28,7 @@ from mergepipe.errors import (
     PublishedError,
     StorageError,
 )
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.runs import resume as resuming
 from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
@@ -89,7 +90,9 @@ def test_merge__stopped_goes_on_where_it_was(job: CrashJob, error: BaseException
     assert went_on(report.notices)
     job.check_whole()
     assert report.base_bytes > sum(n for (_, purpose), n in before.items() if purpose is Purpose.BASE)
-    full = mergepipe.merge(job.root / "recipe.yml", job.root / "again", shard_bytes=30_000, catalog=False)
+    full = mergepipe.merge(
+        job.root / "recipe.yml", job.root / "again", options=MergeOptions(shard_bytes=30_000, catalog=False)
+    )
     assert report.expert_bytes < 2 * full.expert_bytes
     assert 0 < held < full.output_bytes
 
@@ -100,13 +103,17 @@ def test_merge__reads_only_what_was_not_durable(job: CrashJob) -> None:
     assert state is not None
     before = sum(nbytes for _, purpose, nbytes in state.usage if purpose is Purpose.EXPERT)
     report = job.run()
-    full = mergepipe.merge(job.root / "recipe.yml", job.root / "again", shard_bytes=30_000, catalog=False)
+    full = mergepipe.merge(
+        job.root / "recipe.yml", job.root / "again", options=MergeOptions(shard_bytes=30_000, catalog=False)
+    )
     assert report.expert_bytes - before < full.expert_bytes / 2
 
 
 def test_merge__by_request_begins_anew(job: CrashJob) -> None:
     interrupt_late(job, KeyboardInterrupt())
-    report = mergepipe.merge(job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, resume=False)
+    report = mergepipe.merge(
+        job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
+    )
     assert not went_on(report.notices)
     job.check_whole()
     assert [path.name for path in job.out.parent.iterdir()] == ["out"]
@@ -145,7 +152,9 @@ def test_merge__does_not_go_on_with_something_else(job: CrashJob, change: Callab
     interrupt_late(job, KeyboardInterrupt())
     change(job)
     with pytest.raises(NotFoundError) as caught:
-        mergepipe.merge(job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, resume=True)
+        mergepipe.merge(
+            job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home, resume=True)
+        )
     assert caught.value.code == "resume.nothing"
     assert read_journal(staging_directory(job.out) / JOURNAL_NAME) is not None
     assert not went_on(job.run().notices)
@@ -173,7 +182,9 @@ def test_merge__of_two_to_one_place_one_wins(job: CrashJob) -> None:
                 job.run()
             inside.append(caught.value)
 
-    mergepipe.merge(job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, on_progress=again)
+    mergepipe.merge(
+        job.root / "recipe.yml", job.out, options=MergeOptions(shard_bytes=30_000, home=job.home), on_progress=again
+    )
     assert [error.code for error in inside] == ["output.busy"]
     job.check_whole()
 
@@ -252,7 +263,10 @@ def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Pa
         assert requested(total) <= max(totals.expert_bytes, limit)
         if total[8] == Ending.REFUSED:
             report = mergepipe.merge(
-                job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, budget=budget, resume=False
+                job.root / "recipe.yml",
+                job.out,
+                budget=budget,
+                options=MergeOptions(shard_bytes=30_000, home=job.home, resume=False),
             )
             assert report.forgiven_expert_bytes == totals.expert_bytes
             assert any("--no-resume" in notice for notice in report.notices)
@@ -275,7 +289,9 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
     (tmp_path / "plan.json").write_bytes(replace(plan, budget_bytes=3 * plan.budget_bytes).to_json())
 
     def run(*, resume: bool | None = None) -> MergeReport:
-        return mergepipe.run(tmp_path / "plan.json", job.out, threads=2, home=job.home, resume=resume)
+        return mergepipe.run(
+            tmp_path / "plan.json", job.out, resume=resume, options=RunOptions(threads=2, home=job.home)
+        )
 
     for at in (5, 3):
         fault = Fault(at, system_error(errno.EIO), afterwards=True)
@@ -308,17 +324,21 @@ def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Pat
     for resume in (True, None):
         with pytest.raises(LimitError) as caught:
             mergepipe.merge(
-                job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, budget="100%", resume=resume
+                job.root / "recipe.yml",
+                job.out,
+                budget="100%",
+                options=MergeOptions(shard_bytes=30_000, home=job.home, resume=resume),
             )
         assert caught.value.code == "resume.budget"
         assert "1000000000 of" in str(caught.value)
         assert "--no-resume" in str(caught.value)
-    anew = partial(mergepipe.merge, job.root / "recipe.yml", job.out, shard_bytes=30_000, home=job.home, budget="100%")
+    options = MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
+    anew = partial(mergepipe.merge, job.root / "recipe.yml", job.out, budget="100%", options=options)
     with replaced(os, "preadv", Fault(5, system_error(errno.EIO)).wrap), pytest.raises(StorageError):
-        anew(resume=False)
+        anew()
     counts = read_totals(staging)
     assert counts.forgiven_bytes == 10**9
-    report = anew(resume=False)  # which says so of both runs, though the first that was told to died
+    report = anew()  # which says so of both runs, though the first that was told to died
     assert report.forgiven_expert_bytes == 10**9 + counts.expert_bytes
     assert read_manifest_value(job.out).run["earlier_runs_forgiven_bytes"] == report.forgiven_expert_bytes
     job.check_whole()

@@ -13,6 +13,7 @@ import pytest
 import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import StorageError
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.overlay.reader import is_overlay
 from support.crashes import Death, count_operations, run_killed
@@ -46,9 +47,12 @@ def root(tmp_path: Path) -> Path:
 
 def merge(root: Path, out: Path, *, overlay: bool) -> None:
     mergepipe.merge(
-        root / "recipe.yml", out, threads=2, shard_bytes=30_000, budget="40%", overlay=overlay, force=True,
-        resume=False, home=root / "home",
-    )  # fmt: skip
+        root / "recipe.yml",
+        out,
+        budget="40%",
+        force=True,
+        options=MergeOptions(threads=2, shard_bytes=30_000, overlay=overlay, resume=False, home=root / "home"),
+    )
 
 
 def crash_everywhere(
@@ -94,7 +98,7 @@ def test_materialise__killed_at_any_operation_loses_nothing(root: Path, place: s
 
     def complete() -> None:
         if is_overlay(read_manifest_value(source)):
-            keeping.materialise(source, out, threads=2, force=True, home=root / "home")
+            keeping.materialise(source, out, force=True, options=RunOptions(threads=2, home=root / "home"))
 
     def check() -> None:
         assert keeping.verify(source).is_sound

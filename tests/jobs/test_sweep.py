@@ -15,6 +15,7 @@ import mergepipe
 from mergepipe.catalog.home import resolve_home
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.snapshots.distances import distance
 from mergepipe.storage.local import LocalStore
@@ -39,13 +40,13 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def sweep(recipe: Path, *budgets: str, select: str = "norm") -> SweepReport:
-    return mergepipe.sweep(recipe, budgets, select=select, work=recipe.parent)
+    return mergepipe.sweep(recipe, budgets, work=recipe.parent, plan=PlanOptions(select=select))
 
 
 def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Path) -> None:
     report = sweep(recipe, "30%")
     mergepipe.merge(recipe, tmp_path / "full")
-    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", reuse=False)
+    mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=MergeOptions(reuse=False))
     store = LocalStore()
     full, budgeted, base = (open_checkpoint(store, tmp_path / name) for name in ("full", "budgeted", "base"))
     error = distance(store, budgeted, full, lambda _: None)

@@ -20,7 +20,9 @@ CAPPED = """
 import mmap, resource, sys, time
 from pathlib import Path
 import mergepipe
-mergepipe.merge(sys.argv[1], sys.argv[2], threads={threads}, catalog=False)
+mergepipe.merge(
+    sys.argv[1], sys.argv[2], options=mergepipe.MergeOptions(threads={threads}, catalog=False)
+)
 def address_space(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -30,7 +30,8 @@ OVERHEAD_BYTES = 224 << 20
 TENSOR_BYTES = 16 << 10
 """What is known of one tensor in all models: names, places, digests, its line of the record."""
 
-MERGE = "mergepipe.merge({recipe!r}, {out!r}, threads=2, memory_bytes={memory}, catalog=False)"
+OPTIONS = "mergepipe.MergeOptions(threads=2, memory_bytes={memory}, catalog=False)"
+MERGE = f"mergepipe.merge({{recipe!r}}, {{out!r}}, options={OPTIONS})"
 PLAN = "plan = mergepipe.plan({recipe!r}, {budget!r})\nassert 0 < plan.planned_bytes <= plan.budget_bytes"
 
 # Fails unless a merge is refused by an error that the command line has a line for.

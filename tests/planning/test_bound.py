@@ -14,9 +14,9 @@ from planning_problems import DEFAULT_SIZES, Given, make, random_arrays
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.access import OMITTED, source_of_blocks
 from mergepipe.planning.budget import ByteBudget, ShareBudget
+from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.problem import OnOmit, PlanOptions, Policy
 
 
 def present_elements(plan: Plan, tensor: PlannedTensor) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
@@ -73,7 +73,7 @@ def test_bound__is_never_below_the_error(
     operator: str, policy: Policy, weights: tuple[float, ...], seed: int, budget: int
 ) -> None:
     given = make(operator, 3, seed, weights=weights, parameters={})
-    check(given, plan_merge(given.problem, ByteBudget(budget), policy, PlanOptions()))
+    check(given, plan_merge(given.problem, ByteBudget(budget), policy, PlanningChoices()))
 
 
 @given(policy=st.sampled_from(Policy), weights=WEIGHTS, seed=st.integers(0, 4), budget=st.integers(0, 300_000))
@@ -81,7 +81,7 @@ def test_bound__of_renormalised_weights_is_never_below_the_error(
     policy: Policy, weights: tuple[float, ...], seed: int, budget: int
 ) -> None:
     given = make("linear", 3, seed, weights=weights, parameters={})
-    options = PlanOptions(on_omit=OnOmit.RENORMALIZE)
+    options = PlanningChoices(on_omit=OnOmit.RENORMALIZE)
     check(given, plan_merge(given.problem, ByteBudget(budget), policy, options))
 
 
@@ -91,13 +91,13 @@ def test_bound__holds_where_experts_share_blocks_or_equal_the_base(budget: int) 
     mixed = {**experts[0], "layers.0.attn.weight": base["layers.0.attn.weight"]}
     for operator, on_omit in (("task_arithmetic", OnOmit.KEEP), ("linear", OnOmit.RENORMALIZE)):
         given = make(operator, arrays=(base, (*experts, mixed)))
-        plan = plan_merge(given.problem, ByteBudget(budget), Policy.NORM, PlanOptions(on_omit=on_omit))
+        plan = plan_merge(given.problem, ByteBudget(budget), Policy.NORM, PlanningChoices(on_omit=on_omit))
         check(given, plan)
 
 
 def test_bound__is_tight_for_one_expert() -> None:
     given = make("task_arithmetic", 1)
-    plan = plan_merge(given.problem, ShareBudget(Fraction(1, 2)), Policy.NORM, PlanOptions())
+    plan = plan_merge(given.problem, ShareBudget(Fraction(1, 2)), Policy.NORM, PlanningChoices())
     error, changed = check(given, plan)
     assert plan.bound is not None
     assert plan.bound.absolute == pytest.approx(error, rel=1e-5)
@@ -106,7 +106,9 @@ def test_bound__is_tight_for_one_expert() -> None:
 
 def test_bound__of_everything_read_is_zero() -> None:
     for operator, on_omit in (("task_arithmetic", OnOmit.KEEP), ("linear", OnOmit.RENORMALIZE)):
-        plan = plan_merge(make(operator).problem, ShareBudget(Fraction(1)), Policy.NORM, PlanOptions(on_omit=on_omit))
+        plan = plan_merge(
+            make(operator).problem, ShareBudget(Fraction(1)), Policy.NORM, PlanningChoices(on_omit=on_omit)
+        )
         assert plan.bound is not None
         assert plan.bound.absolute == 0.0
 
@@ -115,7 +117,7 @@ def test_bound__relative_takes_agreement_between_experts_into_account() -> None:
     base, (first, _) = random_arrays(2, 3, DEFAULT_SIZES)
     second = {name: (base[name] + (values - base[name]) * 1.0001).astype(np.float32) for name, values in first.items()}
     given = make("task_arithmetic", arrays=(base, (first, second)))
-    plan = plan_merge(given.problem, ShareBudget(Fraction(1, 2)), Policy.NORM, PlanOptions())
+    plan = plan_merge(given.problem, ShareBudget(Fraction(1, 2)), Policy.NORM, PlanningChoices())
     _, changed = check(given, plan)
     assert plan.bound is not None
     assert plan.bound.relative == pytest.approx(plan.bound.absolute / changed, rel=0.02)
@@ -123,14 +125,14 @@ def test_bound__relative_takes_agreement_between_experts_into_account() -> None:
 
 def test_bound__is_claimed_for_additive_operators_only() -> None:
     for operator in ("ties", "dare_linear", "dare_ties"):
-        assert plan_merge(make(operator).problem, ByteBudget(0), Policy.NORM, PlanOptions()).bound is None
+        assert plan_merge(make(operator).problem, ByteBudget(0), Policy.NORM, PlanningChoices()).bound is None
 
 
 @pytest.mark.parametrize("norm", [np.inf, np.nan])
 def test_bound__is_not_given_where_an_omitted_delta_is_not_finite(norm: float) -> None:
     given = make("task_arithmetic", 1)
     given.problem.statistics[0]["embed.weight"].blocks_B["norm"][0] = norm
-    options = PlanOptions()
+    options = PlanningChoices()
     omitted = plan_merge(given.problem, ByteBudget(0), Policy.NORM, options)
     assert omitted.bound is None
     assert omitted.fallbacks[-1].reason == "an omitted delta is not finite"

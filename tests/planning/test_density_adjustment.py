@@ -11,9 +11,9 @@ from planning_problems import make
 
 from mergepipe.operators.statistics import COMMON_DENSITIES
 from mergepipe.planning.budget import ShareBudget
+from mergepipe.planning.choices import AdjustPolicy, PlanningChoices, Policy
 from mergepipe.planning.density_adjustment import adjusted_density
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.problem import AdjustPolicy, PlanOptions, Policy
 
 SHARES = st.floats(0.001, 1.0)
 
@@ -48,7 +48,7 @@ def test_plan__uses_the_adjusted_density_and_says_so(
     operator: str, density: float, share: Fraction, adjusted: float
 ) -> None:
     given = make(operator, parameters={"weight": 1.0, "density": density}).with_content_ids()
-    plan = plan_merge(given.problem, ShareBudget(share), Policy.NORM, PlanOptions(adjust=AdjustPolicy(0.1)))
+    plan = plan_merge(given.problem, ShareBudget(share), Policy.NORM, PlanningChoices(adjust=AdjustPolicy(0.1)))
     densities = [float(each["density"]) for tensor in plan.tensors for each in tensor.experts]
     assert densities == pytest.approx([adjusted] * 15, rel=1e-4)
     said = f"density {density:g} -> {densities[0]:g}" if densities[0] != density else f"density stays at {density:g}"
@@ -61,7 +61,7 @@ def test_plan__uses_the_adjusted_density_and_says_so(
 
 
 def test_plan__adjusts_nothing_unless_asked() -> None:
-    plan = plan_merge(make("ties").problem, ShareBudget(Fraction(1, 50)), Policy.NORM, PlanOptions())
+    plan = plan_merge(make("ties").problem, ShareBudget(Fraction(1, 50)), Policy.NORM, PlanningChoices())
     assert plan.adjustments == ()
     assert plan.tensors[0].experts[0]["density"] == 0.2
 

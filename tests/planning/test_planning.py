@@ -19,11 +19,12 @@ from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHIN
 from mergepipe.errors import RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
+from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.known_statistics import REASON_MISSING, REASON_OTHER_GRID
 from mergepipe.planning.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.problem import AdjustPolicy, OnOmit, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.sampling_cost import sample_cost_bytes
 
 OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
@@ -35,7 +36,7 @@ def plan_of(
     problem: PlanningProblem,
     request: BudgetRequest = ALL,
     policy: Policy = Policy.NORM,
-    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
+    options: PlanningChoices = PlanningChoices(),  # noqa: B008 - frozen
 ) -> Plan:
     return plan_merge(problem, request, policy, options)
 
@@ -307,7 +308,7 @@ def test_plan__tells_that_a_tensor_which_does_not_fit_ended_it() -> None:
 
 
 def test_plan__refuses_to_renormalise_fixed_coefficients() -> None:
-    options = PlanOptions(on_omit=OnOmit.RENORMALIZE)
+    options = PlanningChoices(on_omit=OnOmit.RENORMALIZE)
     for operator in ("task_arithmetic", "ties"):
         with pytest.raises(RecipeError) as caught:
             plan_of(make(operator).problem, options=options)
@@ -330,7 +331,7 @@ def test_plan__of_no_expert_is_empty(operator: str) -> None:
 
 
 def test_plan__says_that_there_was_nothing_to_adjust() -> None:
-    options = PlanOptions(adjust=AdjustPolicy(0.1))
+    options = PlanningChoices(adjust=AdjustPolicy(0.1))
     plan = plan_of(make().problem, ShareBudget(Fraction(1, 4)), options=options)
     assert [each.decision for each in plan.adjustments] == ["nothing adjusted"]
 

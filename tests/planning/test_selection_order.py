@@ -16,11 +16,12 @@ from planning_problems import BLOCK, Arrays, make, random_arrays
 
 from mergepipe.planning.block_columns import lay_out_columns
 from mergepipe.planning.budget import ByteBudget, ShareBudget
+from mergepipe.planning.choices import PlanningChoices, Policy
 from mergepipe.planning.conflict_policy import tensor_cosines
 from mergepipe.planning.items import Items
 from mergepipe.planning.level_ladders import ALL
 from mergepipe.planning.planner import plan_merge
-from mergepipe.planning.problem import PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection_order import (
     descending_order,
     kind_of,
@@ -119,7 +120,7 @@ def test_names__have_a_layer_and_a_kind() -> None:
 @given(share=st.fractions(Fraction(1, 8), 1), seed=st.integers(0, 5))
 def test_stratified__reads_the_same_share_of_every_expert_layer_and_kind(share: Fraction, seed: int) -> None:
     problem = make("task_arithmetic", 3, seed, sizes=SIZES).problem
-    plan = plan_merge(problem, ShareBudget(share), Policy.STRATIFIED, PlanOptions())
+    plan = plan_merge(problem, ShareBudget(share), Policy.STRATIFIED, PlanningChoices())
     experts: Counter[int] = Counter()
     layers: Counter[tuple[int, str]] = Counter()
     strata: Counter[tuple[int, str]] = Counter()
@@ -148,7 +149,7 @@ def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> 
 
 def blocks_read(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[set[int]]:
     """Blocks read of each expert under a budget of `n_blocks` blocks: four pages each, and one more as they lie."""
-    plan = plan_merge(problem, ByteBudget(n_blocks * 5 * 4096), policy, PlanOptions())
+    plan = plan_merge(problem, ByteBudget(n_blocks * 5 * 4096), policy, PlanningChoices())
     return [{b for start, stop in access.blocks for b in range(start, stop)} for access in plan.tensors[0].access]
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from mergepipe import api as session
 from mergepipe.reports import MergeReport
 from support.disk_families import weights_digest
+from support.flat_options import call_flat
 
 BLOCK = 262_144
 SHAPES = {
@@ -83,8 +84,11 @@ class Bench:
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """Merge into `name`, with what the catalog knows of earlier snapshots."""
-        return session.merge(
-            self.write(recipe), self.folder / name, **{"home": self.home, "threads": 2, "seed": 3, **options}
+        return call_flat(
+            session.merge,
+            self.write(recipe),
+            self.folder / name,
+            **{"home": self.home, "threads": 2, "seed": 3, **options},
         )
 
     def scratch(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:

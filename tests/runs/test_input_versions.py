@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.options import RunOptions
 from mergepipe.runs import resume as resuming
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.file_version import version_of
@@ -107,7 +108,7 @@ def test_run__refuses_a_plan_of_another_version(bench: Bench, change: str) -> No
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home)
     CHANGES[change](bench.only_file("expert1"))
     with pytest.raises(ConflictError) as caught:
-        mergepipe.run(plan, bench.folder / "out", home=bench.home)
+        mergepipe.run(plan, bench.folder / "out", options=RunOptions(home=bench.home))
     assert caught.value.code == "plan.input-changed"
     assert "expert1" in str(caught.value)
     assert not (bench.folder / "out").exists()
@@ -210,7 +211,7 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     assert bench.merge(SUM, "again").expert_bytes == 0
     assert "version" in str(read_manifest_value(bench.folder / "again").run["reused_by"])
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home, reuse=False)
-    mergepipe.run(plan, bench.folder / "planned", home=bench.home)
+    mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
     assert keeping.verify(bench.folder / "planned").is_sound
     keeping.replay(bench.folder / "planned", bench.folder / "replayed")
     load_file(bench.only_file("replayed"))

@@ -18,32 +18,34 @@ from mergepipe import api as session
 from mergepipe.cli.render.plans import plan_table
 from mergepipe.errors import ConflictError
 from mergepipe.jobs import plan as planning
+from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
+from support.flat_options import call_flat
 
 NAMES = ("linear", "task_arithmetic", "ties", "ties_rescaled", "dare_linear", "slerp")
 
 
 def plan(bench: Bench, recipe: Recipe, budget: str, **options: Any) -> Plan:
-    return session.plan(bench.write(recipe), budget, **{"home": bench.home, "seed": 3, **options})
+    return call_flat(session.plan, bench.write(recipe), budget, **{"home": bench.home, "seed": 3, **options})
 
 
 def run(bench: Bench, decided: Plan, name: str) -> int:
     """Expert bytes read to run a plan."""
-    report = session.run(decided, bench.folder / name, home=bench.home, threads=2)
+    report = session.run(decided, bench.folder / name, options=RunOptions(home=bench.home, threads=2))
     assert report.expert_bytes + report.analysis_bytes <= decided.planned_bytes <= decided.budget_bytes
     return report.expert_bytes
 
 
 def run_from_scratch(bench: Bench, decided: Plan, name: str) -> None:
-    session.run(decided.without_reuse(), bench.folder / name, catalog=False, threads=2)
+    session.run(decided.without_reuse(), bench.folder / name, options=RunOptions(catalog=False, threads=2))
 
 
 @pytest.fixture(name="bench", params=NAMES)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Bench, Recipe]:
     bench = make_bench(tmp_path)
     experts = [bench.folder / f"expert{i}" for i in (1, 2, 3)]
-    session.analyze(bench.folder / "base", experts, home=bench.home, densities=(0.3, 0.5))
+    session.analyze(bench.folder / "base", experts, densities=(0.3, 0.5), options=RunOptions(home=bench.home))
     return bench, RECIPES[request.param]
 
 
@@ -79,7 +81,9 @@ def test_plan__that_reuses_gives_what_it_gives_from_scratch(bench: tuple[Bench, 
 
 def test_plan__spends_what_reuse_frees(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
-    session.analyze(bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], home=bench.home)
+    session.analyze(
+        bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], options=RunOptions(home=bench.home)
+    )
     recipe = replace(RECIPES["task_arithmetic"], experts=(1,))
     bench.merge(recipe, "first", budget="60%")
     again = plan(bench, recipe, "60%")
@@ -92,7 +96,9 @@ def test_plan__spends_what_reuse_frees(tmp_path: Path) -> None:
 
 def test_plan__without_anything_to_reuse_is_what_it_was(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
-    session.analyze(bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], home=bench.home)
+    session.analyze(
+        bench.folder / "base", [bench.folder / f"expert{i}" for i in (1, 2)], options=RunOptions(home=bench.home)
+    )
     bench.merge(RECIPES["slerp"], "first")
     decided = plan(bench, RECIPES["linear"], "40%")
     assert decided == plan(bench, RECIPES["linear"], "40%", reuse=False)
@@ -108,7 +114,7 @@ def test_run__a_snapshot_that_a_plan_takes_from_and_that_is_not_there_is_named(t
     if loss == "other":
         bench.merge(RECIPES["task_arithmetic"], "first")
     with pytest.raises(ConflictError) as caught:
-        session.run(decided, bench.folder / "again", home=bench.home)
+        session.run(decided, bench.folder / "again", options=RunOptions(home=bench.home))
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("plan.reuse-gone", str(bench.folder / "first"))
     assert "plan again" in problem.hint
@@ -159,7 +165,7 @@ def test_plan__reuses_over_any_two_budgets_and_grids(
     bench, recipe = make_bench(folder, salt), RECIPES[name]
     grid: dict[str, Any] = {"block_elements": block_elements}
     experts = [bench.folder / f"expert{i}" for i in (1, 2)]
-    session.analyze(bench.folder / "base", experts, home=bench.home, densities=(0.3, 0.5), **grid)
+    call_flat(session.analyze, bench.folder / "base", experts, home=bench.home, densities=(0.3, 0.5), **grid)
     bench.merge(recipe, "first", budget=first, **grid)
     decided = plan(bench, recipe, second, **grid)
     run(bench, decided, "again")

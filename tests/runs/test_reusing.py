@@ -15,6 +15,7 @@ from reuse_cases import RECIPES, Bench, Recipe, in_layer, make_bench, with_weigh
 from mergepipe import api as keeping
 from mergepipe import api as session
 from mergepipe.errors import CorruptError
+from mergepipe.options import MergeOptions
 from mergepipe.runs import execution as executing
 from mergepipe.runs import resume as resuming
 from mergepipe.runs.reuse.accumulators import find_kept_sums
@@ -297,6 +298,6 @@ def test_merge__of_a_stored_delta_is_reused(bench: Bench) -> None:
 def test_merge__of_what_is_worked_out_on_the_way_is_made_anew(bench: Bench) -> None:
     (bench.folder / "recipe.yml").write_text(f"name: made\n{SUM}---\n{SUM.replace('expert1', 'made')}")
     for name in ("one", "two"):
-        report = session.merge(bench.folder / "recipe.yml", bench.folder / name, home=bench.home)
+        report = session.merge(bench.folder / "recipe.yml", bench.folder / name, options=MergeOptions(home=bench.home))
         assert (report.reused_bytes, report.expert_bytes > 0) == (0, True)
     assert bench.digest("one") == bench.digest("two")

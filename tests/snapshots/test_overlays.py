@@ -29,6 +29,7 @@ from mergepipe.errors import (
     RecipeError,
     UnsupportedError,
 )
+from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, record_of
 from mergepipe.snapshots.overlay import writer as overlay_writer
@@ -42,6 +43,7 @@ from mergepipe.snapshots.overlay.table import (
     overlay_table_of,
 )
 from support.disk_families import tree_digest
+from support.flat_options import call_flat
 
 SHARD_BYTES = 3_000_000
 BIG = 2 * DEFAULT_BLOCK_ELEMENTS + 1000  # elements: three blocks
@@ -78,7 +80,7 @@ def write_models(root: Path) -> None:
 
 def merge(root: Path, out: str, recipe: str = SUM, **options: Any) -> Path:
     (root / "recipe.yml").write_text(recipe)
-    mergepipe.merge(root / "recipe.yml", root / out, shard_bytes=SHARD_BYTES, home=root / "home", **options)
+    call_flat(mergepipe.merge, root / "recipe.yml", root / out, shard_bytes=SHARD_BYTES, home=root / "home", **options)
     return root / out
 
 
@@ -147,7 +149,7 @@ def test_materialise__gives_the_bytes_of_the_merge(tmp_path: Path, recipe: str, 
     full = merge(tmp_path, "full", recipe, budget=budget, catalog=False, seed=3)
     overlay = merge(tmp_path, "overlay", recipe, budget=budget, catalog=False, seed=3, overlay=True)
     assert keeping.verify(overlay).is_sound
-    report = keeping.materialise(overlay, tmp_path / "whole", catalog=False)
+    report = keeping.materialise(overlay, tmp_path / "whole", options=RunOptions(catalog=False))
     assert contents(tmp_path / "whole") == contents(full)
     assert len(list(full.glob("*.safetensors"))) > 1 or recipe == HALF
     assert same_manifest(tmp_path / "whole", full)
@@ -163,7 +165,7 @@ def test_overlay__refers_to_no_file_that_is_removed_after_the_merge(tmp_path: Pa
     overlay = merge(tmp_path, "overlay", staged, overlay=True, catalog=False)
     files = open_overlay(overlay, read_manifest_value(overlay)).table.files
     assert all(Path(file.path).is_file() for file in files)
-    keeping.materialise(overlay, tmp_path / "whole", catalog=False)
+    keeping.materialise(overlay, tmp_path / "whole", options=RunOptions(catalog=False))
     assert contents(tmp_path / "whole") == contents(merge(tmp_path, "full", staged, catalog=False))
 
 
@@ -183,7 +185,7 @@ def test_overlay__that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_overlay__refuses_options_without_meaning(made: Path, option: str) -> None:
     arguments: dict[str, Any] = {option: True}
     with pytest.raises(RecipeError) as caught:
-        mergepipe.merge(made / "recipe.yml", made / "never", overlay=True, catalog=False, **arguments)
+        call_flat(mergepipe.merge, made / "recipe.yml", made / "never", overlay=True, catalog=False, **arguments)
     assert caught.value.code == "option.pair"
     assert option.replace("_", "-") in str(caught.value)
     assert not (made / "never").exists()
@@ -196,7 +198,7 @@ def test_overlay__is_refused_where_a_model_is_needed(made: Path, tmp_path: Path)
     (made / "recipe-2.yml").write_text(SUM.replace("expert-2", "overlay"))
     calls: list[Callable[[], object]] = [
         lambda: mergepipe.check(made / "recipe-2.yml"),
-        lambda: mergepipe.merge(made / "recipe-2.yml", tmp_path / "out", catalog=False),
+        lambda: mergepipe.merge(made / "recipe-2.yml", tmp_path / "out", options=MergeOptions(catalog=False)),
         lambda: keeping.repair(made / "overlay"),
         lambda: keeping.diff(made / "overlay", made / "full"),
     ]
@@ -238,7 +240,7 @@ def test_overlay__is_shown_compared_replayed_and_kept(own: Path) -> None:
     assert keeping.diff(own / "overlay", own / "full", reads_tensors=False).tensors == ()
     assert keeping.gc([own], home=own / "home").garbage == ()
     assert keeping.verify(own / "overlay", deep_fraction=1.0).is_sound
-    keeping.replay(own / "overlay", own / "again", catalog=False)
+    keeping.replay(own / "overlay", own / "again", options=RunOptions(catalog=False))
     assert contents(own / "again") == contents(own / "full")
     merge(own, "next")  # looks through the overlay, which the catalog knows, for what comes out the same
     assert contents(own / "next") == contents(own / "full")
@@ -247,31 +249,31 @@ def test_overlay__is_shown_compared_replayed_and_kept(own: Path) -> None:
 def test_materialise__replaces_the_overlay_only_when_told(own: Path) -> None:
     before = tree_digest(own / "overlay")
     with pytest.raises(OutputError) as caught:
-        keeping.materialise(own / "overlay", catalog=False)
+        keeping.materialise(own / "overlay", options=RunOptions(catalog=False))
     assert caught.value.code == "overlay.in-place"
     assert tree_digest(own / "overlay") == before
-    keeping.materialise(own / "overlay", force=True, home=own / "home")
+    keeping.materialise(own / "overlay", force=True, options=RunOptions(home=own / "home"))
     assert contents(own / "overlay") == contents(own / "full")
     with pytest.raises(UnsupportedError) as again:
-        keeping.materialise(own / "overlay", own / "other", catalog=False)
+        keeping.materialise(own / "overlay", own / "other", options=RunOptions(catalog=False))
     assert again.value.code == "snapshot.not-overlay"
 
 
 def test_materialise__refuses_what_it_would_destroy(own: Path) -> None:
     for out, code in (("full", "output.exists"), ("base", "output.overlaps-input")):
         with pytest.raises(OutputError) as caught:
-            keeping.materialise(own / "overlay", own / out, catalog=False)
+            keeping.materialise(own / "overlay", own / out, options=RunOptions(catalog=False))
         assert caught.value.code == code
     with pytest.raises(OutputError) as forced:
-        keeping.materialise(own / "overlay", own / "base", force=True, catalog=False)
+        keeping.materialise(own / "overlay", own / "base", force=True, options=RunOptions(catalog=False))
     assert forced.value.code == "output.overlaps-input"
 
 
 def test_materialise__finds_a_base_that_moved(own: Path) -> None:
     (own / "base").rename(own / "elsewhere")
     with pytest.raises(ConflictError, match="the file is gone"):
-        keeping.materialise(own / "overlay", own / "whole", catalog=False)
-    keeping.materialise(own / "overlay", own / "whole", base=own / "elsewhere", catalog=False)
+        keeping.materialise(own / "overlay", own / "whole", options=RunOptions(catalog=False))
+    keeping.materialise(own / "overlay", own / "whole", base=own / "elsewhere", options=RunOptions(catalog=False))
     assert contents(own / "whole") == contents(own / "full")
 
 
@@ -292,7 +294,7 @@ def test_overlay__names_the_file_and_the_tensor_of_a_wrong_block(own: Path, is_s
     assert damage.file == (OVERLAY_NAME if is_stored else str(path))
     assert damage.start == block_start(own, is_stored=is_stored) < damage.stop
     with pytest.raises(CorruptError if is_stored else ConflictError, match=damage.tensor) as caught:
-        keeping.materialise(own / "overlay", own / "whole", catalog=False)
+        keeping.materialise(own / "overlay", own / "whole", options=RunOptions(catalog=False))
     assert caught.value.code == ("overlay.damaged" if is_stored else "overlay.base-changed")
     assert str(path) in str(caught.value)
     assert {path.name for path in own.iterdir()} & {"whole", ".whole.mergepipe-staging"} == set()
@@ -307,7 +309,7 @@ def test_overlay__says_that_the_base_is_gone_or_another(own: Path) -> None:
     base.unlink()
     assert all("gone" in damage.message for damage in keeping.verify(own / "overlay").damages)
     with pytest.raises(ConflictError) as caught:
-        keeping.materialise(own / "overlay", own / "whole", catalog=False)
+        keeping.materialise(own / "overlay", own / "whole", options=RunOptions(catalog=False))
     assert caught.value.code == "overlay.base-changed"
 
 
@@ -333,7 +335,7 @@ def is_found(overlay: Path, out: Path, name: str) -> bool:
         return is_refused or error.code == "blocks.newer"
     if name != "README.md":
         with pytest.raises(MergePipeError):
-            keeping.materialise(overlay, out, catalog=False)
+            keeping.materialise(overlay, out, options=RunOptions(catalog=False))
     shutil.rmtree(out, ignore_errors=True)
     return not is_sound
 

@@ -18,6 +18,7 @@ from mergepipe.api import run
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.core.blocks import BF16, F16, F32, F64, BlockGrid, DType
 from mergepipe.errors import LimitError
+from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.testing.rounding import decode, encode
 from support.disk_families import FLOAT_NAMES, Model
@@ -114,7 +115,7 @@ def as_float32(model: Model, name: str) -> NDArray[np.float32]:
 def smallest_memory(plan: Plan, out: Path) -> int:
     """The least `memory_bytes` that the engine accepts for this plan, as its own refusal says."""
     try:
-        run(plan, out, memory_bytes=1, catalog=False)
+        run(plan, out, options=RunOptions(memory_bytes=1, catalog=False))
     except LimitError as refusal:
         found = re.search(r"at least (\d+) are needed", str(refusal))
         if found is None:

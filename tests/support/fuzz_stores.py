@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mergepipe.api import pack
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
@@ -25,7 +26,6 @@ from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import MergePipeError
-from mergepipe.jobs.pack import pack
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.testing.rounding import decode, encode

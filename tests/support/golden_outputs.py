@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mergepipe
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from support.disk_families import make_models
 from support.disk_families import write_family as write_odd_family
 from support.families import FamilyShape, write_family
@@ -123,10 +126,10 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
     (root / "float32.yml").write_text(recipe_text("ties", "float32"))
     results: dict[str, dict[str, str]] = {}
 
-    def add(name: str, recipe: str, **options: object) -> None:
+    def add(name: str, recipe: str, **options: Any) -> None:
         out = root / "out" / name.replace(" ", "-")
-        call: Callable[..., object] = mergepipe.merge
-        call(root / recipe, out, catalog=False, threads=2, reuse=False, **options)
+        common = MergeOptions(catalog=False, threads=2, reuse=False)
+        mergepipe.merge(root / recipe, out, options=replace(common, **options))
         results[name] = tree(out)
 
     for method in METHODS:
@@ -142,14 +145,18 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
 def plans(root: Path) -> dict[str, dict[str, str]]:
     """Plans of three methods under two budgets, with statistics, and the merges that they lead to."""
     home = root / "home"
-    mergepipe.analyze(root / "family/base", [root / f"family/expert-{i}" for i in (1, 2, 3)], home=home)
+    mergepipe.analyze(
+        root / "family/base", [root / f"family/expert-{i}" for i in (1, 2, 3)], options=RunOptions(home=home)
+    )
     results = {}
     for method in BUDGETED:
         for budget in ("20%", "55%"):
-            plan = mergepipe.plan(root / f"{method}.yml", budget=budget, block_elements=BLOCK_ELEMENTS, home=home)
+            plan = mergepipe.plan(
+                root / f"{method}.yml", budget=budget, home=home, options=PlanOptions(block_elements=BLOCK_ELEMENTS)
+            )
             text = json.dumps(without_identities(json.loads(plan.to_json())), sort_keys=True)
             out = root / "out" / f"{method}-{budget}"
-            mergepipe.run(plan, out, catalog=False)
+            mergepipe.run(plan, out, options=RunOptions(catalog=False))
             digest = hashlib.sha256(text.replace(str(root), "").encode()).hexdigest()[:32]
             results[f"plan {method} {budget}"] = {"plan": digest, **tree(out)}
     return results
@@ -163,7 +170,7 @@ def packs(root: Path) -> dict[str, dict[str, str]]:
     text = recipe_text("ties").replace("family/expert-1", "packed/expert-1")
     (root / "packed.yml").write_text(text.replace("family/expert-2", "packed/expert-2"))
     out = root / "out" / "packed"
-    mergepipe.merge(root / "packed.yml", out, catalog=False, reuse=False)
+    mergepipe.merge(root / "packed.yml", out, options=MergeOptions(catalog=False, reuse=False))
     found = {"pack": tree(root / "packed"), "unpack": tree(root / "unpacked"), "merge packed": tree(out)}
     if found["merge packed"] != tree(root / "out" / "merge-ties"):
         raise AssertionError("packed experts are merged to other bytes than the originals")

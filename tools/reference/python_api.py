@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field
 from importlib import import_module
 
 _HEAD = """# Python
@@ -24,12 +25,12 @@ _CHOSEN = {
     "mergepipe.testing.contracts": ["check_operator"],
 }
 """Modules of which only these names are public."""
-_NOT_LISTED = ("__version__", "tailor", "Strategy", "PartialCheckpointCallback")
+_NOT_LISTED = ("__version__", "errors", "tailor", "Strategy", "PartialCheckpointCallback")
 """Not objects with a signature, or (the callback) not there without transformers: see the guide."""
 
 
 def python_page() -> str:
-    """Return the page: functions, the modules beside the package itself, then classes."""
+    """Return the page: functions, the modules beside the package itself, options, then other classes."""
     import mergepipe
 
     package = {name: getattr(mergepipe, name) for name in mergepipe.__all__ if name not in _NOT_LISTED}
@@ -37,7 +38,10 @@ def python_page() -> str:
     lines = _section("Functions", "mergepipe", package, are_classes=False)
     for module, title in _MODULES.items():
         lines += _section(title, module, modules[module], are_classes=False)
-    lines += _section("Values", "mergepipe", package, are_classes=True)
+    options = {name: value for name, value in package.items() if name.endswith("Options")}
+    values = {name: value for name, value in package.items() if name not in options}
+    lines += _section("Options", "mergepipe", options, are_classes=True)
+    lines += _section("Values", "mergepipe", values, are_classes=True)
     for module in _MODULES:
         lines += _section("", module, modules[module], are_classes=True)
     return _HEAD + "\n".join(lines)
@@ -69,7 +73,7 @@ def _declaration(name: str, value: object) -> list[str]:
         fields = [each for each in getattr(value, "__dataclass_fields__", {}).values() if not each.name.startswith("_")]
         if not fields:
             return [f"class {short}"]
-        return [f"class {short}:", *(f"    {each.name}: {each.type}" for each in fields)]
+        return [f"class {short}:", *(f"    {each.name}: {each.type}{_default(each)}" for each in fields)]
     if not callable(value):
         return [short]
     signature = inspect.signature(value)
@@ -78,6 +82,12 @@ def _declaration(name: str, value: object) -> list[str]:
     if len(one_line) <= _WIDTH:
         return [one_line]
     return [f"{short}(", *(f"    {each}," for each in parameters), f") -> {signature.return_annotation}"]
+
+
+def _default(field: Field[object]) -> str:
+    if field.default is not MISSING:
+        return f" = {field.default!r}"
+    return "" if field.default_factory is MISSING else f" = {getattr(field.default_factory, '__name__', '...')}()"
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command line as one object: every command group, added in the order in which the help lists them."""
+"""The command line as one object: every command, added in the order in which the help lists them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from mergepipe.cli.commands import (
     analyze,
     catalog,
     check,
+    diff,
     explain,
-    keeping,
+    gc,
+    lineage,
+    ls,
+    materialise,
     merge,
-    packing,
+    pack,
     plan,
-    snapshots,
+    repair,
+    replay,
+    run,
+    show,
     sweep,
     tailor,
+    unpack,
+    verify,
 )
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
-_GROUPS = (merge, check, analyze, plan, explain, sweep, packing, snapshots, keeping, catalog, tailor)
+_COMMANDS = (
+    merge, check, analyze, plan, run, explain, sweep, pack, unpack, ls, show, lineage, verify, repair, replay,
+    materialise, diff, gc, catalog, tailor,
+)  # fmt: skip
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 
 
@@ -37,8 +49,8 @@ def build_command() -> TyperGroup:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for group in _GROUPS:
-        group.register(app)
+    for command_module in _COMMANDS:
+        command_module.register(app)
     command: TyperGroup = typer.main.get_group(app)
     return command
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and the option values that they make up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from mergepipe.options import PlanOptions
+
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
+]
+SnapshotName: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
+]
+BasePath: TypeAlias = Annotated[
+    str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
+]
+ExpertPaths: TypeAlias = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
+PackAlong: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]
 OutPath: TypeAlias = Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")]
 ShardSize: TypeAlias = Annotated[
@@ -40,7 +53,7 @@ Resume: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--resume/--no-resume",
-        help="Go on with an interrupted run of the same merge to OUT.  [default: if there is one]",
+        help="Resume an interrupted run of the same merge to OUT.  [default: if there is one]",
         show_default=False,
     ),
 ]
@@ -128,3 +141,28 @@ def adjust_min_density(*, adjust_operator: bool, min_density: float | None) -> f
     from mergepipe.errors import RecipeError
 
     raise RecipeError.of("option.pair", "--min-density", "it has no meaning by itself", "add --adjust-operator")
+
+
+def plan_options(
+    *,
+    select: str | None,
+    on_omit: str | None,
+    price: str | None,
+    storage_speed: str | None,
+    adjust_min_density: float | None = None,
+    block_elements: int | None = None,
+) -> PlanOptions:
+    """Return the plan options that were given, with the defaults of `PlanOptions` for the others.
+
+    Raises:
+        LimitError, RecipeError: as `PlanOptions`.
+    """
+    default = PlanOptions()
+    return PlanOptions(
+        select=select or default.select,
+        on_omit=on_omit or default.on_omit,
+        adjust_min_density=adjust_min_density,
+        block_elements=block_elements,
+        price=price or default.price,
+        storage_speed=storage_speed,
+    )

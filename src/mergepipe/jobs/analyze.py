@@ -25,12 +25,16 @@ from mergepipe.storage.local import LocalStore
 
 
 @dataclass(frozen=True, slots=True)
-class AnalysisOptions:
-    """Options of an analysis: block grid, densities whose exact cuts are recorded, fraction of a probe (0: all).
+class AnalysisRequest:
+    """What to gather of `experts` against `base`, and the catalog's home, where it is kept.
 
-    With `pack` the experts are packed there while they are read.
+    `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
+    is read. Experts are packed into `pack` on the way.
     """
 
+    base: Path
+    experts: tuple[Path, ...]
+    home: Path
     block_elements: int
     densities: tuple[float, ...]
     probe_fraction: float = 0.0
@@ -49,28 +53,21 @@ class _Subject:
 
 
 def run_analysis(
-    base: Path,
-    experts: Sequence[Path],
-    home: Path,
-    options: AnalysisOptions,
-    engine: EngineOptions,
-    *,
-    started: float,
-    on_progress: ProgressCallback | None,
+    request: AnalysisRequest, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
 ) -> AnalyzeReport:
     """Analyse and record; see `api.analyze`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
-    base_checkpoint = open_path(store, base)
-    checkpoints = [open_path(store, path, base_checkpoint) for path in experts]
-    with closing(CatalogLink(home, required=True)) as link, Catalog.open(home) as catalog:
+    base_checkpoint = open_path(store, request.base)
+    checkpoints = [open_path(store, path, base_checkpoint) for path in request.experts]
+    with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home) as catalog:
         base_row = catalog.register_model(base_checkpoint)
-        subjects = [_subject(catalog, base_checkpoint, base_row, each, options) for each in checkpoints]
-        evidence = Evidence.PROBE if options.probe_fraction else Evidence.EXACT
+        subjects = [_subject(catalog, base_checkpoint, base_row, each, request) for each in checkpoints]
+        evidence = Evidence.PROBE if request.probe_fraction else Evidence.EXACT
         recorder = StatisticsRecorder(link, base_row, evidence)
-        tasks = _tasks(base_checkpoint, subjects, recorder, apart=options.probe_fraction > 0)
+        tasks = _tasks(base_checkpoint, subjects, recorder, apart=request.probe_fraction > 0)
         total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
-        candidates = [PackCandidate(str(path), each) for path, each in zip(experts, checkpoints, strict=True)]
-        pack_request = request_packs(base_checkpoint, candidates, tasks, options.pack)
+        candidates = [PackCandidate(str(path), each) for path, each in zip(request.experts, checkpoints, strict=True)]
+        pack_request = request_packs(base_checkpoint, candidates, tasks, request.pack)
 
         def report_progress(notices: tuple[str, ...] = ()) -> None:
             if on_progress is not None:
@@ -84,7 +81,7 @@ def run_analysis(
                 known_content_id(link, checkpoint, files)
             if tasks:
                 work = AnalysisWork(
-                    tasks, options.block_elements, options.densities, recorder.take, options.probe_fraction,
+                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
                     packer.tap,
                 )  # fmt: skip
                 execute_analysis(work, files, engine, report_progress)
@@ -94,34 +91,34 @@ def run_analysis(
             packed = packer.publish()
     usage = store.ledger.usage()
     return AnalyzeReport(
-        base=base,
+        base=request.base,
         experts=tuple(
             AnalyzedExpert(str(path), len(subject.missing), len(subject.comparable), subject.incomparable)
-            for path, subject in zip(experts, subjects, strict=True)
+            for path, subject in zip(request.experts, subjects, strict=True)
         ),
-        home=home,
+        home=request.home,
         base_bytes=usage[Purpose.BASE],
         expert_bytes=usage[Purpose.EXPERT],
         analysis_bytes=usage[Purpose.ANALYSIS],
         seconds=time.perf_counter() - started,
-        is_probe=options.probe_fraction > 0,
+        is_probe=request.probe_fraction > 0,
         packed=packed,
         not_packed=pack_request.refused,
     )
 
 
 def _subject(
-    catalog: Catalog, base: Checkpoint, base_row: ModelRow, checkpoint: Checkpoint, options: AnalysisOptions
+    catalog: Catalog, base: Checkpoint, base_row: ModelRow, checkpoint: Checkpoint, request: AnalysisRequest
 ) -> _Subject:
     comparable = tuple(
         name for name, entry in base.tensors.items() if _can_compare(entry, checkpoint.tensors.get(name))
     )
     row = catalog.register_model(checkpoint)
-    if options.probe_fraction:
+    if request.probe_fraction:
         known = catalog.evidence(row, base_row)
         missing = tuple(name for name in comparable if name not in known)
     else:
-        missing = catalog.missing_statistics(row, base_row, comparable, options.block_elements, options.densities)
+        missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
     others = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )

@@ -1,11 +1,11 @@
-"""Pack experts into delta stores beside their base in one streaming pass; each store is published atomically."""
+"""Pack experts into delta stores beside their base, in one streaming pass, each published all or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace as changed
+from dataclasses import replace
 from pathlib import Path
 
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -21,7 +21,6 @@ from mergepipe.deltastore.pack.originals import (
 )
 from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.jobs.unpack import verify_store
-from mergepipe.options import threads_asked
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.runs.packed_facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
@@ -29,45 +28,30 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 
 
-def pack(
-    base: str | Path,
-    experts: Sequence[str | Path],
-    out: str | Path,
+def pack_experts(
+    base: Path,
+    experts: Sequence[Path],
+    out: Path,
     *,
-    replace: bool = False,
-    threads: int | None = None,
-    on_progress: ProgressCallback | None = None,
+    replaces: bool,
+    threads: int,
+    on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert losslessly into a store `out/NAME`; existing stores are kept.
-
-    All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
-    packed. A killed run is resumed.
-
-    Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
-
-    Args:
-        experts: full weights in safetensors files, fine-tuned from `base`.
-        replace: read each store back from disk and every file of every original again, compare them, and only if all
-            are the same remove the originals' files.
-        threads: encoding threads; default, one per processor.
-        on_progress: called from the calling thread with the bytes of experts that are packed.
+    """Pack each expert into a store `out/NAME`; see `api.pack`. With `replaces` the originals are removed at the end.
 
     Raises:
-        RecipeError: two experts of one name, or an expert whose files must not be removed.
-        UnsupportedError: an expert that is no full weights in safetensors files.
-        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
-            whole or not at all.
+        RecipeError, UnsupportedError: see `api.pack`.
+        OutputError, ConflictError, StorageError: the store cannot go there, or an input changed.
     """
     started = time.perf_counter()
     store = LocalStore()
-    workers = threads_asked(threads)
-    base_checkpoint = open_base(store, Path(base))
-    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(expert)), Path(out)) for expert in experts]
+    base_checkpoint = open_base(store, base)
+    jobs = [job_of(base_checkpoint, open_checkpoint(store, each), out) for each in experts]
     check_names(jobs)
-    if replace:
+    if replaces:
         for job in jobs:
             _check_removable(job)
-    missing = [job for job in jobs if not is_packed(store, job, workers)]
+    missing = [job for job in jobs if not is_packed(store, job, threads)]
     for job in jobs:
         if job not in missing:
             remove_dead(staging_directory(job.out.absolute()))  # of a run that was killed once all was done
@@ -75,17 +59,17 @@ def pack(
         check_free_space(missing[0].out, max(job.expert.tensor_bytes for job in missing))
     packed: dict[Path, PackedExpert] = {}
     for first in range(0, len(missing), EXPERTS_AT_ONCE):
-        packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], workers, on_progress)
+        packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], threads, on_progress)
     done = tuple(packed.get(job.out) or packed_facts(store, job, is_new=False) for job in jobs)
-    if replace:
+    if replaces:
         for job in jobs:
-            _check_replaceable(store, job, workers)
+            _check_replaceable(store, job, threads)
         for job in jobs:
             remove_original(job)
-        done = tuple(changed(each, is_original_removed=True) for each in done)
+        done = tuple(replace(each, is_original_removed=True) for each in done)
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
-    return PackReport(Path(base), done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
+    return PackReport(base, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
 
 
 def _pack_together(
@@ -113,7 +97,7 @@ def _pack_together(
     seconds = time.perf_counter() - started
     facts = [packed_facts(store, builder.job, is_new=True) for builder in published]
     return {
-        each.store: changed(each, seconds=seconds * each.tensor_bytes / max(total, 1), went_on_bytes=builder.done_bytes)
+        each.store: replace(each, seconds=seconds * each.tensor_bytes / max(total, 1), went_on_bytes=builder.done_bytes)
         for builder, each in zip(published, facts, strict=True)
     }
 

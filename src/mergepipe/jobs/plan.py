@@ -1,4 +1,4 @@
-"""Make plans from a recipe, the catalog and a budget; read stored plans and run them on unchanged inputs."""
+"""Make plans from a recipe, the catalog and a budget; read them back, and run them against unchanged inputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, Graded
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.errors import ConflictError, NotFoundError, Problem, UnsupportedError
+from mergepipe.errors import ConflictError, NotFoundError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import default_threads
-from mergepipe.planning.budget import BudgetRequest
+from mergepipe.options import PlanOptions, check_seed, default_threads
+from mergepipe.planning.budget import BudgetRequest, parse_budget
+from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import Plan, PlannedModel
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
-from mergepipe.planning.problem import PlanningModel, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, ProgressCallback
@@ -28,6 +29,7 @@ from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
+from mergepipe.runs.settings import price_request
 from mergepipe.runs.speeds import BY_BYTES, PriceRequest
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
@@ -44,18 +46,58 @@ class PlanRequest:
 
     budget: BudgetRequest
     policy: Policy
-    options: PlanOptions
+    choices: PlanningChoices
     block_elements: int | None
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
     pricing: PriceRequest = BY_BYTES
+
+    @property
+    def seed(self) -> int:
+        """The seed of the random operators and of the policy `random`."""
+        return self.choices.selection_seed
+
+
+def plan_request(
+    budget: str | None,
+    target_error: float | None,
+    options: PlanOptions,
+    *,
+    seed: int,
+    allow_dropped: Sequence[str] = (),
+    reuse: bool = False,
+) -> PlanRequest:
+    """Return what a plan is asked for.
+
+    Raises:
+        RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`.
+    """
+    if target_error is not None and not target_error >= 0:
+        raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
+    if budget is None and target_error is None:
+        raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
+    density = options.adjust_min_density
+    choices = PlanningChoices(
+        OnOmit(options.on_omit),
+        None if density is None else AdjustPolicy(density),
+        check_seed(seed),
+        target_error,
+    )
+    return PlanRequest(
+        parse_budget("100%" if budget is None else budget),
+        Policy(options.select),
+        choices,
+        options.block_elements,
+        tuple(allow_dropped),
+        reuse,
+        price_request(options),
+    )
 
 
 def make_plan(
     inputs: Inputs,
     request: PlanRequest,
     link: CatalogLink,
-    seed: int,
     replaced: Path | None = None,
     speeds: Speeds | None = None,
 ) -> Plan:
@@ -76,7 +118,7 @@ def make_plan(
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
         recipe=inputs.recipe.source_text,
-        seed=seed,
+        seed=request.seed,
         block_elements=request.block_elements or _suitable_block(inputs, known),
         resolution=inputs.resolution,
         models=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in described),
@@ -84,7 +126,7 @@ def make_plan(
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
     )
-    ranking = rank_blocks(problem, request.budget, request.policy, request.options)
+    ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
     earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else ())
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
@@ -124,13 +166,13 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Path, request: PlanRequest, home: Path, seed: int) -> Plan:
+def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
     """Plan the recipe at a path."""
     store = LocalStore()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(inputs, request, link, seed, speeds=speeds)
+        return make_plan(inputs, request, link, speeds=speeds)
 
 
 def run_budgeted(
@@ -155,7 +197,7 @@ def run_budgeted(
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
         with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(inputs, wanted, link, settings.seed, out if settings.force else None, speeds)
+            plan = make_plan(inputs, wanted, link, out if settings.force else None, speeds)
             planned = store.ledger.usage()
             return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 

@@ -16,10 +16,10 @@ from mergepipe.core.outcome import private_outputs
 from mergepipe.errors import NotFoundError
 from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan, run_plan
-from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.budget import BudgetRequest, parse_budget
+from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_shares import blocks_by_level
 from mergepipe.planning.plan import Plan
-from mergepipe.planning.problem import Policy
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
@@ -39,6 +39,27 @@ class SweepBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepRequest:
+    """What a sweep is asked for: budgets, how each is planned, the catalog's home, where outputs lie meanwhile."""
+
+    budgets: tuple[SweepBudget, ...]
+    plan: PlanRequest
+    home: Path
+    work: Path | None = None
+
+
+def sweep_request(budgets: Sequence[str], plan: PlanRequest, home: Path, work: Path | None) -> SweepRequest:
+    """Return the request for budgets as they are written; each takes the place of the budget of `plan`.
+
+    Raises:
+        RecipeError: `budget.*`.
+    """
+    return SweepRequest(
+        tuple(SweepBudget(text.strip(), parse_budget(text, "--budgets")) for text in budgets), plan, home, work
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class _Reference:
     """The full merge that all budgeted merges are compared with."""
 
@@ -49,28 +70,22 @@ class _Reference:
 
 
 def run_sweep(
-    recipe: Path,
-    budgets: Sequence[SweepBudget],
-    request: PlanRequest,
-    settings: MergeSettings,
-    home: Path,
-    work: Path | None,
-    on_progress: ProgressCallback | None,
+    recipe: Path, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
 ) -> SweepReport:
-    """Merge in full once, then under each budget with the policy of `request` and with `random`; see `api.sweep`.
+    """Merge in full once, then under each budget with the policy of the request and with `random`; see `api.sweep`.
 
-    The full merge fills the catalog on its way. At most two outputs lie on the disk at a time, under `work` (default:
-    where temporary files go); nothing of them is left behind.
+    The full merge fills the catalog on its way. At most two outputs lie on the disk at a time, under `request.work`
+    (default: where temporary files go); nothing of them is left behind.
 
     Raises:
         NotFoundError: `sweep.work`, there is no such directory.
         MergePipeError: as planning and merging do, before the full merge where it can be known by then.
     """
+    work = request.work
     if work is not None and not work.is_dir():
         raise NotFoundError.of("sweep.work", work, "no such directory", "make it, or give another with --work")
     with private_outputs(), tempfile.TemporaryDirectory(prefix="mergepipe-sweep-", dir=work) as directory:
-        sweep = _Sweep(recipe, request, settings, home, Path(directory), on_progress)
-        return sweep.run(budgets)
+        return _Sweep(recipe, request, settings, Path(directory), on_progress).run()
 
 
 class _Sweep:
@@ -79,22 +94,22 @@ class _Sweep:
     def __init__(
         self,
         recipe: Path,
-        request: PlanRequest,
+        request: SweepRequest,
         settings: MergeSettings,
-        home: Path,
         directory: Path,
         on_progress: ProgressCallback | None,
     ) -> None:
         self._recipe = recipe
-        self._request = request
+        self._budgets = request.budgets
+        self._request = request.plan
         self._settings = replace(settings, home=None)
-        self._home = home
+        self._home = request.home
         self._directory = directory
         self._on_progress = on_progress
         self._store = LocalStore()
         self._speeds: Speeds | None = None
 
-    def run(self, budgets: Sequence[SweepBudget]) -> SweepReport:
+    def run(self) -> SweepReport:
         inputs = open_inputs(self._recipe, self._store, self._request.allow_dropped)
         threads = self._settings.engine.threads
         self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
@@ -102,7 +117,9 @@ class _Sweep:
         reference = self._full_merge(inputs)
         everything = self._plan(inputs, self._request).full_cost_bytes
         policies = list(dict.fromkeys((self._request.policy, Policy.RANDOM)))
-        points = tuple(self._point(inputs, reference, budget, policy) for budget in budgets for policy in policies)
+        points = tuple(
+            self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
+        )
         return SweepReport(
             recipe=self._recipe,
             operator=inputs.recipe.operator.name,
@@ -119,7 +136,7 @@ class _Sweep:
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
-            return make_plan(inputs, request, link, self._settings.seed, speeds=self._speeds)
+            return make_plan(inputs, request, link, speeds=self._speeds)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
         """Merge in full; the catalog keeps the statistics but not the temporary output."""

@@ -1,4 +1,4 @@
-"""Unpack a delta store into its original files, byte for byte, and verify that a store can be unpacked."""
+"""Unpack a delta store to the files it was made from, byte for byte; or verify that this can be done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.deltastore.tensor import read_range
 from mergepipe.errors import NotFoundError
-from mergepipe.options import threads_asked
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile
@@ -35,47 +34,33 @@ from mergepipe.storage.output import OutputFile, make_folders
 BlockSink = Callable[[RawBytes], None]
 
 
-def unpack(
-    path: str | Path,
-    out: str | Path,
-    *,
-    base: str | Path | None = None,
-    threads: int | None = None,
-    on_progress: ProgressCallback | None = None,
+def unpack_store(
+    root: Path, out: Path, *, base: Path | None, threads: int, on_progress: ProgressCallback | None
 ) -> UnpackReport:
-    """Write the files that the store in `path` was made from into the new directory `out`, byte for byte.
-
-    Every block is held against the digest of the original.
-
-    Args:
-        base: where the base is now, if not where it was.
-        threads: decoding threads; default, one per processor.
-        on_progress: called from the calling thread with the bytes of tensors that are restored.
+    """Write the files that the store in `root` was made from into the new directory `out`; see `api.unpack`.
 
     Raises:
-        NotFoundError: the store, or its base.
-        MismatchError: another base.
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
         CorruptError: the store is damaged.
         OutputError, StorageError: the files cannot go there; nothing was published.
     """
     started = time.perf_counter()
-    workers = threads_asked(threads)
-    store, root, target = LocalStore(), Path(path), Path(out)
+    store = LocalStore()
     opened = read_store(store, root)
-    base_checkpoint = _open_base(store, opened, None if base is None else Path(base))
-    check_target(target, (root, base_checkpoint.path), force=None)
+    base_checkpoint = _open_base(store, opened, base)
+    check_target(out, (root, base_checkpoint.path), force=None)
     checkpoint = open_store(store, root, base_checkpoint)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
-    check_free_space(target, tensor_bytes)
+    check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
-    reader = _Reader(opened, checkpoint, workers)
+    reader = _Reader(opened, checkpoint, threads)
     inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
-    with inputs as files, Staging(target, force=False) as staging:
+    with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
         check_unchanged((base_checkpoint, checkpoint))
         staging.publish()
-    return UnpackReport(root, base_checkpoint.path, target, tensor_bytes, time.perf_counter() - started)
+    return UnpackReport(root, base_checkpoint.path, out, tensor_bytes, time.perf_counter() - started)
 
 
 def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) -> None:

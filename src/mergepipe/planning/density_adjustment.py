@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mergepipe.planning.choices import AdjustPolicy
 from mergepipe.planning.plan import Fallback
-from mergepipe.planning.problem import AdjustPolicy, PlanningProblem
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 
 NO_DENSITY = "the operator has no density"

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.choices import OnOmit
 from mergepipe.planning.known_statistics import KnownStatistics
 from mergepipe.planning.operator_rules import Rules
 from mergepipe.planning.plan import OmissionBound
-from mergepipe.planning.problem import OnOmit
 
 SAFETY = 1e-6  # of the sum itself; the norms are upper bounds already
 _RELATIVE_DIGITS = 4

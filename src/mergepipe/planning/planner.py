@@ -13,6 +13,7 @@ from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.conflict_policy import conflict_order, tensor_cosines
 from mergepipe.planning.density_adjustment import adjust_densities
 from mergepipe.planning.expected_error import norms_left
@@ -31,7 +32,7 @@ from mergepipe.planning.plan_assembly import (
 )
 from mergepipe.planning.prefix_selection import Selection, full_costs, take_prefix
 from mergepipe.planning.pricing import Pricing
-from mergepipe.planning.problem import OnOmit, PlanningProblem, PlanOptions, Policy
+from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.sampling_cost import sample_cost_bytes
 from mergepipe.planning.scores import amplitudes, score_blocks
 from mergepipe.planning.selection_order import Order, ascending_steps, norm_order, random_order, stratified_order
@@ -40,7 +41,7 @@ from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 
 
-def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Plan:
+def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
     """Choose which blocks of the experts are read under the budget `request`.
 
     Laws: the planned cost is at most the budget; for `OnOmit.KEEP` without adjustment a larger budget reads the same
@@ -54,7 +55,7 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     return ranking.plan(ranking.budget_bytes)
 
 
-def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanOptions) -> Ranking:
+def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
     """Rank everything that can be read; see `plan_merge`."""
     data = _planning_data(problem)
     _check_on_omit(problem, data, options.on_omit)
@@ -197,7 +198,7 @@ class Ranking:
 
     problem: PlanningProblem
     policy: Policy
-    options: PlanOptions
+    options: PlanningChoices
     budget_bytes: int
     data: _PlanningData
     score_EB: NDArray[np.float64]

@@ -1,56 +1,15 @@
-"""The planner's input as values: models, tasks, statistics, and the user's choices."""
+"""The problem that a planner solves: models, tasks and what is known of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution
 from mergepipe.storage.prices import Speeds
-
-
-class Policy(StrEnum):
-    """The policy that selects blocks; see `planning.selection_order`."""
-
-    NORM = "norm"
-    CONFLICT = "conflict"
-    STRATIFIED = "stratified"
-    RANDOM = "random"
-
-
-class OnOmit(StrEnum):
-    """The rule for coefficients where an expert is omitted."""
-
-    KEEP = "keep"  # an omitted delta is a zero
-    RENORMALIZE = "renormalize"  # weights are divided by the sum of those that were read
-
-
-@dataclass(frozen=True, slots=True)
-class AdjustPolicy:
-    """Allows densities to fall under a tight budget, never below `min_density`; see `planning.density_adjustment`."""
-
-    min_density: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_density <= 1:
-            raise ValueError(f"not a density: {self.min_density}")
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Choices beside budget and policy. `selection_seed` is what the policy `random` draws with.
-
-    With a `target_error`, relative to what the full merge changes, no more of the budget is spent than it needs.
-    """
-
-    on_omit: OnOmit = OnOmit.KEEP
-    adjust: AdjustPolicy | None = None
-    selection_seed: int = 0
-    target_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

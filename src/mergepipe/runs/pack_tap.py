@@ -22,7 +22,7 @@ from mergepipe.deltastore.pack.job import is_packed, job_of, reason_against
 from mergepipe.engine.passes import Tap
 from mergepipe.engine.segment_layout import Piece
 from mergepipe.errors import OutputError
-from mergepipe.options import threads_asked
+from mergepipe.options import threads_of
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert
 from mergepipe.runs.pack_request import ExpertPacker, NoPacks, PackCandidate
@@ -101,7 +101,7 @@ def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> 
     """Return the job, or the reason why its directory cannot be used."""
     try:
         job = job_of(base, expert, out)
-        return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_asked(None)) else (job, "")
+        return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_of(None)) else (job, "")
     except OutputError as error:
         return None, str(error)
 

@@ -17,6 +17,7 @@ from small_models import lora, product, random, write_adapter, write_model
 
 import mergepipe
 from mergepipe.errors import RecipeError, UnsupportedError
+from mergepipe.options import MergeOptions
 from support.delta_checkpoints import write_delta
 from support.torch_bytes import View, torch_bytes
 
@@ -35,7 +36,7 @@ def tuned(seed: int) -> Tensors:
     }
 
 
-def merged(root: Path, experts: Mapping[str, float], method: str = "task_arithmetic", **options: Any) -> Tensors:
+def merged(root: Path, experts: Mapping[str, float], method: str = "task_arithmetic") -> Tensors:
     """Merge directories of `root` into the float32 result."""
     density = {} if method == "task_arithmetic" else {"density": 0.4}
     weights = [{"model": str(root / n), "parameters": {"weight": w, **density}} for n, w in experts.items()]
@@ -43,7 +44,7 @@ def merged(root: Path, experts: Mapping[str, float], method: str = "task_arithme
     content = {"merge_method": method, "base_model": str(root / "base"), "models": weights, "dtype": "float32"}
     recipe.write_text(yaml.safe_dump(content))
     out = root / "-".join([*experts, method])
-    mergepipe.merge(recipe, out, force=True, **options)
+    mergepipe.merge(recipe, out, force=True)
     return dict(load_file(out / "model.safetensors"))
 
 
@@ -105,7 +106,7 @@ def test_merge__a_recipe_can_say_that_weights_are_differences(root: Path) -> Non
 
 def test_merge__the_same_files_as_weights_share_no_statistics_with_differences(root: Path) -> None:
     as_weights = marked_recipe(root, str(root / "full"))
-    mergepipe.merge(as_weights, root / "first", statistics=True)
+    mergepipe.merge(as_weights, root / "first", options=MergeOptions(statistics=True))
     as_differences = marked_recipe(root, {"path": str(root / "full"), "delta": True})
     mergepipe.merge(as_differences, root / "second", budget="100%")
     out = load_file(root / "second" / "model.safetensors")
@@ -252,7 +253,7 @@ def test_merge__slices_of_an_adapted_base_are_those_of_its_weights(
     text = yaml.safe_dump(SLICED[case])
     for name, recipe in (("one", text), ("other", text.replace("base+part", "applied"))):
         (root / f"{name}.yml").write_text(recipe)
-        mergepipe.merge(root / f"{name}.yml", root / name, catalog=False)
+        mergepipe.merge(root / f"{name}.yml", root / name, options=MergeOptions(catalog=False))
     one, other = (load_file(root / name / "model.safetensors") for name in ("one", "other"))
     assert one.keys() == other.keys()
     for name in one:
@@ -267,5 +268,5 @@ def test_merge__slices_of_a_bare_adapter_are_refused(
     monkeypatch.chdir(root)
     (root / "bare.yml").write_text(yaml.safe_dump(sliced("passthrough", [("base", 0, 1)], [("part", 0, 2)], pieces)))
     with pytest.raises(UnsupportedError) as caught:
-        mergepipe.merge(root / "bare.yml", root / "out", catalog=False)
+        mergepipe.merge(root / "bare.yml", root / "out", options=MergeOptions(catalog=False))
     assert caught.value.code == "merge.base.delta"

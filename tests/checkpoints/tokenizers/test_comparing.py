@@ -10,6 +10,7 @@ from vocabulary_cases import EMBED, HEAD, write_model
 
 from mergepipe.api import check, merge
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
+from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
 
 TOKENS = ["<unk>", "a", "b", "c"]
@@ -88,7 +89,7 @@ def test_merge__the_manifest_lists_rows_that_are_left_out(tmp_path: Path, text: 
     recipe = tmp_path / "recipe.yml"
     models = "models: [{model: other, parameters: {weight: 1}}]\nbase_model: base\nmerge_method: task_arithmetic\n"
     recipe.write_text(models + text)
-    report = merge(recipe, tmp_path / "out", catalog=False)
+    report = merge(recipe, tmp_path / "out", options=MergeOptions(catalog=False))
     assert report.dropped_tensors == 0
     dropped = json.loads((tmp_path / "out" / "mergepipe.json").read_text())["dropped"]
     assert [(each["model"], each["tensor"], each["reason"]) for each in dropped] == [

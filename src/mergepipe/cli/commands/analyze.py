@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, BlockElements, Debug, Home, Memory, Quiet, Threads
+from mergepipe.cli.options import (
+    AsJson,
+    BasePath,
+    BlockElements,
+    Debug,
+    ExpertPaths,
+    Home,
+    Memory,
+    PackAlong,
+    Quiet,
+    Threads,
+)
 from mergepipe.cli.running import optional_size, print_report, progress_shown
+from mergepipe.options import RunOptions
 
-BasePath = Annotated[str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")]
-ExpertPaths = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
 Probe = Annotated[
     str | None,
     typer.Option("--probe", metavar="SHARE", help="Read only this share of every block (1%, 0.01) and estimate."),
-]
-PackAlong: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]
 Densities = Annotated[
     list[float] | None,
@@ -49,10 +55,10 @@ def analyze(
 ) -> None:
     """Read each EXPERT once against BASE and keep what plans need.
 
-    What is known of unchanged files is not read again. An analysis that was stopped goes on where it was.
+    What is known of unchanged files is not read again. An interrupted analysis is resumed.
     """
     session: Session = context.obj
-    memory_bytes = optional_size(memory, "--memory")
+    options = RunOptions(threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home)
     probe_fraction = 0.0 if probe is None else parse_share(probe, "--probe")
     from mergepipe import api
 
@@ -60,13 +66,11 @@ def analyze(
         report = api.analyze(
             base,
             experts,
-            home=home,
             probe_fraction=probe_fraction,
             densities=density or (),
             block_elements=block_elements,
-            threads=threads,
-            memory_bytes=memory_bytes,
             pack=pack,
+            options=options,
             on_progress=on_progress,
         )
     from mergepipe.cli.render.merges import analyze_table

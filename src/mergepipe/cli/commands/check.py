@@ -9,6 +9,7 @@ import typer
 from mergepipe.cli.options import AllowDropped, AsJson, Debug, RecipePath, ShardSize
 from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable_lines
+from mergepipe.options import DEFAULT_SHARD_BYTES
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +52,7 @@ def check(
 
     report = api.check(
         recipe,
-        shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         allow_dropped=allow_dropped or (),
     )
     free_bytes = shutil.disk_usage(Path.cwd()).free

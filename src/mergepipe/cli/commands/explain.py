@@ -14,7 +14,7 @@ Subject = Annotated[
 ]
 TensorPattern = Annotated[
     str | None,
-    typer.Option("--tensor", metavar="GLOB", help="Tell of these tensors block by block: 'model.layers.0.*'."),
+    typer.Option("--tensor", metavar="GLOB", help="Explain these tensors block by block: 'model.layers.0.*'."),
 ]
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.commands.analyze import PackAlong
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
@@ -25,6 +24,7 @@ from mergepipe.cli.options import (
     NoReuse,
     OnOmit,
     OutPath,
+    PackAlong,
     Price,
     Quiet,
     RecipePath,
@@ -36,8 +36,10 @@ from mergepipe.cli.options import (
     TargetError,
     Threads,
     adjust_min_density,
+    plan_options,
 )
 from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions
 
 Budget = Annotated[
     str | None, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [default: everything is read]")
@@ -46,7 +48,7 @@ Statistics = Annotated[
     bool | None,
     typer.Option(
         "--gather/--no-gather",
-        help="Let a merge in full learn what `analyze` would.  [default: with 4 compute threads or more]",
+        help="Let a full merge gather what `analyze` would.  [default: with 4 compute threads or more]",
         show_default=False,
     ),
 ]
@@ -60,7 +62,7 @@ KeepAccumulators = Annotated[
 Overlay = Annotated[
     bool,
     typer.Option(
-        "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model of them."
+        "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
 
@@ -104,7 +106,7 @@ def merge(
 ) -> None:
     """Merge the models of RECIPE into the directory OUT.
 
-    OUT appears when it is complete, or not at all. An interrupted run is gone on with where it was.
+    OUT appears when it is complete, or not at all. An interrupted run is resumed.
     """
     session: Session = context.obj
     memory_bytes = optional_size(memory, "--memory")
@@ -119,34 +121,39 @@ def merge(
                 "--block-elements": block_elements,
             }
         )
+    options = MergeOptions(
+        threads=threads,
+        memory_bytes=memory_bytes,
+        home=home,
+        catalog=not no_catalog,
+        plan=plan_options(
+            select=select,
+            on_omit=on_omit,
+            adjust_min_density=lowest_density,
+            block_elements=block_elements,
+            price=price,
+            storage_speed=storage_speed,
+        ),
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        statistics=statistics,
+        resume=resume,
+        reuse=not no_reuse,
+        keep_accumulators=keep_accumulators,
+        overlay=overlay,
+        pack=pack,
+        allow_dropped=tuple(allow_dropped or ()),
+    )
     from mergepipe import api
 
     with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.merge(
             recipe,
             out,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            seed=seed,
-            force=force,
-            shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
             budget=budget,
             target_error=target_error,
-            select=select or api.DEFAULT_POLICY,
-            on_omit=on_omit or api.DEFAULT_ON_OMIT,
-            adjust_min_density=lowest_density,
-            block_elements=block_elements,
-            price=price or api.DEFAULT_PRICE,
-            storage_speed=storage_speed,
-            home=home,
-            catalog=not no_catalog,
-            statistics=statistics,
-            allow_dropped=allow_dropped or (),
-            resume=resume,
-            reuse=not no_reuse,
-            keep_accumulators=keep_accumulators,
-            overlay=overlay,
-            pack=pack,
+            force=force,
+            seed=seed,
+            options=options,
             on_progress=on_progress,
         )
     print_merge_report(report, as_json=as_json, quiet=quiet)

@@ -1,4 +1,4 @@
-"""`mergepipe plan` and `mergepipe run`: decide what a merge reads under a budget, and merge as decided."""
+"""`mergepipe plan`: decide what a merge reads under a budget."""
 
 from __future__ import annotations
 
@@ -7,35 +7,25 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     AdjustOperator,
     AllowDropped,
-    AsJson,
     BlockElements,
     Debug,
-    Force,
     Home,
-    Memory,
     MinDensity,
-    NoCatalog,
     NoReuse,
     OnOmit,
-    OutPath,
     Price,
-    Quiet,
     RecipePath,
-    Resume,
     Seed,
     Select,
-    ShardSize,
     StorageSpeed,
     TargetError,
-    Threads,
     adjust_min_density,
+    plan_options,
 )
-from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
 from mergepipe.core.escaping import json_line, printable_lines
 from mergepipe.core.outcome import note_committed
 
@@ -46,14 +36,12 @@ Budget = Annotated[
 PlanOut = Annotated[
     str | None, typer.Option("--out", "-o", metavar="FILE", help="Store the plan there, for `mergepipe run`.")
 ]
-PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
 PlanAsJson = Annotated[bool, typer.Option("--json", help="Print the plan itself, as it would be stored.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add this module's commands."""
+    """Add the command."""
     app.command("plan")(plan)
-    app.command("run")(run)
 
 
 def plan(
@@ -82,22 +70,25 @@ def plan(
     what is known of the experts comes from the catalog, and from the indices of packed ones.
     """
     lowest_density = adjust_min_density(adjust_operator=adjust_operator, min_density=min_density)
+    options = plan_options(
+        select=select,
+        on_omit=on_omit,
+        adjust_min_density=lowest_density,
+        block_elements=block_elements,
+        price=price,
+        storage_speed=storage_speed,
+    )
     from mergepipe import api
 
     decided = api.plan(
         recipe,
         budget,
         target_error=target_error,
-        select=select or api.DEFAULT_POLICY,
-        on_omit=on_omit or api.DEFAULT_ON_OMIT,
-        adjust_min_density=lowest_density,
-        block_elements=block_elements,
-        price=price or api.DEFAULT_PRICE,
-        storage_speed=storage_speed,
         seed=seed,
         home=home,
         reuse=not no_reuse,
         allow_dropped=allow_dropped or (),
+        options=options,
     )
     if plan_out is not None:
         api.store_plan(decided, plan_out)
@@ -108,45 +99,3 @@ def plan(
         from mergepipe.cli.render.plans import plan_table
 
         print(printable_lines(plan_table(decided, None if plan_out is None else Path(plan_out))))
-
-
-def run(
-    context: typer.Context,
-    plan: PlanPath,
-    out: OutPath,
-    *,
-    home: Home = None,
-    no_catalog: NoCatalog = False,
-    resume: Resume = None,
-    threads: Threads = None,
-    memory: Memory = None,
-    force: Force = False,
-    shard_size: ShardSize = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
-) -> None:
-    """Merge as PLAN says into the directory OUT.
-
-    Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
-    An interrupted run is gone on with where it was.
-    """
-    session: Session = context.obj
-    memory_bytes = optional_size(memory, "--memory")
-    shard_bytes = optional_size(shard_size, "--shard-size")
-    from mergepipe import api
-
-    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
-        report = api.run(
-            plan,
-            out,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            force=force,
-            shard_bytes=api.DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
-            home=home,
-            catalog=not no_catalog,
-            resume=resume,
-            on_progress=on_progress,
-        )
-    print_merge_report(report, as_json=as_json, quiet=quiet)

@@ -22,8 +22,10 @@ from mergepipe.cli.options import (
     Select,
     StorageSpeed,
     Threads,
+    plan_options,
 )
 from mergepipe.cli.running import optional_size, print_report, progress_shown
+from mergepipe.options import SWEEP_BUDGETS, RunOptions
 
 Budgets = Annotated[
     str | None,
@@ -67,7 +69,8 @@ def sweep(
     chosen one at the same budgets. The merged models are not kept.
     """
     session: Session = context.obj
-    memory_bytes = optional_size(memory, "--memory")
+    options = RunOptions(threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home)
+    plan = plan_options(select=select, on_omit=on_omit, price=price, storage_speed=storage_speed)
     if html is not None:
         _check_page(Path(html))
     from mergepipe import api
@@ -75,17 +78,12 @@ def sweep(
     with progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.sweep(
             recipe,
-            api.SWEEP_BUDGETS if budgets is None else budgets.split(","),
-            select=select or api.DEFAULT_POLICY,
-            on_omit=on_omit or api.DEFAULT_ON_OMIT,
-            price=price or api.DEFAULT_PRICE,
-            storage_speed=storage_speed,
+            SWEEP_BUDGETS if budgets is None else budgets.split(","),
             seed=seed,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            home=home,
             work=work,
             allow_dropped=allow_dropped or (),
+            plan=plan,
+            options=options,
             on_progress=on_progress,
         )
     if html is not None:

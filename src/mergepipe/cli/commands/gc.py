@@ -1,0 +1,38 @@
+"""`mergepipe gc`: remove what dead runs left."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.running import print_report
+
+Roots = Annotated[list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else staging of dead runs may lie.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("gc")(gc)
+
+
+def gc(
+    roots: Roots = None,
+    *,
+    dry_run: DryRun = False,
+    home: Home = None,
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Remove what dead runs left, and rows about what is gone.
+
+    Nothing that a living process works on, and no snapshot, is ever removed.
+    """
+    from mergepipe import api
+
+    report = api.gc(roots or (), dry_run=dry_run, home=home)
+    from mergepipe.cli.render.snapshots import gc_table
+
+    print_report(report, gc_table, as_json=as_json)

@@ -1,0 +1,50 @@
+"""`mergepipe pack`: keep experts as what they change of their base."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import AsJson, BasePath, Debug, ExpertPaths, Quiet, Threads
+from mergepipe.cli.running import naming_what_stands, print_report, progress_shown
+
+PackOut = Annotated[
+    str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
+]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Remove each expert's files once its store was read back and compared.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("pack")(pack)
+
+
+def pack(
+    context: typer.Context,
+    base: BasePath,
+    experts: ExpertPaths,
+    *,
+    out: PackOut,
+    replace: Replace = False,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Keep each EXPERT as what it changes of BASE, bit for bit.
+
+    Every element is checked while it is packed. All experts are read in one pass with BASE. An
+    interrupted pack is resumed.
+    """
+    session: Session = context.obj
+    from mergepipe import api
+
+    with naming_what_stands(), progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = api.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
+    from mergepipe.cli.render.packing import pack_table
+
+    print_report(report, pack_table, as_json=as_json, quiet=quiet)

@@ -1,0 +1,73 @@
+"""`mergepipe run`: merge as a stored plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import (
+    AsJson,
+    Debug,
+    Force,
+    Home,
+    Memory,
+    NoCatalog,
+    OutPath,
+    Quiet,
+    Resume,
+    ShardSize,
+    Threads,
+)
+from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
+
+PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("run")(run)
+
+
+def run(
+    context: typer.Context,
+    plan: PlanPath,
+    out: OutPath,
+    *,
+    home: Home = None,
+    no_catalog: NoCatalog = False,
+    resume: Resume = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    force: Force = False,
+    shard_size: ShardSize = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Merge as PLAN says into the directory OUT.
+
+    Refused if an input is not what it was when the plan was made. OUT appears when it is complete, or not at all.
+    An interrupted run is resumed.
+    """
+    session: Session = context.obj
+    options = RunOptions(
+        threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home, catalog=not no_catalog
+    )
+    shard_bytes = optional_size(shard_size, "--shard-size")
+    from mergepipe import api
+
+    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+        report = api.run(
+            plan,
+            out,
+            force=force,
+            shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+            resume=resume,
+            options=options,
+            on_progress=on_progress,
+        )
+    print_merge_report(report, as_json=as_json, quiet=quiet)

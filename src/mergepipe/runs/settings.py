@@ -1,0 +1,103 @@
+"""Turns the options of a call into the settings of a run."""
+
+from __future__ import annotations
+
+from mergepipe.errors import RecipeError
+from mergepipe.options import (
+    DEFAULT_SHARD_BYTES,
+    MergeOptions,
+    PlanOptions,
+    RunOptions,
+    catalog_home,
+    check_seed,
+    engine_options,
+)
+from mergepipe.planning.budget import parse_speed
+from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.runs.resume import Resume
+from mergepipe.runs.speeds import PriceRequest
+from mergepipe.storage.prices import Price
+
+GATHERING_THREADS = 4  # with fewer, gathering statistics on the way costs time
+
+
+def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSettings:
+    """Return the settings of a merge.
+
+    Raises:
+        RecipeError: `option.seed`.
+        LimitError: `memory.address-space`.
+    """
+    resume = resume_of(options.resume)
+    engine = engine_options(options)
+    return MergeSettings(
+        engine=engine,
+        seed=check_seed(seed),
+        force=force,
+        shard_bytes=options.shard_bytes,
+        home=catalog_home(options),
+        gathers=engine.threads >= GATHERING_THREADS if options.statistics is None else options.statistics,
+        resume=resume.without_continuing if options.overlay else resume,
+        reuse=options.reuse and not options.overlay,
+        keeps_accumulators=options.keep_accumulators,
+        overlay=options.overlay,
+        allow_dropped=options.allow_dropped,
+        pack=options.pack_path,
+    )
+
+
+def run_settings(
+    options: RunOptions,
+    seed: int = 0,
+    *,
+    force: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    resume: bool | None = None,
+) -> MergeSettings:
+    """Return the settings of a run whose plan or manifest says what is merged.
+
+    Raises:
+        RecipeError: `option.seed`.
+        LimitError: `memory.address-space`.
+    """
+    return MergeSettings(
+        engine=engine_options(options),
+        seed=check_seed(seed),
+        force=force,
+        shard_bytes=shard_bytes,
+        home=catalog_home(options),
+        resume=resume_of(resume),
+    )
+
+
+def resume_of(resume: bool | None) -> Resume:
+    """Return what to do about an interrupted run: resume it if there is one (None), require one, or begin anew."""
+    if resume is None:
+        return Resume.AUTO
+    return Resume.REQUIRED if resume else Resume.NEVER
+
+
+def price_request(options: PlanOptions) -> PriceRequest:
+    """Return what the benefit of a read is divided by."""
+    speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
+    return PriceRequest(Price(options.price), speed)
+
+
+def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
+    """Refuse options that have no meaning with a budget, or none without one.
+
+    Args:
+        planned_by: the option that makes a plan of the merge; None for a full merge.
+
+    Raises:
+        RecipeError: `option.pair`.
+    """
+    if options.pack is not None and planned_by is not None:
+        message = f"packs what is read in full: it does not go with {planned_by}, which reads parts"
+        raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
+    if options.keep_accumulators and planned_by is not None:
+        message = "only full merges keep sums and build on them"
+        raise RecipeError.of("option.pair", "--keep-accumulators", message, "merge without --budget")
+    if options.plan.price != PlanOptions().price and planned_by is None:
+        message = "a full merge reads the same at any price"
+        raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")
