@@ -22,7 +22,6 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.deltastore.tensor import read_range
 from mergepipe.errors import NotFoundError
 from mergepipe.options import threads_asked
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
@@ -31,6 +30,7 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import OutputFile, make_folders
+from mergepipe.storage.ranges import read_exact
 
 BlockSink = Callable[[RawBytes], None]
 
@@ -143,7 +143,7 @@ class _Reader:
         packed = self.opened.header.files
         start = sum(each.header_bytes for each in packed[:number])
         path = self.opened.root / HEADERS_NAME
-        content = read_range(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
+        content = read_exact(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
         if digest(content).hex() != packed[number].header_blake3:
             raise corrupt(path, f"the header of {packed[number].name} is damaged")
         return content
@@ -172,7 +172,7 @@ class _Reader:
 def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> RawBytes:
     if isinstance(tensor, TensorEntry):
         start = tensor.offset + span.start * tensor.dtype.itemsize
-        return read_range(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
+        return read_exact(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
     content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
     tensor.opened(files)(span, content, Purpose.EXPERT)
     return content

@@ -6,10 +6,10 @@ import errno
 import os
 from pathlib import Path
 
-from mergepipe.errors import CorruptError
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.page_cache import resident_fraction
+from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
 
 __all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
@@ -130,21 +130,11 @@ class LocalStore:
         try:
             wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            parts = []
-            while wanted > 0:
-                part = os.pread(descriptor, wanted, offset)
-                if not part:
-                    raise CorruptError.of(
-                        "storage.shrunk", path, f"ended at byte {offset} while it was being read", "run again"
-                    )
-                parts.append(part)
-                offset += len(part)
-                wanted -= len(part)
+            data = read_descriptor_range(descriptor, path, offset, wanted)
         except OSError as error:
             raise os_error(error, path, "reading it") from error
         finally:
             os.close(descriptor)
-        data = b"".join(parts)
         self._ledger.charge(str(path), Purpose.METADATA, len(data))
         return data
 
