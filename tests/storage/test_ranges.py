@@ -36,17 +36,18 @@ from mergepipe.tailor.values import StateReader
 from support.faults import replaced
 from support.fetching import AlignedFile
 from support.safetensors_bytes import file_bytes, record
-from support.stores import InMemoryFile
+from support.stores import InMemoryStore
 
 SOURCE = Path(mergepipe.__file__).parent
 N_ELEMENTS = 4096
 ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Path("model.safetensors"), 0, 4 * N_ELEMENTS)
 
 
-def file_of(content: bytes, *, is_paged: bool) -> RangeFile:
+def file_of(content: bytes, *, is_paged: bool, ledger: Ledger | None = None) -> RangeFile:
     """A file in memory."""
     path = Path("file")
-    return AlignedFile(path, content, Ledger()) if is_paged else InMemoryFile(path, content, Ledger())
+    ledger = Ledger() if ledger is None else ledger
+    return AlignedFile(path, content, ledger) if is_paged else InMemoryStore({path: content}, ledger).open(path)
 
 
 @given(st.binary(max_size=9000), st.data(), st.booleans())
@@ -55,8 +56,8 @@ def test_read_exact__gives_what_lies_in_the_range_and_asks_for_the_request(
 ) -> None:
     start = data.draw(st.integers(0, len(content)))
     stop = data.draw(st.integers(start, len(content)))
-    file, ledger = file_of(content, is_paged=is_paged), Ledger()
-    object.__setattr__(file, "ledger", ledger)
+    ledger = Ledger()
+    file = file_of(content, is_paged=is_paged, ledger=ledger)
     assert read_exact(file, start, stop, Purpose.EXPERT).tobytes() == content[start:stop]
     assert ledger.usage()[Purpose.EXPERT] == request_bytes(file, start, stop)
 

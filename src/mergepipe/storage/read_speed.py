@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS, LocalStore
 from mergepipe.storage.ranges import read_exact
 
 MOST_BYTES = 64 << 20
 REQUEST_BYTES = 2 << 20
-READERS = 8
+READERS = LOCAL_TERMS.most_requests
 
 
 def measure_reading(store: LocalStore, path: Path, purpose: Purpose) -> float:

@@ -33,7 +33,6 @@ Advance = Callable[[int], None]
 FEWEST_BYTES = 16 << 20
 _LARGEST_CHUNK_BYTES = 4 << 20
 _MOST_BUFFERS = 32
-_READERS = 8
 _FILES_AHEAD = 3
 _SPARE_DESCRIPTORS = 64
 
@@ -83,7 +82,7 @@ class Copier:
         written: list[WrittenFile] = []
         with (
             _Sources(self._store, [plan for plan, _ in jobs]) as sources,
-            ThreadPoolExecutor(_READERS, "mergepipe-tailor-read") as readers,
+            ThreadPoolExecutor(self._store.terms.most_requests, "mergepipe-tailor-read") as readers,
             ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
         ):
             flow = _Flow(self._pool, readers, writer, sources, targets)
