@@ -88,7 +88,7 @@ def run_analysis(
                     packing.tap,
                 )  # fmt: skip
                 execute_analysis(work, files, engine, tell)
-            check_unchanged((base_checkpoint, *checkpoints))
+            check_unchanged(store, (base_checkpoint, *checkpoints))
             packing.finish()
             recorder.flush()
             packed = packing.publish()

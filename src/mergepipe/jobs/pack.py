@@ -62,7 +62,7 @@ def pack(
     store = LocalStore()
     workers = threads_asked(threads)
     base_checkpoint = open_base(store, Path(base))
-    jobs = [job_of(base_checkpoint, open_checkpoint(store, Path(each)), Path(out)) for each in experts]
+    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, Path(each)), Path(out)) for each in experts]
     check_names(jobs)
     if replace:
         for job in jobs:
@@ -174,5 +174,5 @@ def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
     verify_store(store, job.out, job.base, threads)
     opened = read_store(store, job.out)
     check_same(store, opened, job, threads)
-    job.check_unchanged()
+    job.check_unchanged(store)
     sync_store(opened)

@@ -73,7 +73,7 @@ def unpack(
     with inputs as files, Staging(target, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
-        check_unchanged((base_checkpoint, checkpoint))
+        check_unchanged(store, (base_checkpoint, checkpoint))
         staging.publish()
     return UnpackReport(root, base_checkpoint.path, target, tensor_bytes, time.perf_counter() - started)
 

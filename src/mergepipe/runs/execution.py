@@ -113,7 +113,7 @@ class Execution:
     ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, Kept]]:
         """Open what earlier snapshots lend, but for what was replaced or removed since it was looked at."""
         wanted = reuse.files | {each.entry.file for each in kept.values()}
-        gone = {path for path in wanted if not path.exists()}
+        gone = {path for path in wanted if self.store.stat(path) is None}
         opened = {**files, **stack.enter_context(open_files(self.store, wanted - gone - files.keys()))}
         lost = gone | lost_files(wanted, snapshots)
         left = reuse.without(lost)

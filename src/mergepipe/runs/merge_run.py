@@ -263,7 +263,7 @@ class _Run:
             )
             made = execution.run(work, files, earlier, progress)
         self.tick("publish")
-        check_unchanged(checkpoints)
+        check_unchanged(self._store, checkpoints)
         made.reuse.check(made.digests)
         if recorder:
             recorder.flush()

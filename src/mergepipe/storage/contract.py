@@ -165,3 +165,15 @@ class Store(Protocol):
             StorageError: it is not a regular file.
         """
         ...
+
+
+def is_file(store: Store, path: Path) -> bool:
+    """Whether a path leads to a regular file. Raises as `Store.stat` does."""
+    status = store.stat(path)
+    return status is not None and status.is_file
+
+
+def is_folder(store: Store, path: Path) -> bool:
+    """Whether a path leads to a folder. Raises as `Store.stat` does."""
+    status = store.stat(path)
+    return status is not None and status.is_folder

@@ -30,12 +30,14 @@ def read_exact(
         CorruptError: `storage.shrunk`, the file ends before `stop`.
         StorageError: the read failed.
     """
-    nbytes = request_bytes(file, start, stop)
-    room = aligned_buffer(round_up(max(nbytes, 1), PAGE_BYTES)) if out is None else out
-    first = start // file.alignment * file.alignment
-    if nbytes:
-        request(file, first, room[:nbytes], stop - first, purpose)
-    return room[start - first : stop - first] if nbytes else room[:0]
+    if start == stop:
+        return np.empty(0, np.uint8) if out is None else out[:0]
+    alignment = file.alignment
+    first = start // alignment * alignment
+    nbytes = round_up(stop, alignment) - first
+    room = aligned_buffer(round_up(nbytes, PAGE_BYTES)) if out is None else out
+    request(file, first, room[:nbytes], stop - first, purpose)
+    return room[start - first : stop - first]
 
 
 def request_bytes(file: RangeFile, start: int, stop: int) -> int:
