@@ -72,7 +72,6 @@ ALLOWED = {
     ),
     "tailor/composition/from_log.py": ("is_dir is_file iterdir regular.read_small", LEFT),
     "tailor/composition/recipe.py": ("os.path.realpath", LEFT),
-    "tailor/composition/strategies.py": ("is_dir iterdir", LEFT),
     "tailor/saving/callback.py": ("is_dir", OWN),
     "tailor/saving/frameworks.py": ("is_file", OWN),
     "tailor/saving/partial_run.py": ("exists is_dir", OWN),
