@@ -1,16 +1,16 @@
-"""Small stores for tests: they record every call, and the metadata store refuses to serve tensor bytes."""
+"""Stores for tests: one that refuses to serve tensor bytes, and one in memory that behaves like an object store."""
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.local import LocalStore
 from mergepipe.storage.regular import too_large
 
 
@@ -23,101 +23,172 @@ class MetadataRead:
     nbytes: int
 
 
-@dataclass(slots=True)
-class MetadataStore:
+class MetadataStore(LocalStore):
     """Serves headers and sidecars of real files; fails the test that opens a file for its tensor bytes."""
 
-    ledger: Ledger = field(default_factory=Ledger)
-    reads: list[MetadataRead] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[MetadataRead] = []
 
-    def open(self, path: Path, *, direct: bool = False) -> NoReturn:
-        raise AssertionError(f"{path} was opened for tensor bytes (direct={direct})")
-
-    def size_bytes(self, path: Path) -> int:
-        found = _stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise StorageError.of("storage.not_regular", path, "is not a regular file")
-        return found.st_size
+    def open(self, path: Path, *, direct: bool = False, cached: bool = True) -> NoReturn:
+        raise AssertionError(f"{path} was opened for tensor bytes (direct={direct}, cached={cached})")
 
     def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
-        self.size_bytes(path)
         self.reads.append(MetadataRead(path, offset, nbytes))
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            content = os.pread(descriptor, nbytes, offset)
-        finally:
-            os.close(descriptor)
-        self.ledger.charge(str(path), Purpose.METADATA, len(content))
-        return content
+        return super().read_metadata(path, offset, nbytes)
 
     def read_small(self, path: Path, limit_bytes: int) -> bytes:
-        return _read_small(self, path, limit_bytes)
+        content = super().read_small(path, limit_bytes)
+        self.reads.append(MetadataRead(path, 0, len(content)))
+        return content
 
 
 @dataclass(frozen=True, slots=True)
-class InMemoryFile:
-    """One file of an `InMemoryStore`."""
+class StoreRequest:
+    """What an `InMemoryStore` was asked: `open`, `stat`, `list` or `read`, of which bytes."""
 
+    operation: str
     path: Path
-    content: bytes
-    ledger: Ledger
-    alignment: int = 1
-    version: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+
+Script = Callable[[StoreRequest], None]
+"""Called before each request is served: raises to make it fail, sleeps to make it slow."""
+
+
+def serve_at_once(_request: StoreRequest) -> None:
+    """Make no request fail or wait."""
+
+
+class InMemoryFile:
+    """One version of an object: reads of it fail once another version is in its place."""
+
+    alignment = 1
+
+    def __init__(self, store: InMemoryStore, path: Path) -> None:
+        self._store = store
+        self.path = path
+        self._status = store.object_status(path)
 
     @property
     def size_bytes(self) -> int:
-        return len(self.content)
+        return self._status.size_bytes
+
+    @property
+    def version(self) -> str:
+        return self._status.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        piece = self.content[offset : offset + len(buffer)]
-        buffer[: len(piece)] = piece
-        self.ledger.charge(str(self.path), purpose, len(buffer))
-        return len(piece)
+        self._store.ledger.charge(str(self.path), purpose, len(buffer))
+        content = self._store.get(StoreRequest("read", self.path, offset, len(buffer)), self.version)
+        buffer[: len(content)] = content
+        return len(content)
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-@dataclass(slots=True)
 class InMemoryStore:
-    """Serves files from a mapping of path to content."""
+    """Objects by their paths: no rename, no empty folders, no links, another version with every overwriting.
 
-    files: Mapping[Path, bytes]
-    ledger: Ledger = field(default_factory=Ledger)
-    reads: list[MetadataRead] = field(default_factory=list)
+    `requests` records everything that was asked, in order; `script` sees each request before it is served.
+    """
 
-    def open(self, path: Path, *, direct: bool = False) -> InMemoryFile:
-        return InMemoryFile(path, self._content(path), self.ledger)
+    def __init__(
+        self, files: Mapping[Path, bytes] | None = None, ledger: Ledger | None = None, script: Script = serve_at_once
+    ) -> None:
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.requests: list[StoreRequest] = []
+        self.script = script
+        self._objects: dict[Path, tuple[int, bytes]] = {}
+        self._n_puts = 0
+        for path, content in (files or {}).items():
+            self.put(path, content)
+
+    @property
+    def terms(self) -> StoreTerms:
+        return StoreTerms(granularity_bytes=1, most_requests=4, request_cost_bytes=1 << 20)
+
+    @property
+    def reads(self) -> list[StoreRequest]:
+        """The requests for bytes."""
+        return [request for request in self.requests if request.operation == "read"]
+
+    def put(self, path: Path, content: bytes) -> None:
+        """Store an object, or another version of it."""
+        self._n_puts += 1
+        self._objects[path] = (self._n_puts, content)
+
+    def delete(self, path: Path) -> None:
+        """Remove an object."""
+        del self._objects[path]
+
+    def open(self, path: Path, *, direct: bool = False) -> RangeFile:
+        del direct  # there is no page cache
+        self._ask(StoreRequest("open", path))
+        return InMemoryFile(self, path)
+
+    def stat(self, path: Path) -> FileStatus | None:
+        self._ask(StoreRequest("stat", path))
+        return self._status(path)
+
+    def list(self, path: Path) -> tuple[Entry, ...]:
+        self._ask(StoreRequest("list", path))
+        below = [each.relative_to(path).parts for each in self._objects if path in each.parents]
+        if not below:
+            raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path")
+        kinds = {parts[0]: FileKind.FILE if len(parts) == 1 else FileKind.FOLDER for parts in below}
+        return tuple(Entry(name, kinds[name]) for name in sorted(kinds))
+
+    def real_path(self, path: Path) -> Path | None:
+        return None if self._status(path) is None else path
 
     def size_bytes(self, path: Path) -> int:
-        return len(self._content(path))
+        self._ask(StoreRequest("stat", path))
+        return self.object_status(path).size_bytes
 
     def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
-        content = self._content(path)[offset : offset + nbytes]
-        self.reads.append(MetadataRead(path, offset, nbytes))
+        content = self.get(StoreRequest("read", path, offset, nbytes))
         self.ledger.charge(str(path), Purpose.METADATA, len(content))
         return content
 
     def read_small(self, path: Path, limit_bytes: int) -> bytes:
-        return _read_small(self, path, limit_bytes)
+        size_bytes = self.size_bytes(path)
+        if size_bytes > limit_bytes:
+            raise too_large(path, size_bytes, limit_bytes)
+        return self.read_metadata(path, 0, size_bytes)
 
-    def _content(self, path: Path) -> bytes:
-        if path not in self.files:
-            raise NotFoundError.of("storage.not_found", path, "there is no such file")
-        return self.files[path]
+    def get(self, request: StoreRequest, version: str | None = None) -> bytes:
+        """Bytes of an object, of one version of it if that is given."""
+        self._ask(request)
+        status = self._status(request.path)
+        if version is not None and (status is None or status.version != version):
+            raise ConflictError.of("input.changed", request.path, "changed while it was being read", "run again")
+        self.object_status(request.path)
+        return self._objects[request.path][1][request.offset : request.offset + request.nbytes]
+
+    def object_status(self, path: Path) -> FileStatus:
+        """The status of an object, not of a folder."""
+        status = self._status(path)
+        if status is None:
+            raise _missing(path)
+        if not status.is_file:
+            raise StorageError.of("storage.not-a-file", path, "is a folder, an object is needed")
+        return status
+
+    def _status(self, path: Path) -> FileStatus | None:
+        if path in self._objects:
+            number, content = self._objects[path]
+            return FileStatus(FileKind.FILE, len(content), f"v{number}")
+        if any(path in each.parents for each in self._objects):
+            return FileStatus(FileKind.FOLDER, 0, "")
+        return None
+
+    def _ask(self, request: StoreRequest) -> None:
+        self.requests.append(request)
+        self.script(request)
 
 
-def _read_small(store: MetadataStore | InMemoryStore, path: Path, limit_bytes: int) -> bytes:
-    size_bytes = store.size_bytes(path)
-    if size_bytes > limit_bytes:
-        raise too_large(path, size_bytes, limit_bytes)
-    return store.read_metadata(path, 0, size_bytes)
-
-
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except FileNotFoundError as error:
-        raise NotFoundError.of("storage.not_found", path, "there is no such file") from error
-    except OSError as error:
-        raise StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}") from error
+def _missing(path: Path) -> MergePipeError:
+    return NotFoundError.of("storage.not-found", path, "no such object", "check the path")

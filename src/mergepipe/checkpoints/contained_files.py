@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 import unicodedata
 from pathlib import Path
 
 from mergepipe.checkpoints.formats.strict_json import shown
-from mergepipe.errors import CorruptError, StorageError, UnsupportedError
+from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.storage.contract import FileStatus, Store
 
 
 def is_plain_name(name: str) -> bool:
@@ -32,27 +32,29 @@ def require_text_path(path: Path) -> None:
         raise UnsupportedError.of("path.encoding", ascii(text), message, "rename it") from None
 
 
-def stat_regular(root: Path, name: str) -> os.stat_result | None:
-    """Stat the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none.
+def stat_regular(store: Store, root: Path, name: str) -> FileStatus | None:
+    """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none.
 
     Raises:
         CorruptError: the name cannot be used, a link leads out of the checkpoint, or it is not a regular file.
-        StorageError: the operating system refused to look.
+        StorageError: the store refused to look.
     """
     if not all(is_plain_name(part) for part in name.split("/")):
         raise CorruptError.of("checkpoint.files.name", root, f"the file name {shown(name)} cannot be used")
     path = root / name
-    try:
-        target = Path(os.path.realpath(path, strict=True))
-        found = target.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    target = store.real_path(path)
+    status = None if target is None else store.stat(target)
+    if target is None or status is None:
         return None
-    except OSError as error:
-        raise StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}") from error
-    _check_contained(path, target, Path(os.path.realpath(root)))
-    if not stat.S_ISREG(found.st_mode):
+    _check_contained(path, target, store.real_path(root) or root)
+    if not status.is_file:
         raise CorruptError.of("checkpoint.files.not_regular", path, "must be a regular file")
-    return found
+    return status
+
+
+def is_linked_folder(store: Store, folder: Path, name: str) -> bool:
+    """Whether the folder `name` of `folder` is a link, so that what is below it lies elsewhere too."""
+    return store.real_path(folder / name) != (store.real_path(folder) or folder) / name
 
 
 def _check_contained(path: Path, target: Path, root: Path) -> None:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, Readable, TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.storage.buffers import aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 N_SAMPLES = 32
 SAMPLE_BYTES = 2048
@@ -43,6 +43,10 @@ def content_id(checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
     names or times, nor on whether the tensors are packed. At most 32 * 3 pages are read, as analysis; of packed ones
     the blocks that the samples lie in; nothing where the checkpoint knows its id. Two checkpoints that agree in every
     sample share an id: their random masks are then the same, nothing else follows from it.
+
+    Raises:
+        CorruptError: `storage.shrunk`, a file ends before a sample.
+        StorageError: a read failed.
     """
     if checkpoint.content_id is not None:
         return checkpoint.content_id
@@ -138,12 +142,8 @@ def _bytes_of(sample: Sample, files: Mapping[Path, RangeFile]) -> bytes:
         tensor.opened(files)(sample.span, out, Purpose.ANALYSIS)
         skip = sample.first - sample.span.start * tensor.dtype.itemsize
         return out[skip : skip + sample.stop - sample.first].tobytes()
-    file, first, last = files[tensor.file], tensor.offset + sample.first, tensor.offset + sample.stop
-    aligned = first // file.alignment * file.alignment
-    nbytes = round_up(last, file.alignment) - aligned
-    buffer = aligned_buffer(round_up(nbytes, 4096))
-    file.read_into(aligned, buffer.data[:nbytes], Purpose.ANALYSIS)
-    return bytes(buffer[first - aligned : last - aligned])
+    start, stop = tensor.offset + sample.first, tensor.offset + sample.stop
+    return read_exact(files[tensor.file], start, stop, Purpose.ANALYSIS).tobytes()
 
 
 def stream_key(seed: int, expert_content_id: str, tensor: str) -> int:

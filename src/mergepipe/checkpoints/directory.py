@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,9 +16,8 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.torch_weights import read_torch_weights
 from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH, choose_weights, names_shown
-from mergepipe.errors import CorruptError, NotFoundError, Problem, StorageError, UnsupportedError
-from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
+from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
+from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
 
 MAX_PROBLEMS = 20
@@ -55,10 +52,12 @@ def open_checkpoint(store: Store, path: Path) -> Checkpoint:
         UnsupportedError: weights of another format, or an adapter.
         StorageError: the operating system refused to look.
     """
-    found = _stat_given(path)
-    if stat.S_ISDIR(found.st_mode):
+    status = store.stat(path)
+    if status is None:
+        raise NotFoundError.of("checkpoint.path.not_found", shown(str(path)), "there is no such path")
+    if status.is_folder:
         return _open_directory(store, path)
-    if not stat.S_ISREG(found.st_mode):
+    if not status.is_file:
         raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
     known = (*SAFETENSORS.suffixes, *TORCH.suffixes)
     if path.suffix not in known:
@@ -66,7 +65,7 @@ def open_checkpoint(store: Store, path: Path) -> Checkpoint:
             "checkpoint.path.format", path, f"a single file must end in one of {', '.join(known)}",
             "convert it to safetensors",
         )  # fmt: skip
-    return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, found)], ())
+    return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
 
 
 def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection[str]]) -> Iterator[Problem]:
@@ -94,17 +93,8 @@ def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
     return Problem(f"checkpoint.index.{code}", "", message)
 
 
-def _stat_given(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: a NUL in the path
-        raise NotFoundError.of("checkpoint.path.not_found", shown(str(path)), "there is no such path") from error
-    except OSError as error:
-        raise StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}") from error
-
-
 def _open_directory(store: Store, path: Path) -> Checkpoint:
-    names = list_names(path)
+    names = list_names(store, path)
     weights = choose_weights(path, names)
     if weights.is_index:
         weight_map = _read_index(store, path, weights.name)
@@ -116,43 +106,39 @@ def _open_directory(store: Store, path: Path) -> Checkpoint:
             )  # fmt: skip
         files = _read_shards(store, path, weights.name, weight_map)
     else:
-        files = [read_weight_file(store, path, weights.name, stat_present(path, weights.name))]
-    return _checkpoint(path, path, files, _find_sidecars(path, names))
+        files = [read_weight_file(store, path, weights.name, stat_present(store, path, weights.name))]
+    return _checkpoint(path, path, files, _find_sidecars(store, path, names))
 
 
-def list_names(folder: Path) -> frozenset[str]:
+def list_names(store: Store, folder: Path) -> frozenset[str]:
     """The names in a directory."""
-    try:
-        return frozenset(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise StorageError.of("storage.list", folder, f"cannot be listed: {error.strerror}") from error
+    return frozenset(entry.name for entry in store.list(folder))
 
 
-def stat_present(root: Path, name: str) -> os.stat_result:
-    """Stat a file that was listed."""
-    found = stat_regular(root, name)
-    if found is None:
+def stat_present(store: Store, root: Path, name: str) -> FileStatus:
+    """Look up a file that was listed."""
+    status = stat_regular(store, root, name)
+    if status is None:
         raise NotFoundError.of("checkpoint.files.dangling_link", root / name, "is a link to a file that does not exist")
-    return found
+    return status
 
 
-def read_weight_file(store: Store, root: Path, name: str, found: os.stat_result) -> WeightFile:
+def read_weight_file(store: Store, root: Path, name: str, status: FileStatus) -> WeightFile:
     """Read what the file `name` of the directory `root` says it holds, whatever its format.
 
-    `found` was taken before: a change in between shows as another version later.
+    `status` was taken before: a change in between shows as another version later.
     """
     path = root / name
-    version = version_of(path, found)
     if path.suffix in TORCH.suffixes:
         weights = read_torch_weights(store, path)
-        return WeightFile(FileFingerprint(name, weights.size_bytes, version, weights.digest), weights.entries)
+        return WeightFile(FileFingerprint(name, weights.size_bytes, status.version, weights.digest), weights.entries)
     header = read_header(store, path)
-    fingerprint = FileFingerprint(name, header.size_bytes, version, header.header_digest)
+    fingerprint = FileFingerprint(name, header.size_bytes, status.version, header.header_digest)
     return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
 
 
 def _read_index(store: Store, root: Path, name: str) -> dict[str, str]:
-    stat_present(root, name)
+    stat_present(store, root, name)
     path = root / name
     raw = store.read_small(path, WEIGHT_INDEX_BYTES)
     return _weight_map(path, parse_object(raw, where=path, code="checkpoint.index"))
@@ -185,7 +171,7 @@ def _weight_map(path: Path, document: Mapping[str, JsonValue]) -> dict[str, str]
 
 def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
-    stats = {shard: stat_regular(root, shard) for shard in sorted(set(weight_map.values()))}
+    stats = {shard: stat_regular(store, root, shard) for shard in sorted(set(weight_map.values()))}
     missing = [shard for shard, found in stats.items() if found is None]
     if missing:
         where = str(root / index_name)
@@ -209,14 +195,14 @@ def _raise_capped(path: Path, problems: Iterator[Problem]) -> None:
     raise CorruptError(*located)
 
 
-def _find_sidecars(root: Path, names: Collection[str]) -> tuple[str, ...]:
+def _find_sidecars(store: Store, root: Path, names: Collection[str]) -> tuple[str, ...]:
     """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
     sidecars = [name for name in names if name in SIDECAR_NAMES or fnmatchcase(name, _SIDECAR_PATTERN)]
-    if TEMPLATE_FOLDER in names and (root / TEMPLATE_FOLDER).is_dir():
-        templates = list_names(root / TEMPLATE_FOLDER)
+    if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):
+        templates = list_names(store, root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
     for name in sorted(sidecars):
-        stat_present(root, name)
+        stat_present(store, root, name)
     return tuple(sorted(sidecars))
 
 

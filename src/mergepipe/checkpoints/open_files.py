@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
-from mergepipe.errors import ConflictError, MergePipeError
+from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.file_version import version_of
 
 _SPARE_FILES = 64
 
@@ -37,7 +36,7 @@ def open_files(
         yield files
 
 
-def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
+def check_unchanged(store: Store, checkpoints: Iterable[Checkpoint]) -> None:
     """Refuse to go on with files that are not those that were opened.
 
     Raises:
@@ -45,10 +44,10 @@ def check_unchanged(checkpoints: Iterable[Checkpoint]) -> None:
     """
     for path, file in _files_of(checkpoints):
         try:
-            status = path.stat()
-        except OSError:
+            status = store.stat(path)
+        except StorageError:
             raise _changed(path) from None
-        if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
+        if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
             raise _changed(path)
 
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
-from mergepipe.errors import CorruptError
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 
 def read_span(entry: TensorEntry, span: Span, files: Mapping[Path, RangeFile], purpose: Purpose) -> NDArray[np.uint8]:
@@ -23,24 +22,12 @@ def read_span(entry: TensorEntry, span: Span, files: Mapping[Path, RangeFile], p
     Requests at most `block_cost_bytes(entry, span)`.
 
     Raises:
-        CorruptError: the file ends before the tensor does.
+        CorruptError: `storage.shrunk`, the file ends before the tensor does.
         StorageError: the read failed.
     """
     start = entry.offset + span.start * entry.dtype.itemsize
     stop = start + span.n_elements * entry.dtype.itemsize
-    if stop == start:
-        return np.empty(0, np.uint8)
-    file = files[entry.file]
-    first = start // file.alignment * file.alignment
-    nbytes = round_up(stop, file.alignment) - first
-    buffer = aligned_buffer(round_up(nbytes, PAGE_BYTES))
-    got = file.read_into(first, buffer.data[:nbytes], purpose)
-    if first + got < stop:
-        raise CorruptError.of(
-            "storage.shrunk", entry.file, f"ended at byte {first + got}, tensor '{entry.name}' needs {stop}",
-            "do not change inputs during a merge; run again",
-        )  # fmt: skip
-    return buffer[start - first : stop - first]
+    return read_exact(files[entry.file], start, stop, purpose)
 
 
 def read_matrix(entry: TensorEntry, files: Mapping[Path, RangeFile], purpose: Purpose) -> NDArray[np.float32]:

@@ -12,12 +12,12 @@ from mergepipe.core.blocks import BF16, Span
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES
-from mergepipe.deltastore.tensor import read_range
 from mergepipe.kernels.codec import decode_tile
 from mergepipe.kernels.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 READ_WHOLE_ELEMENTS = 128 * 1024
 _STRETCHES = 32
@@ -54,7 +54,7 @@ class Sample:
 def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample:
     """Read a sample of a tensor: at most 256 KiB, in whole pages."""
     spans = sample_spans(entry.n_elements)
-    return Sample(entry.n_elements, tuple(read_range(file, *_byte_range(entry, span), purpose) for span in spans))
+    return Sample(entry.n_elements, tuple(read_exact(file, *_byte_range(entry, span), purpose) for span in spans))
 
 
 def sample_of(content: RawBytes) -> Sample:

@@ -29,7 +29,6 @@ from mergepipe.deltastore.plain_tensor import KeptTensor
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, NotFoundError
 from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import STORE_HEADER_BYTES
 
 
@@ -55,7 +54,7 @@ def read_store(store: Store, path: Path) -> OpenedStore:
         UnsupportedError: a newer version.
         NotFoundError, StorageError: from the store.
     """
-    if not is_store(path):
+    if not is_store(store, path):
         raise NotFoundError.of(
             "store.not-found", path, f"is not a delta store: it has no {HEADER_NAME}", "name a store that `pack` made"
         )
@@ -74,7 +73,7 @@ def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
     sizes |= {kept.name: kept.size_bytes for kept in header.kept}
-    prints = tuple(_fingerprint(path, name, size, header) for name, size in sorted(sizes.items()))
+    prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     found = {file.name: file.size_bytes for file in prints}
     return OpenedStore(path, header, StoreSide(store, path, header, found, read_index), prints)
 
@@ -121,11 +120,11 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
     return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row, found, bands)
 
 
-def _fingerprint(root: Path, name: str, size_bytes: int | None, header: StoreHeader) -> FileFingerprint:
-    """Make the fingerprint of a file, which must have `size_bytes` if that is not None."""
-    found = stat_regular(root, name)
-    if found is None or (size_bytes is not None and found.st_size != size_bytes):
-        what = "is missing" if found is None else f"has {found.st_size} bytes"
+def _fingerprint(store: Store, root: Path, name: str, size_bytes: int | None, header: StoreHeader) -> FileFingerprint:
+    """A file as it is, of `size_bytes` where that is known."""
+    status = stat_regular(store, root, name)
+    if status is None or (size_bytes is not None and status.size_bytes != size_bytes):
+        what = "is missing" if status is None else f"has {status.size_bytes} bytes"
         needed = "it is needed" if size_bytes is None else f"{size_bytes} bytes are needed"
         raise corrupt(root / name, f"{what}, {needed}")
-    return FileFingerprint(name, found.st_size, version_of(root / name, found), header.index_blake3)
+    return FileFingerprint(name, status.size_bytes, status.version, header.index_blake3)

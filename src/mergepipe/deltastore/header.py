@@ -19,6 +19,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.errors import UnsupportedError
+from mergepipe.storage.contract import Store, is_file
 
 HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"
@@ -35,9 +36,9 @@ _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
 
 
-def is_store(path: Path) -> bool:
-    """Whether `path` is a directory with a store's header."""
-    return (path / HEADER_NAME).is_file()
+def is_store(store: Store, path: Path) -> bool:
+    """Whether `path` is a directory with a delta store's header."""
+    return is_file(store, path / HEADER_NAME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, 
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
-from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 Charged = Callable[[Store, Path, int], bytes]
 """Reads the given number of bytes from the start of a file and charges them to one purpose."""
@@ -32,13 +32,9 @@ def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
     """Read bytes charged to the expert, for merges: a budget counts the index."""
     file = store.open(path)
     try:
-        content = bytearray(nbytes)
-        got = file.read_into(0, memoryview(content), Purpose.EXPERT) if nbytes else 0
+        return read_exact(file, 0, nbytes, Purpose.EXPERT).tobytes()
     finally:
         file.close()
-    if got < nbytes:
-        raise CorruptError.of("storage.shrunk", path, f"ends at byte {got}, {nbytes} bytes are needed", "copy it again")
-    return bytes(content)
 
 
 class StoreSide:

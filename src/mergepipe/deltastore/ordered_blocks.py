@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.writer import StoreWriter
-from mergepipe.errors import StorageError
 from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
+from mergepipe.storage.ranges import fill_from_descriptor
 
 EARLY_BYTES = 8 << 20
 
@@ -133,13 +133,8 @@ class _EarlyFile:
     def take_back(self, offset: int, nbytes: int) -> RawBytes:
         """Read back bytes, which are free afterwards."""
         content = np.empty(nbytes, np.uint8)
-        done = 0
         try:
-            while done < nbytes:
-                count = os.preadv(self._descriptor, [content.data[done:]], offset + done)
-                if count == 0:
-                    raise StorageError.of("storage.io", self._path, f"ends at byte {offset + done}", "run again")
-                done += count
+            fill_from_descriptor(self._descriptor, self._path, offset, content)
             self._left -= nbytes
             if self._left == 0:
                 os.ftruncate(self._descriptor, 0)

@@ -15,9 +15,9 @@ from mergepipe.deltastore.codec.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index_reader import StoreSide
-from mergepipe.deltastore.tensor import read_range
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +89,4 @@ class KeptFetch:
     def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
         start = self.entry.offset + span.start * self.entry.dtype.itemsize
         stop = start + span.n_elements * self.entry.dtype.itemsize
-        out[:] = read_range(self.files[self.entry.file], start, stop, purpose)
+        out[:] = read_exact(self.files[self.entry.file], start, stop, purpose)

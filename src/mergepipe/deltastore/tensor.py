@@ -30,11 +30,12 @@ from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
 from mergepipe.deltastore.index_reader import StoreSide
-from mergepipe.errors import CorruptError, MismatchError
-from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
+from mergepipe.errors import MismatchError
+from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.prices import DecodingPrices
+from mergepipe.storage.ranges import read_exact, request_bytes
 
 GROUP_BLOCKS = 16
 """Blocks whose pieces are read at once: at most 16 MiB of pieces and of decoded elements."""
@@ -250,13 +251,13 @@ class PackedFetch:
         offsets = {piece: self._index.offsets_PR[piece, row + first : row + stop + 1].tolist() for piece in pieces}
         some = [piece for piece in pieces if offsets[piece][0] < offsets[piece][-1]]
         files = {piece: self._files[root / PIECE_NAMES[piece]] for piece in some}
-        sizes = {piece: read_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
+        sizes = {piece: _room_bytes(file, offsets[piece][0], offsets[piece][-1]) for piece, file in files.items()}
         room = scratch("read", sum(sizes.values()), np.uint8)
         contents = dict.fromkeys(pieces, room[:0])
         at = 0
         for piece, file in files.items():
             begin, end = offsets[piece][0], offsets[piece][-1]
-            contents[piece] = read_into(file, begin, end, purpose, room[at : at + sizes[piece]])
+            contents[piece] = read_exact(file, begin, end, purpose, room[at : at + sizes[piece]])
             at += sizes[piece]
         return _Group(first, stop, offsets, contents)
 
@@ -272,7 +273,7 @@ class PackedFetch:
             found, found_digest = base.stored[start:stop], base.digest(start, stop)
         else:
             start = entry.offset + own.start * itemsize
-            found = read_range(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
+            found = read_exact(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
             found_digest = digest(found)
         if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
             raise MismatchError.of(
@@ -321,31 +322,6 @@ class _Decode(Protocol):
     def __call__(self, view: RawBytes) -> None: ...
 
 
-def read_range(file: RangeFile, start: int, stop: int, purpose: Purpose) -> RawBytes:
-    """Bytes `[start, stop)` of a file, in one request on its alignment.
-
-    Raises:
-        CorruptError: the file ends before.
-    """
-    return read_into(file, start, stop, purpose, aligned_buffer(max(read_bytes(file, start, stop), 1)))
-
-
-def read_bytes(file: RangeFile, start: int, stop: int) -> int:
-    """The buffer size, in whole pages, that `read_into` needs."""
-    first = start // file.alignment * file.alignment
-    return round_up(round_up(stop - first, file.alignment), PAGE_BYTES)
-
-
-def read_into(file: RangeFile, start: int, stop: int, purpose: Purpose, room: RawBytes) -> RawBytes:
-    """As `read_range`, into the page-aligned buffer `room`; return the part that holds the bytes.
-
-    Raises:
-        CorruptError: the file ends before.
-    """
-    first = start // file.alignment * file.alignment
-    got = file.read_into(first, room.data[: round_up(stop - first, file.alignment)], purpose)
-    if got < stop - first:
-        raise CorruptError.of(
-            "storage.shrunk", file.path, f"ends at byte {first + got}, {stop} bytes are needed", "copy it again"
-        )
-    return room[start - first : stop - first]
+def _room_bytes(file: RangeFile, start: int, stop: int) -> int:
+    """Room for a range in whole pages, so that the next one begins on a page."""
+    return round_up(request_bytes(file, start, stop), PAGE_BYTES)

@@ -25,11 +25,12 @@ from mergepipe.checkpoints.contract import NO_TURNS, ComputedTensor, NeedsBase, 
 from mergepipe.engine.passes import Afterwards, Job, Pass, Stage
 from mergepipe.engine.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
 from mergepipe.engine.segments import SegmentShape
-from mergepipe.errors import CorruptError, StorageError
+from mergepipe.errors import StorageError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import request
 
 READER_THREADS = 8
 LOOKAHEAD_BUFFERS = 24
@@ -350,15 +351,8 @@ def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
 
 def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Path, RangeFile]) -> None:
     file = files[read.file]
-    view = buffer.data[read.buffer_offset : read.buffer_offset + read.nbytes]
-    got = file.read_into(read.offset, view, read.purpose)
-    if got < min(read.nbytes, file.size_bytes - read.offset):
-        raise CorruptError.of(
-            "storage.shrunk",
-            read.file,
-            f"ended at byte {read.offset + got}, {file.size_bytes} bytes were there when it was opened",
-            "do not change inputs during a merge; run again",
-        )
+    view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
+    request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
 
 
 Opened = Mapping[tuple[int, bool], Fill]

@@ -85,7 +85,7 @@ def run_analysis(
                     packer.tap,
                 )  # fmt: skip
                 execute_analysis(work, files, engine, report_progress)
-            check_unchanged((base_checkpoint, *checkpoints))
+            check_unchanged(store, (base_checkpoint, *checkpoints))
             packer.finish()
             recorder.flush()
             packed = packer.publish()

@@ -46,7 +46,7 @@ def pack_experts(
     started = time.perf_counter()
     store = LocalStore()
     base_checkpoint = open_base(store, base)
-    jobs = [job_of(base_checkpoint, open_checkpoint(store, each), out) for each in experts]
+    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, each), out) for each in experts]
     check_names(jobs)
     if replaces:
         for job in jobs:
@@ -158,5 +158,5 @@ def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
     verify_store(store, job.out, job.base, threads)
     opened = read_store(store, job.out)
     check_same(store, opened, job, threads)
-    job.check_unchanged()
+    job.check_unchanged(store)
     sync_store(opened)

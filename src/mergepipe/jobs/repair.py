@@ -28,6 +28,7 @@ from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.local import LocalStore, os_error
 from mergepipe.storage.output import sync_directory
+from mergepipe.storage.ranges import read_descriptor_range
 
 _HINT = "merge again"
 _COPY_BYTES = 8 << 20
@@ -234,7 +235,8 @@ def _write_patch(descriptor: int, patch: _Patch) -> int:
     done = 0
     with patch.source.file.open("rb", buffering=0) as stream:
         while done < patch.nbytes:
-            part = os.pread(stream.fileno(), min(_COPY_BYTES, patch.nbytes - done), patch.source_offset + done)
+            nbytes = min(_COPY_BYTES, patch.nbytes - done)
+            part = read_descriptor_range(stream.fileno(), patch.source.file, patch.source_offset + done, nbytes)
             done += _write_all(descriptor, part, patch.offset + done)
     return done
 

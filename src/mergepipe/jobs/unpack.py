@@ -22,7 +22,6 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.deltastore.tensor import read_range
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -30,6 +29,7 @@ from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import OutputFile, make_folders
+from mergepipe.storage.ranges import read_exact
 
 BlockSink = Callable[[RawBytes], None]
 
@@ -58,7 +58,7 @@ def unpack_store(
     with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
-        check_unchanged((base_checkpoint, checkpoint))
+        check_unchanged(store, (base_checkpoint, checkpoint))
         staging.publish()
     return UnpackReport(root, base_checkpoint.path, out, tensor_bytes, time.perf_counter() - started)
 
@@ -128,7 +128,7 @@ class _Reader:
         packed = self.opened.header.files
         start = sum(each.header_bytes for each in packed[:number])
         path = self.opened.root / HEADERS_NAME
-        content = read_range(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
+        content = read_exact(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
         if digest(content).hex() != packed[number].header_blake3:
             raise corrupt(path, f"the header of {packed[number].name} is damaged")
         return content
@@ -157,7 +157,7 @@ class _Reader:
 def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> RawBytes:
     if isinstance(tensor, TensorEntry):
         start = tensor.offset + span.start * tensor.dtype.itemsize
-        return read_range(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
+        return read_exact(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
     content = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
     tensor.opened(files)(span, content, Purpose.EXPERT)
     return content

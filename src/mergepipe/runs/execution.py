@@ -115,7 +115,7 @@ class Execution:
     ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, KeptSum]]:
         """Open the files of earlier snapshots, except those that were replaced or removed since they were matched."""
         wanted = reuse.files | {each.entry.file for each in kept.values()}
-        gone = {path for path in wanted if not path.exists()}
+        gone = {path for path in wanted if self.store.stat(path) is None}
         opened = {**files, **stack.enter_context(open_files(self.store, wanted - gone - files.keys()))}
         lost = gone | changed_files(wanted, snapshots)
         left = reuse.without(lost)

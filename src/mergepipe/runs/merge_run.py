@@ -266,7 +266,7 @@ class _Run:
             )
             result = execution.run(work, files, sources, progress)
         self.tick("publish")
-        check_unchanged(checkpoints)
+        check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
         if recorder:
             recorder.flush()

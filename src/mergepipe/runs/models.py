@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.deltastore.header import is_store
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_folder
 
 _COMPOSITE_FORMAT = b'"mergepipe-composite/'
 _FORMAT_BYTES = 64  # a manifest's format is its first key
@@ -60,7 +59,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
             require_text_path(path)
     if model.adapter is None:
         return _open(store, model.path, base, is_delta=model.is_delta)
-    if base is not None and not as_weights and _is_same(model.path, base) and not _is_adapted(base):
+    if base is not None and not as_weights and _is_same(store, model.path, base) and not _is_adapted(base):
         return open_adapter(store, model.adapter, base)
     weights = _open(store, model.path, base)
     if weights.kind is not CheckpointKind.FULL:
@@ -71,13 +70,13 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
 
 
 def _open(store: Store, path: Path, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
-    """Open the checkpoint at `path`; with `is_delta` plain weights are taken as deltas, whatever their files say."""
-    if is_store(path):
+    """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
+    if is_store(store, path):
         from mergepipe.deltastore.checkpoint import open_store  # compiled: nothing else that opens waits for it
 
         return in_layout_of(base := _required(base, path, "a delta store"), open_store(store, path, base))
-    if path.is_dir():
-        names = list_names(path)
+    if is_folder(store, path):
+        names = list_names(store, path)
         _refuse_composite(store, path, names)
         if is_adapter(names):
             return open_adapter(store, path, _required(base, path, "an adapter"))
@@ -136,8 +135,9 @@ def _refuse_composite(store: Store, path: Path, names: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def _is_same(path: Path, base: Checkpoint) -> bool:
-    return os.path.realpath(path) == os.path.realpath(base.path)
+def _is_same(store: Store, path: Path, base: Checkpoint) -> bool:
+    real_path = store.real_path(path)
+    return real_path is not None and real_path == store.real_path(base.path)
 
 
 def _is_adapted(base: Checkpoint) -> bool:

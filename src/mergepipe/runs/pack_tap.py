@@ -100,7 +100,7 @@ def _is_stored(checkpoint: Checkpoint) -> bool:
 def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> tuple[PackJob | None, str]:
     """Return the job, or the reason why its directory cannot be used."""
     try:
-        job = job_of(base, expert, out)
+        job = job_of(store, base, expert, out)
         return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_of(None)) else (job, "")
     except OutputError as error:
         return None, str(error)

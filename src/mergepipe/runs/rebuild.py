@@ -69,7 +69,7 @@ def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = N
         Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
         for record in manifest.inputs
         for path in referenced_paths(record.path)
-        if not path.exists()
+        if store.stat(path) is None
     ]
     if gone:
         raise NotFoundError(*gone)
@@ -134,7 +134,7 @@ def rebuild_tensors(
         with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
             work = _work(manifest, inputs, output.tasks, files)
             digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
-        check_unchanged(checkpoints)
+        check_unchanged(store, checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
     for digest, spec in zip(digests, shard.tensors, strict=True):

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry
+from mergepipe.checkpoints.range_reads import read_span
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
-from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 
@@ -96,18 +96,15 @@ def _elements(files: Mapping[Path, RangeFile], entry: Readable, span: Span) -> N
     """Decode elements of a tensor into a new array.
 
     Raises:
-        CorruptError: `checkpoint.truncated`.
+        CorruptError: `storage.shrunk`, the file ends inside the tensor.
     """
     from mergepipe.kernels.codec import CODE_F64, decode_all
 
-    raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
-    if not isinstance(entry, TensorEntry):
-        entry.opened(files)(span, raw, Purpose.ANALYSIS)
+    if isinstance(entry, TensorEntry):
+        raw = read_span(entry, span, files, Purpose.ANALYSIS)
     else:
-        start = entry.offset + span.start * entry.dtype.itemsize
-        if files[entry.file].read_into(start, raw.data, Purpose.ANALYSIS) < len(raw):
-            message = f"ends inside tensor '{entry.name}'"
-            raise CorruptError.of("checkpoint.truncated", entry.file, message, "merge again")
+        raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
+        entry.opened(files)(span, raw, Purpose.ANALYSIS)
     if entry.dtype.kernel_code == CODE_F64:
         return np.asarray(raw.view(np.float64))
     elements_N = np.empty(span.n_elements, np.float32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
-from mergepipe.errors import NotFoundError, StorageError
+from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.snapshots.block_digests import block_digest
 from mergepipe.snapshots.layout import PlacedBlock, PlacedFile, SnapshotLayout
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 READ_BYTES = 8 << 20
 FEWEST_READERS = 4
@@ -138,26 +140,36 @@ class _Read:
     buffers: _Buffers
 
     def __call__(self) -> _Found:
-        buffer = self.buffers.take()
         first, last = self.blocks[0].start, self.blocks[-1].stop
-        start = first // self.file.alignment * self.file.alignment
-        nbytes = round_up(last, self.file.alignment) - start
         try:
-            got = self.file.read_into(start, buffer.data[:nbytes], Purpose.ANALYSIS)
+            read = read_exact(self.file, first, last, Purpose.ANALYSIS, self.buffers.take())
         except StorageError as error:
             return _Found(tuple((block, None) for block in self.blocks), {}, 0, error.problems[0].message)
+        except CorruptError:  # the file ends before: some of the blocks may be there
+            return self._missing() if len(self.blocks) == 1 else self._each_alone()
         digests: list[tuple[PlacedBlock, bytes | None]] = []
         not_finite: dict[str, int] = {}
         for block in self.blocks:
-            if block.stop - start > got:
-                digests.append((block, None))
-                continue
-            content = buffer[block.start - start : block.stop - start]
+            content = read[block.start - first : block.stop - first]
             digests.append((block, block_digest(content.data)))
             count = count_not_finite(content, block.tensor.dtype)
             if count:
                 not_finite[block.tensor.name] = not_finite.get(block.tensor.name, 0) + count
         return _Found(tuple(digests), not_finite, last - first)
+
+    def _missing(self) -> _Found:
+        nbytes = self.blocks[-1].stop - self.blocks[0].start
+        return _Found(tuple((block, None) for block in self.blocks), {}, nbytes)
+
+    def _each_alone(self) -> _Found:
+        """Read every block on its own, for a file that ends inside the request for all."""
+        alone = [replace(self, blocks=(block,))() for block in self.blocks]
+        not_finite: Counter[str] = Counter()
+        for found in alone:
+            not_finite.update(found.not_finite)
+        digests = tuple(pair for found in alone for pair in found.digests)
+        failures = [found.failure for found in alone if found.failure]
+        return _Found(digests, not_finite, sum(found.n_bytes for found in alone), failures[0] if failures else "")
 
 
 def _bounded(pool: ThreadPoolExecutor, reads: list[_Read]) -> Iterator[_Found]:

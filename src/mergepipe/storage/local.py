@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
-from mergepipe.errors import CorruptError
+from mergepipe.errors import MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.page_cache import resident_fraction
+from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
 
 __all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
 
 DIRECT_ALIGNMENT_BYTES = 4096
 RESIDENT_ENOUGH_FRACTION = 0.5
+LOCAL_TERMS = StoreTerms(granularity_bytes=DIRECT_ALIGNMENT_BYTES, most_requests=8, request_cost_bytes=0)
 
 
 class LocalFile:
@@ -99,6 +103,41 @@ class LocalStore:
     def ledger(self) -> Ledger:
         return self._ledger
 
+    @property
+    def terms(self) -> StoreTerms:
+        """Whole pages, as direct reads ask for; eight requests at once keep a disk busy, and cost nothing each."""
+        return LOCAL_TERMS
+
+    def stat(self, path: Path) -> FileStatus | None:
+        """Look a path up, links followed; see `Store.stat`."""
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+            return None
+        except OSError as error:
+            raise _not_looked_at(error, path) from error
+        return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status), status.st_mtime_ns)
+
+    def list(self, path: Path) -> tuple[Entry, ...]:
+        """What is directly below a folder, by name; see `Store.list`."""
+        try:
+            with os.scandir(path) as entries:
+                found = [Entry(entry.name, _kind_listed(entry)) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+            raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path") from error
+        except OSError as error:
+            raise StorageError.of("storage.list", path, f"cannot be listed: {error.strerror}") from error
+        return tuple(sorted(found, key=lambda entry: entry.name))
+
+    def real_path(self, path: Path) -> Path | None:
+        """Where a path leads once all links are followed; see `Store.real_path`."""
+        try:
+            return Path(os.path.realpath(path, strict=True))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as error:
+            raise _not_looked_at(error, path) from error
+
     def size_bytes(self, path: Path) -> int:
         """Size of a regular file."""
         return regular_status(path).st_size
@@ -130,21 +169,11 @@ class LocalStore:
         try:
             wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            parts = []
-            while wanted > 0:
-                part = os.pread(descriptor, wanted, offset)
-                if not part:
-                    raise CorruptError.of(
-                        "storage.shrunk", path, f"ended at byte {offset} while it was being read", "run again"
-                    )
-                parts.append(part)
-                offset += len(part)
-                wanted -= len(part)
+            data = read_descriptor_range(descriptor, path, offset, wanted)
         except OSError as error:
             raise os_error(error, path, "reading it") from error
         finally:
             os.close(descriptor)
-        data = b"".join(parts)
         self._ledger.charge(str(path), Purpose.METADATA, len(data))
         return data
 
@@ -153,6 +182,25 @@ class LocalStore:
         data = read_small(path, limit_bytes)
         self._ledger.charge(str(path), Purpose.METADATA, len(data))
         return data
+
+
+def _not_looked_at(error: OSError, path: Path) -> MergePipeError:
+    return StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}")
+
+
+def _kind_of(mode: int) -> FileKind:
+    if stat.S_ISREG(mode):
+        return FileKind.FILE
+    return FileKind.FOLDER if stat.S_ISDIR(mode) else FileKind.OTHER
+
+
+def _kind_listed(entry: os.DirEntry[str]) -> FileKind:
+    try:
+        if entry.is_file():
+            return FileKind.FILE
+        return FileKind.FOLDER if entry.is_dir() else FileKind.OTHER
+    except OSError:  # a link in a circle
+        return FileKind.OTHER
 
 
 def _switch_to_direct(descriptor: int) -> bool:

@@ -10,11 +10,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.errors import StorageError
 from mergepipe.storage import owned
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, os_error
+from mergepipe.storage.ranges import read_descriptor_range
 
 CHUNK_BYTES = 8 << 20
 
@@ -135,14 +135,11 @@ def _read_exactly(path: Path, offset: int, nbytes: int) -> bytes:
     try:
         descriptor = owned.open_file(path, flags=os.O_RDONLY)
         try:
-            content = os.pread(descriptor, nbytes, offset)
+            return read_descriptor_range(descriptor, path, offset, nbytes)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise os_error(error, path, "reading what was written before") from error
-    if len(content) < nbytes:
-        raise StorageError.of("storage.io", path, f"ends at byte {offset + len(content)}", "run again")
-    return content
 
 
 def make_folders(path: Path) -> None:

@@ -6,13 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS, LocalStore
+from mergepipe.storage.ranges import read_exact
 
 MOST_BYTES = 64 << 20
 REQUEST_BYTES = 2 << 20
-READERS = 8
+READERS = LOCAL_TERMS.most_requests
 
 
 def measure_reading(store: LocalStore, path: Path, purpose: Purpose) -> float:
@@ -21,14 +21,13 @@ def measure_reading(store: LocalStore, path: Path, purpose: Purpose) -> float:
     Charged to `purpose`. Memory: 16 MiB.
 
     Raises:
-        StorageError, NotFoundError: from the store.
+        StorageError, NotFoundError, CorruptError: from the store.
     """
     file = store.open(path, direct=True, cached=False)
     size_bytes = min(MOST_BYTES, file.size_bytes) // DIRECT_ALIGNMENT_BYTES * DIRECT_ALIGNMENT_BYTES
 
     def read(offset: int) -> int:
-        buffer = aligned_buffer(min(REQUEST_BYTES, size_bytes - offset))
-        return file.read_into(offset, buffer.data, purpose)
+        return len(read_exact(file, offset, min(offset + REQUEST_BYTES, size_bytes), purpose))
 
     try:
         with ThreadPoolExecutor(READERS) as readers:

@@ -17,6 +17,7 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.checkpoint import StoredState
 
 _SPARE_DESCRIPTORS = 64
@@ -59,8 +60,7 @@ class StateReader:
             first, last = max(piece.span.start, span.start), min(piece.span.stop, span.stop)
             at, nbytes = (first - span.start) * itemsize, (last - first) * itemsize
             offset = piece.offset + (first - piece.span.start) * itemsize
-            if self._open(piece.file).read_into(offset, out.data[at : at + nbytes], Purpose.ANALYSIS) != nbytes:
-                raise CorruptError.of("storage.shrunk", piece.file, "ended while it was being read", "run again")
+            read_exact(self._open(piece.file), offset, offset + nbytes, Purpose.ANALYSIS, out[at : at + nbytes])
             done += nbytes
         if done != out.size:
             raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is there in parts only")

@@ -22,7 +22,6 @@ from mergepipe.checkpoints.formats.weight_files import ADAPTER_CONFIG_NAME, ADAP
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 
 PREFIX = "base_model.model."
@@ -52,10 +51,10 @@ def open_adapter(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
         UnsupportedError: it is no plain LoRA.
     """
     config, fingerprint = _read_config(store, path)
-    name = next((each for each in ADAPTER_NAMES if each in list_names(path)), None)
+    name = next((each for each in ADAPTER_NAMES if each in list_names(store, path)), None)
     if name is None:
         raise NotFoundError.of("adapter.weights", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
-    file = read_weight_file(store, path, name, stat_present(path, name))
+    file = read_weight_file(store, path, name, stat_present(store, path, name))
     tensors = _Opener(path / name, config, base).tensors(file.entries)
     files = (file.fingerprint, fingerprint)
     return Checkpoint(path, path, MappingProxyType(tensors), files, (), CheckpointKind.ADAPTER)
@@ -86,14 +85,13 @@ def _applied(path: Path, weights: Readable, change: Readable | None) -> Readable
 
 
 def _read_config(store: Store, path: Path) -> tuple[AdapterConfig, FileFingerprint]:
-    if ADAPTER_CONFIG_NAME not in list_names(path):
+    if ADAPTER_CONFIG_NAME not in list_names(store, path):
         raise NotFoundError.of("adapter.config", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
-    found = stat_present(path, ADAPTER_CONFIG_NAME)
+    status = stat_present(store, path, ADAPTER_CONFIG_NAME)
     config = read_adapter_config(store, path / ADAPTER_CONFIG_NAME)
     raw = store.read_small(path / ADAPTER_CONFIG_NAME, ADAPTER_CONFIG_BYTES)
     digest = blake3(raw).hexdigest(length=16)
-    version = version_of(path / ADAPTER_CONFIG_NAME, found)
-    return config, FileFingerprint(ADAPTER_CONFIG_NAME, found.st_size, version, digest)
+    return config, FileFingerprint(ADAPTER_CONFIG_NAME, status.size_bytes, status.version, digest)
 
 
 class _Opener:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Fetch, Readable, TensorEntry
 from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
-from mergepipe.errors import CorruptError
+from mergepipe.storage import ranges
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
@@ -312,13 +312,7 @@ class _OpenedRows:
         buffer: NDArray[np.uint8] = self._local.buffer
         file = self._files[entry.file]
         needed = min(request.stop, entry.offset + entry.nbytes) - request.start
-        got = file.read_into(request.start, buffer.data[: request.n_elements], purpose)
-        if got < needed:
-            raise CorruptError.of(
-                "storage.shrunk", entry.file,
-                f"gave {got} of the {needed} bytes of '{entry.name}' at byte {request.start}",
-                "do not change inputs during a merge; run again",
-            )  # fmt: skip
+        ranges.request(file, request.start, buffer[: request.n_elements], needed, purpose)
         return buffer
 
     def _fill_zeros(self, runs: _Runs, out: NDArray[np.uint8]) -> None:

@@ -27,6 +27,7 @@ from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note
 from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.staging import KEPT, Staging
+from mergepipe.storage.contract import Store
 from mergepipe.storage.local import LocalStore
 
 NOTE_BLOCKS = 2048
@@ -105,13 +106,13 @@ class PackJob:
         looks = [_look_of(self.base), _look_of(self.expert)]
         return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *looks, kept])
 
-    def check_unchanged(self) -> None:
-        """Refuse inputs that changed since they were opened.
+    def check_unchanged(self, store: Store) -> None:
+        """Refuse inputs that are not those that were opened.
 
         Raises:
             ConflictError: naming the file.
         """
-        check_unchanged((self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
+        check_unchanged(store, (self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
 def _like(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
@@ -264,7 +265,7 @@ class StoreBuilder:
         with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept, content_id))
-        self.job.check_unchanged()
+        self.job.check_unchanged(self._store)
 
     def publish(self) -> None:
         """Make the finished store visible.

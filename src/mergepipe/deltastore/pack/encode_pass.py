@@ -17,10 +17,10 @@ from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.pack.blocks import BandChooser, Member, Sight, block_bytes
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
-from mergepipe.deltastore.tensor import read_bytes, read_into
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
+from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact, request_bytes
 
 EXPERTS_AT_ONCE = 8
 REQUEST_BYTES = 4 << 20
@@ -178,4 +178,5 @@ class _Reader:
         file = self._files[entry.file]
         start = entry.offset + span.start * entry.dtype.itemsize
         stop = start + span.n_elements * entry.dtype.itemsize
-        return read_into(file, start, stop, purpose, buffer[at:]), at + read_bytes(file, start, stop)
+        content = read_exact(file, start, stop, purpose, buffer[at:])
+        return content, at + round_up(request_bytes(file, start, stop), PAGE_BYTES)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mergepipe.checkpoints.contained_files import require_text_path
+from mergepipe.checkpoints.contained_files import is_linked_folder, require_text_path
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.directory import open_checkpoint, stat_present
 from mergepipe.deltastore.checkpoint import read_store
@@ -20,8 +19,8 @@ from mergepipe.deltastore.pack.originals import (
 )
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.snapshots.staging import check_target
-from mergepipe.storage.file_version import version_of
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.contract import FileKind, Store
+from mergepipe.storage.local import LocalStore
 
 _SUFFIX = ".safetensors"
 
@@ -39,8 +38,8 @@ def open_base(store: LocalStore, path: Path) -> Checkpoint:
     return base
 
 
-def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
-    """Make the job that packs an expert under its name in the directory `out`.
+def job_of(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
+    """The job of packing an expert under its name in the directory `out`.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -51,11 +50,11 @@ def job_of(base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
     reason = reason_against(expert)
     if reason:
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
-    place = out / expert.path.resolve().name.removesuffix(_SUFFIX)
+    place = out / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
     inputs = (base.path, expert.path)
-    if not is_store(place):
+    if not is_store(store, place):
         check_target(place, inputs, force=None)
-    return PackJob.of(base, expert, place, _kept_files(expert))
+    return PackJob.of(base, expert, place, _kept_files(store, expert))
 
 
 def reason_against(expert: Checkpoint) -> str:
@@ -89,7 +88,7 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
     Raises:
         OutputError: it holds another store; naming the file that differs.
     """
-    if not is_store(job.out):
+    if not is_store(store, job.out):
         return False
     opened = read_store(store, job.out)
     header = opened.header
@@ -101,14 +100,14 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
     if path is None and header.base_files != job.base_files:
         path = differing_base(store, opened, job, threads)
     if path is None:
-        job.check_unchanged()
+        job.check_unchanged(store)
         return True
     message = f"holds a store of {header.expert}, packed from other content than {path} has now"
     raise OutputError.of("output.exists", job.out, message, "remove it yourself, or choose another place")
 
 
-def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
-    """Every other file of the expert's directory, at any depth; none if the expert is a single file.
+def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]:
+    """Every other file of the expert's directory, at any depth; none beside a bare file.
 
     Raises:
         CorruptError: one of them is not a regular file, or a link out of the directory.
@@ -119,26 +118,26 @@ def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
         return ()
     weights = {file.name for file in expert.files}
     kept = []
-    for name in sorted(name for name in _walk(expert.root) if name not in weights):
+    for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if name in OWN_NAMES:
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
-        found = stat_present(expert.root, name)
-        kept.append(FileFingerprint(name, found.st_size, version_of(expert.root / name, found), ""))
+        status = stat_present(store, expert.root, name)
+        kept.append(FileFingerprint(name, status.size_bytes, status.version, ""))
     return tuple(kept)
 
 
-def _walk(root: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise os_error(error, Path(error.filename), "listing it") from error
-
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        for name in folders:
-            if (Path(folder) / name).is_symlink():
-                raise UnsupportedError.of(
-                    "pack.file", Path(folder) / name, "is a link to a directory, which a store cannot hold",
-                    "remove the link, or copy the directory into its place",
-                )  # fmt: skip
-        for name in names:
-            yield (Path(folder) / name).relative_to(root).as_posix()
+def _walk(store: Store, root: Path, prefix: str = "") -> Iterator[str]:
+    """Names of files below `root/prefix`, at any depth."""
+    folder = root / prefix
+    for entry in store.list(folder):
+        if entry.kind is not FileKind.FOLDER:
+            yield prefix + entry.name
+            continue
+        if is_linked_folder(store, folder, entry.name):
+            raise UnsupportedError.of(
+                "pack.file", folder / entry.name, "is a link to a directory, and stores keep files only",
+                "remove the link, or copy the directory into its place",
+            )  # fmt: skip
+        yield from _walk(store, root, f"{prefix}{entry.name}/")

@@ -21,12 +21,12 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.kept_files import file_parts
-from mergepipe.deltastore.tensor import read_range
 from mergepipe.errors import ConflictError
 from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.ranges import read_exact
 
 
 def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) -> Path | None:
@@ -92,7 +92,7 @@ def _differing_file(
                 span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
                 size = entry.dtype.itemsize
                 first, stop = entry.offset + span.start * size, entry.offset + span.stop * size
-                content = read_range(files[entry.file], first, stop, Purpose.ANALYSIS)
+                content = read_exact(files[entry.file], first, stop, Purpose.ANALYSIS)
                 return bool(digest(content) == digests[first_row + block].tobytes())
 
             if not all(pool.map(is_same, range(BlockGrid(entry.n_elements, BLOCK_ELEMENTS).n_blocks))):

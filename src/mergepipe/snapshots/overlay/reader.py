@@ -39,6 +39,7 @@ from mergepipe.snapshots.overlay.table import (
 from mergepipe.snapshots.scan import count_not_finite
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.ranges import read_exact
 
 FEWEST_READERS = 4
 _READS_PER_READER = 4
@@ -251,13 +252,10 @@ def _reader(opened: Sequence[RangeFile | str], block: PlacedBlock, place: BlockP
         file = opened[STORED if place.is_stored else place.source]
         if isinstance(file, str):
             return FoundBlock(block, place, None, None, 0, file)
-        content = np.empty(block.stop - block.start, np.uint8)
         try:
-            got = file.read_into(place.offset, content.data, Purpose.ANALYSIS)
+            content = read_exact(file, place.offset, place.offset + block.stop - block.start, Purpose.ANALYSIS)
         except MergePipeError as error:
             return FoundBlock(block, place, None, None, 0, error.problems[0].message)
-        if got < len(content):
-            return FoundBlock(block, place, None, None, 0, "the file ends before it")
         not_finite = count_not_finite(content, block.tensor.dtype)
         return FoundBlock(block, place, content, block_digest(content.data), not_finite)
 

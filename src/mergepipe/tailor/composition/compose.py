@@ -13,7 +13,6 @@ from mergepipe.errors import ConflictError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import make_folders, write_durably
@@ -128,7 +127,7 @@ class _Run:
         self._on_progress = on_progress
         self._started = started
         self._done = 0
-        self._versions: dict[Path, tuple[int, str]] = {}
+        self._versions: dict[Path, tuple[int, str] | None] = {}
 
     def fill(self, directory: Path) -> CompositeManifest:
         """Write all files of the composite; return the manifest that was written."""
@@ -161,7 +160,7 @@ class _Run:
         for path in sorted(files):
             index = _owner(path, assignment)
             base = assignment.sources[index].path
-            self._versions[path] = _version(path)
+            self._versions[path] = self._version(path)
             by_source.setdefault(index, []).append(fingerprint(self._store, base, path))
         return tuple(
             CompositeInput(source.path, source.step, index == assignment.skeleton_index,
@@ -169,15 +168,16 @@ class _Run:
             for index, source in enumerate(assignment.sources)
         )  # fmt: skip
 
+    def _version(self, path: Path) -> tuple[int, str] | None:
+        """What tells that a source file is still the one that was looked at; None where it is gone."""
+        status = self._store.stat(path)
+        return None if status is None else (status.size_bytes, status.version)
+
     def _check_unchanged(self, inputs: tuple[CompositeInput, ...]) -> None:
         for source in inputs:
             for file in source.files:
                 path = source.path / file.name
-                try:
-                    found = _version(path)
-                except OSError:  # it is gone
-                    found = (-1, "")
-                if found != self._versions[path]:
+                if self._version(path) != self._versions[path]:
                     raise ConflictError.of("input.changed", path, "changed while it was being composed", "run again")
 
     def _manifest(
@@ -207,12 +207,6 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     path = directory / plan.name
     make_folders(path.parent)
     return path
-
-
-def _version(path: Path) -> tuple[int, str]:
-    """Return a value that changes when a source file changes."""
-    status = path.stat()
-    return status.st_size, version_of(path, status)
 
 
 def _owner(path: Path, assignment: Assignment) -> int:

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.composition.assignment import Assignment
@@ -36,12 +37,14 @@ class Fingerprint:
 
 def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
     """Fingerprint one file; `base` is the checkpoint its name is relative to."""
-    status = path.stat()
+    status = store.stat(path)
+    if status is None:
+        raise NotFoundError.of("storage.not-found", path, "no such file", "check the path")
     digest = blake3(store.read_metadata(path, 0, _HEAD_BYTES))
-    if status.st_size > _HEAD_BYTES:
-        digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.st_size - _TAIL_BYTES), _TAIL_BYTES))
+    if status.size_bytes > _HEAD_BYTES:
+        digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
     name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-    return Fingerprint(name, status.st_size, status.st_mtime_ns, digest.hexdigest(16))
+    return Fingerprint(name, status.size_bytes, status.modified_ns, digest.hexdigest(16))
 
 
 @dataclass(frozen=True, slots=True)

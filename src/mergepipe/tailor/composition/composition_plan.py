@@ -63,7 +63,7 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
         patches.state(given, target)
     for choice in steps:
         patches.step(choice)
-    overlay = overlay_state(store, assignment, list_skeleton(assignment.skeleton))
+    overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
     plans = tuple(plan_file(store, file, patches, overlay) for file in overlay.files)
     _check_all_used(patches.by_file, overlay.files)
     return CompositionPlan(assignment, steps, staleness_of(assignment, steps), plans)

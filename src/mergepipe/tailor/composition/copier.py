@@ -16,11 +16,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mergepipe.errors import CorruptError, LimitError
-from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
+from mergepipe.errors import LimitError
+from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
+from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.composition.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
 from mergepipe.tailor.composition.copy_plan import CastRange, Checksum, CopyRange, FilePlan, Fill
 from mergepipe.tailor.composition.dtype_cast import cast_bytes
@@ -32,7 +33,6 @@ Advance = Callable[[int], None]
 FEWEST_BYTES = 16 << 20
 _LARGEST_CHUNK_BYTES = 4 << 20
 _MOST_BUFFERS = 32
-_READERS = 8
 _FILES_AHEAD = 3
 _SPARE_DESCRIPTORS = 64
 
@@ -82,7 +82,7 @@ class Copier:
         written: list[WrittenFile] = []
         with (
             _Sources(self._store, [plan for plan, _ in jobs]) as sources,
-            ThreadPoolExecutor(_READERS, "mergepipe-tailor-read") as readers,
+            ThreadPoolExecutor(self._store.terms.most_requests, "mergepipe-tailor-read") as readers,
             ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
         ):
             flow = _Flow(self._pool, readers, writer, sources, targets)
@@ -254,10 +254,11 @@ def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Path, RangeFile]) -> list[
 def _part(part: Part, room: Bytes, files: Mapping[Path, RangeFile]) -> Bytes:
     segment = part.segment
     if isinstance(segment, CopyRange):
-        return _read(files[segment.file], segment.offset, segment.nbytes, room, _purpose(segment))
+        stop = segment.offset + segment.nbytes
+        return read_exact(files[segment.file], segment.offset, stop, _purpose(segment), room)
     if isinstance(segment, CastRange):
-        nbytes = segment.n_elements * segment.stored.itemsize
-        raw = _read(files[segment.file], segment.offset, nbytes, room, Purpose.EXPERT)
+        stop = segment.offset + segment.n_elements * segment.stored.itemsize
+        raw = read_exact(files[segment.file], segment.offset, stop, Purpose.EXPERT, room)
         return cast_bytes(raw, segment.stored, segment.wanted, segment.file)
     if isinstance(segment, Fill):
         room[: segment.nbytes] = 0
@@ -267,18 +268,6 @@ def _part(part: Part, room: Bytes, files: Mapping[Path, RangeFile]) -> Bytes:
 
 def _purpose(segment: CopyRange) -> Purpose:
     return Purpose.BASE if segment.is_skeleton else Purpose.EXPERT
-
-
-def _read(file: RangeFile, offset: int, nbytes: int, room: Bytes, purpose: Purpose) -> Bytes:
-    """Read a range, rounded outwards to the file's alignment; `room` is page-aligned."""
-    start = offset // file.alignment * file.alignment
-    stop = round_up(offset + nbytes, file.alignment)
-    found = file.read_into(start, room.data[: stop - start], purpose)
-    if start + found < offset + nbytes:
-        raise CorruptError.of(
-            "storage.shrunk", file.path, f"ended at byte {start + found} while it was being read", "run again"
-        )
-    return room[offset - start : offset - start + nbytes]
 
 
 class ChecksumRenewal:

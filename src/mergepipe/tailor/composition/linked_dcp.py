@@ -47,7 +47,7 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
             FilePlan(f.name, (Literal(InertPickler().dump(metadata)),))
             if f.name == METADATA_NAME
             else patched_file(f.name, f.path, f.size_bytes, ())
-            for f in list_skeleton(skeleton)
+            for f in list_skeleton(store, skeleton)
             if f.path not in linked.own_files
         ),
         linked.files,

@@ -47,13 +47,13 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
         UnsupportedError: another format, or a layout that another number of ranks would cut differently.
     """
     skeleton = assignment.skeleton
-    zero = list_zero_files(skeleton.root) if skeleton.format is Format.ZERO else None
+    zero = list_zero_files(store, skeleton.root) if skeleton.format is Format.ZERO else None
     if zero is None:
         raise UnsupportedError.of(
             "tailor.world-size.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are written for another "
             f"number of ranks; this is {skeleton.format.value}",
         )  # fmt: skip
-    overlay = overlay_state(store, assignment, list_skeleton(skeleton))
+    overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
     groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)
     steps = choose_steps(assignment, [group.names for group in groups])

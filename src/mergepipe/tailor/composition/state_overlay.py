@@ -13,7 +13,7 @@ from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.tailor.checkpoint import Format, Framework
 from mergepipe.tailor.composition.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
@@ -76,7 +76,7 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
     if assignment.state_index is None:
         return StateOverlay(tuple(files))
     _check_state(store, assignment)
-    replaced = _with_state_files(assignment, files)
+    replaced = _with_state_files(store, assignment, files)
     if assignment.skeleton.format is Format.DCP:
         return _overlay_dcp(store, assignment, replaced)
     if assignment.skeleton.format is Format.HF_OPTIMIZER:
@@ -98,9 +98,9 @@ def _check_state(store: Store, assignment: Assignment) -> None:
         raise CorruptError.of("tailor.state.step", folder, f"{TRAINER_STATE_NAME} is of another step")
 
 
-def _with_state_files(assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
+def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
     folder = assignment.state.path
-    given = {f.name: f for f in _state_files(folder)}
+    given = {f.name: f for f in _state_files(store, folder)}
     lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in given]
     if lacking:
         raise CorruptError.of("tailor.state.files", folder, f"holds no {lacking[0]}, which the skeleton has")
@@ -108,12 +108,12 @@ def _with_state_files(assignment: Assignment, files: Sequence[SkeletonFile]) -> 
     return tuple(sorted([*kept, *given.values()], key=lambda f: f.name))
 
 
-def _state_files(folder: Path) -> Iterator[SkeletonFile]:
-    for path in sorted(folder.iterdir()):
-        if _STATE_FILES.fullmatch(path.name):
-            status = stat_regular(folder, path.name)
+def _state_files(store: Store, folder: Path) -> Iterator[SkeletonFile]:
+    for entry in store.list(folder):
+        if _STATE_FILES.fullmatch(entry.name):
+            status = stat_regular(store, folder, entry.name)
             if status is not None:
-                yield SkeletonFile(path.name, path, status.st_size, status.st_mtime_ns)
+                yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes, status.modified_ns)
 
 
 # --- options of the optimizer
@@ -160,7 +160,7 @@ def _like(old: Node, value: JsonValue) -> object:
 def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
     skeleton = assignment.skeleton
-    zero = list_zero_files(skeleton.root)
+    zero = list_zero_files(store, skeleton.root)
     if zero is None:
         raise AssertionError("the skeleton was read as ZeRO")
     inside = base_optimizer_path(skeleton.stage)
@@ -194,7 +194,7 @@ def _engine_state(store: Store, assignment: Assignment, path: Path) -> Edits:
 
 def _scheduler(store: Store, folder: Path) -> object:
     path = folder / SCHEDULER_NAME
-    if not path.is_file():
+    if not is_file(store, path):
         raise CorruptError.of("tailor.state.files", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")
     root = read_torch_zip(store, path).root
     if next(iter(walk_tensors(root)), None) is not None:
@@ -220,9 +220,9 @@ def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonF
     moved = merge_state(metadata, skeleton.path, read_dcp_metadata(store, state.path), state.path)
     added = []
     for old, new in moved.items():
-        status = stat_regular(state.path, old)
+        status = stat_regular(store, state.path, old)
         if status is None:
             raise CorruptError.of("tailor.state.files", state.path, f"holds no {old}, which {METADATA_NAME} names")
-        added.append(SkeletonFile(new, state.path / old, status.st_size, status.st_mtime_ns))
+        added.append(SkeletonFile(new, state.path / old, status.size_bytes, status.modified_ns))
     contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
     return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)

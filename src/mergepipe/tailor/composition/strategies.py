@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import FileKind, Store, is_folder
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.units import ModelUnits, UnitKind
@@ -36,10 +36,10 @@ def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCh
         NotFoundError: there is none.
     """
     numbered = []
-    for entry in sorted(run.iterdir()) if run.is_dir() else []:
+    for entry in store.list(run) if is_folder(store, run) else ():
         match = _NUMBERED.fullmatch(entry.name)
-        if match and entry.is_dir() and (at is None or int(match[1]) <= at):
-            numbered.append((int(match[1]), entry))
+        if match and entry.kind is FileKind.FOLDER and (at is None or int(match[1]) <= at):
+            numbered.append((int(match[1]), run / entry.name))
     found: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
         try:

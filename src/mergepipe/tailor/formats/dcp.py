@@ -19,7 +19,7 @@ from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
@@ -85,7 +85,7 @@ def read_dcp(store: Store, folder: Path, home: Path | None = None) -> TrainingCh
     tied = dict(_aliases(store, weights, frozenset(name for name, _ in optimizer)))
     parameters = {name: tensor.shape for name, tensor in weights.items() if name not in tied}
     files = sorted({c.file for t in tensors.values() for c in t.chunks})
-    missing = [f"file {path.name}" for path in files if not path.is_file()]
+    missing = [f"file {path.name}" for path in files if not is_file(store, path)]
     missing += [f"part of {kind} of {name}" for (name, kind), state in states.items() if state.gaps]
     return TrainingCheckpoint(
         path=folder,
@@ -124,7 +124,7 @@ def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
 
 def _read_metadata(store: Store, folder: Path) -> Node:
     path = folder / METADATA_NAME
-    if not path.is_file():
+    if not is_file(store, path):
         raise NotFoundError.of("tailor.dcp.none", folder, "there is no .metadata file")
     root = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
     return Node(root, str(path)).fields("Metadata")

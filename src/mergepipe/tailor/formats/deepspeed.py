@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
-from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
+from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import (
     FP32,
@@ -77,7 +77,7 @@ class _GroupState:
     tensor: StoredTensor
 
 
-def list_zero_files(folder: Path) -> ZeroFiles | None:
+def list_zero_files(store: Store, folder: Path) -> ZeroFiles | None:
     """Sort the files of a directory; None when it holds no ZeRO optimizer file.
 
     Raises:
@@ -85,10 +85,7 @@ def list_zero_files(folder: Path) -> ZeroFiles | None:
         NotFoundError: there is no model file.
         StorageError: the directory cannot be listed.
     """
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise StorageError.of("tailor.list", folder, f"cannot be listed: {error.strerror}") from error
+    names = [entry.name for entry in store.list(folder)]
     optimizer = {match: name for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
     if not optimizer:
         return None
@@ -113,7 +110,7 @@ def read_zero(store: Store, folder: Path) -> TrainingCheckpoint:
         CorruptError: files contradict each other or themselves.
         UnsupportedError: a kind of checkpoint this version does not read.
     """
-    files = list_zero_files(folder)
+    files = list_zero_files(store, folder)
     if files is None:
         raise NotFoundError.of("tailor.zero.none", folder, "there is no zero_pp_rank_*_optim_states.pt file")
     model_archive = read_torch_zip(store, files.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -65,7 +66,7 @@ def read_hf_checkpoint(store: Store, folder: Path) -> TrainingCheckpoint:
         format=Format.HF_OPTIMIZER,
         framework=Framework.TRANSFORMERS,
         stage=None,
-        world_size=len(list(folder.glob("rng_state_*.pth"))) or 1,
+        world_size=sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1,
         step=read_global_step(store, folder),
         units=model_units(parameters, tied_aliases(config, parameters)),
         parameters=MappingProxyType(parameters),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.limits import LATEST_BYTES
 from mergepipe.tailor.checkpoint import EXPORT, Format, Framework, TrainingCheckpoint
 from mergepipe.tailor.formats.dcp import METADATA_NAME, read_dcp
@@ -32,17 +32,17 @@ def open_training_checkpoint(store: Store, path: Path, home: Path | None = None)
         CorruptError, MismatchError: it contradicts itself.
         UnsupportedError: a kind this version does not read.
     """
-    if not path.is_dir():
+    if not is_folder(store, path):
         raise NotFoundError.of("tailor.path", path, "there is no such directory")
-    if (path / MANIFEST_NAME).is_file():  # first: a partial checkpoint holds some of the Trainer's files too
-        return _with_state(read_partial(store, path))
-    if (path / METADATA_NAME).is_file():
+    if is_file(store, path / MANIFEST_NAME):  # first: a partial checkpoint holds some of the Trainer's files too
+        return _with_state(store, read_partial(store, path))
+    if is_file(store, path / METADATA_NAME):
         return read_dcp(store, path, home)
-    if (path / TRAINER_STATE_NAME).is_file():
+    if is_file(store, path / TRAINER_STATE_NAME):
         return _open_trainer_directory(store, path)
-    if list_zero_files(path) is not None:
+    if list_zero_files(store, path) is not None:
         return read_zero(store, path)
-    if (path / LATEST_NAME).is_file():
+    if is_file(store, path / LATEST_NAME):
         return replace(read_zero(store, _latest(store, path)), path=path)
     raise NotFoundError.of(
         "tailor.none", path, "no training checkpoint is here",
@@ -50,17 +50,17 @@ def open_training_checkpoint(store: Store, path: Path, home: Path | None = None)
     )  # fmt: skip
 
 
-def _with_state(partial: TrainingCheckpoint) -> TrainingCheckpoint:
+def _with_state(store: Store, partial: TrainingCheckpoint) -> TrainingCheckpoint:
     """A partial checkpoint that knows whether its framework could resume at its step, if it were whole."""
     needed = METADATA_NAME if partial.format is Format.DCP else TRAINER_STATE_NAME
     is_resumed = partial.framework is Framework.TRANSFORMERS or partial.format is Format.DCP
-    return replace(partial, has_state=is_resumed and (partial.path / needed).is_file())
+    return replace(partial, has_state=is_resumed and is_file(store, partial.path / needed))
 
 
 def _open_trainer_directory(store: Store, path: Path) -> TrainingCheckpoint:
-    if (path / OPTIMIZER_NAME).is_file():
+    if is_file(store, path / OPTIMIZER_NAME):
         return read_hf_checkpoint(store, path)
-    if not (path / LATEST_NAME).is_file():
+    if not is_file(store, path / LATEST_NAME):
         raise UnsupportedError.of(
             "tailor.hf.optimizer", path, f"neither {OPTIMIZER_NAME} nor a DeepSpeed directory is here",
             "a checkpoint saved with save_only_model cannot be resumed",
@@ -74,7 +74,7 @@ def _open_trainer_directory(store: Store, path: Path) -> TrainingCheckpoint:
 
 def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
     """Add the safetensors copy of the weights, where the Trainer wrote one."""
-    if not any(checkpoint.path.glob("*.safetensors")):
+    if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
         return checkpoint
     model = open_checkpoint(store, checkpoint.path)
     exported = {(e.name, EXPORT): weight_state(e, EXPORT) for t in model.tensors.values() for e in t.stored}
@@ -94,6 +94,6 @@ def _latest(store: Store, path: Path) -> Path:
     tag = raw.decode("utf-8", "replace").strip()
     if not is_plain_name(tag):
         raise CorruptError.of("tailor.latest", path / LATEST_NAME, "does not name a directory beside it")
-    if not (path / tag).is_dir():
+    if not is_folder(store, path / tag):
         raise NotFoundError.of("tailor.latest", path / LATEST_NAME, f"names {tag!r}, which is not there")
     return path / tag

@@ -75,9 +75,9 @@ def read_partial(store: Store, folder: Path) -> TrainingCheckpoint:
 def _entries(store: Store, folder: Path, shard: ShardFile) -> _Entries:
     """The tensors of one shard file, which must be exactly those the manifest lists."""
     path = folder / shard.name
-    found = stat_regular(folder, shard.name)
-    if found is None or found.st_size != shard.size_bytes:
-        size = "is not there" if found is None else f"has {found.st_size} bytes"
+    status = stat_regular(store, folder, shard.name)
+    if status is None or status.size_bytes != shard.size_bytes:
+        size = "is not there" if status is None else f"has {status.size_bytes} bytes"
         raise CorruptError.of(
             "tailor.partial.shard", path, f"{size}; the manifest says {shard.size_bytes} bytes", "copy it again"
         )

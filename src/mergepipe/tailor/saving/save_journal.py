@@ -8,6 +8,7 @@ from pathlib import Path
 from mergepipe.storage import owned
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
+from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.regular import read_small
 from mergepipe.tailor.saving.save_log import SaveLog, SaveRecord, read_log, start_line
 
@@ -47,7 +48,7 @@ def _append(path: Path, line: str) -> None:
         descriptor = owned.create_file(path, flags=flags) if is_new else owned.open_file(path, flags=flags)
         try:
             size_bytes = os.fstat(descriptor).st_size
-            content = os.pread(descriptor, size_bytes, 0)
+            content = read_descriptor_range(descriptor, path, 0, size_bytes)
             if not content.endswith(b"\n") and content:
                 os.ftruncate(descriptor, content.rfind(b"\n") + 1)
             owned.write_all(descriptor, line.encode())

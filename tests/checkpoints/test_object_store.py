@@ -1,0 +1,94 @@
+"""Checkpoints open from an object store as they do from the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.errors import ConflictError, CorruptError, NotFoundError, StorageError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.local import LocalStore
+from support.safetensors_bytes import file_bytes, record
+from support.stores import InMemoryStore, StoreRequest
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}
+FILES = {
+    SHARDS[0]: file_bytes({"a": record(0, 4000, shape=[1000])}, bytes(range(250)) * 16),
+    SHARDS[1]: file_bytes({"b": record(0, 8, shape=[2])}, bytes(8)),
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "config.json": b"{}",
+    "additional_chat_templates/tool.jinja": b"{{ x }}",
+    "notes.txt": b"not the model's",
+}
+
+
+def in_memory(root: Path) -> InMemoryStore:
+    """The checkpoint as objects."""
+    return InMemoryStore({root / name: content for name, content in FILES.items()})
+
+
+def identified(store: Store, checkpoint: Checkpoint) -> str:
+    """The content id, which reads samples of the tensors."""
+    with open_files(store, {checkpoint.root / file.name for file in checkpoint.files}, (checkpoint,)) as files:
+        return content_id(checkpoint, files)
+
+
+def test_open_checkpoint__finds_the_same_in_an_object_store(tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    local, remote = LocalStore(), in_memory(tmp_path)
+    here, there = open_checkpoint(local, tmp_path), open_checkpoint(remote, tmp_path)
+    assert dict(here.tensors) == dict(there.tensors)
+    assert here.sidecars == there.sidecars == ("additional_chat_templates/tool.jinja", "config.json")
+    assert [(f.name, f.size_bytes, f.header_digest) for f in here.files] == [
+        (f.name, f.size_bytes, f.header_digest) for f in there.files
+    ]
+    assert identified(local, here) == identified(remote, there)
+
+
+def test_open_checkpoint__touches_nothing_but_its_store(tmp_path: Path) -> None:
+    store = in_memory(tmp_path / "nowhere")
+    assert set(open_checkpoint(store, tmp_path / "nowhere").tensors) == {"a", "b"}
+    with pytest.raises(NotFoundError):
+        open_checkpoint(store, tmp_path)
+
+
+def test_open_files__another_version_is_refused(tmp_path: Path) -> None:
+    store = in_memory(tmp_path)
+    checkpoint = open_checkpoint(store, tmp_path)
+    check_unchanged(store, (checkpoint,))
+    store.put(tmp_path / SHARDS[1], FILES[SHARDS[1]])
+    for look in (lambda: check_unchanged(store, (checkpoint,)), lambda: identified(store, checkpoint)):
+        with pytest.raises(ConflictError) as caught:
+            look()
+        assert caught.value.code == "input.changed"
+
+
+def test_content_id__refuses_an_object_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
+    store = in_memory(tmp_path)
+    checkpoint = open_checkpoint(store, tmp_path)
+    store.put(tmp_path / SHARDS[0], FILES[SHARDS[0]][:2000])
+    paths = {tmp_path / shard for shard in SHARDS}
+    with open_files(store, paths) as files, pytest.raises(CorruptError) as caught:
+        content_id(checkpoint, files)
+    assert caught.value.code == "storage.shrunk"
+
+
+def test_open_checkpoint__reports_what_the_store_reports(tmp_path: Path) -> None:
+    store = in_memory(tmp_path)
+
+    def refuse_headers(request: StoreRequest) -> None:
+        if request.operation == "read" and request.path.name == SHARDS[1]:
+            raise StorageError.of("storage.io", request.path, "the network is gone")
+
+    store.script = refuse_headers
+    with pytest.raises(StorageError, match="the network is gone"):
+        open_checkpoint(store, tmp_path)

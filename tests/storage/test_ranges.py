@@ -1,0 +1,186 @@
+"""An exact range is read whole or refused, by the one function that everything reads with."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mergepipe
+from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.range_reads import read_matrix, read_span
+from mergepipe.core.blocks import F32, Span
+from mergepipe.deltastore.band_sample import read_sample
+from mergepipe.deltastore.index_reader import as_expert
+from mergepipe.deltastore.plain_tensor import KeptFetch
+from mergepipe.errors import CorruptError
+from mergepipe.snapshots.distances import norm
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.local import LocalFile, LocalStore
+from mergepipe.storage.output import OutputFile
+from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
+from mergepipe.storage.read_speed import measure_reading
+from mergepipe.tailor.checkpoint import Piece, StoredState
+from mergepipe.tailor.composition.copier import FEWEST_BYTES, Copier
+from mergepipe.tailor.composition.copy_plan import CopyRange, FilePlan
+from mergepipe.tailor.values import StateReader
+from support.faults import replaced
+from support.fetching import AlignedFile
+from support.safetensors_bytes import file_bytes, record
+from support.stores import InMemoryStore
+
+SOURCE = Path(mergepipe.__file__).parent
+N_ELEMENTS = 4096
+ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Path("model.safetensors"), 0, 4 * N_ELEMENTS)
+
+
+def file_of(content: bytes, *, is_paged: bool, ledger: Ledger | None = None) -> RangeFile:
+    """A file in memory."""
+    path = Path("file")
+    ledger = Ledger() if ledger is None else ledger
+    return AlignedFile(path, content, ledger) if is_paged else InMemoryStore({path: content}, ledger).open(path)
+
+
+@given(st.binary(max_size=9000), st.data(), st.booleans())
+def test_read_exact__gives_what_lies_in_the_range_and_asks_for_the_request(
+    content: bytes, data: st.DataObject, is_paged: bool
+) -> None:
+    start = data.draw(st.integers(0, len(content)))
+    stop = data.draw(st.integers(start, len(content)))
+    ledger = Ledger()
+    file = file_of(content, is_paged=is_paged, ledger=ledger)
+    assert read_exact(file, start, stop, Purpose.EXPERT).tobytes() == content[start:stop]
+    assert ledger.usage()[Purpose.EXPERT] == request_bytes(file, start, stop)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_read_exact__refuses_a_range_past_the_end(is_paged: bool) -> None:
+    file = file_of(bytes(5000), is_paged=is_paged)
+    with pytest.raises(CorruptError, match=r"^file: gave \d+ of the \d+ bytes at byte \d+") as caught:
+        read_exact(file, 4990, 5001, Purpose.EXPERT)
+    assert caught.value.code == "storage.shrunk"
+
+
+def test_read_exact__fills_the_array_that_it_is_given() -> None:
+    out = np.zeros(20, np.uint8)
+    content = read_exact(file_of(bytes(range(100)), is_paged=False), 7, 17, Purpose.EXPERT, out)
+    assert np.shares_memory(content, out)
+    assert out.tolist() == [*range(7, 17), *[0] * 10]
+
+
+def test_request__needs_what_it_is_told_to_need() -> None:
+    file, out = file_of(bytes(10), is_paged=False), np.empty(16, np.uint8)
+    request(file, 0, out, 10, Purpose.BASE)
+    with pytest.raises(CorruptError, match="gave 10 of the 11 bytes at byte 0"):
+        request(file, 0, out, 11, Purpose.BASE)
+
+
+def test_read_descriptor_range__goes_on_after_short_reads(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def by_sevens(pread: Callable[..., bytes]) -> Callable[..., bytes]:
+        return lambda number, nbytes, offset: pread(number, min(nbytes, 7), offset)
+
+    try:
+        with replaced(os, "pread", by_sevens):
+            assert read_descriptor_range(descriptor, path, 3, 50) == bytes(range(3, 53))
+        with pytest.raises(CorruptError, match="gave 10 of the 11 bytes at byte 90"):
+            read_descriptor_range(descriptor, path, 90, 11)
+        out = np.empty(11, np.uint8)
+        fill_from_descriptor(descriptor, path, 89, out)
+        assert out.tolist() == list(range(89, 100))
+        with pytest.raises(CorruptError, match="gave 10 of the 11 bytes at byte 90"):
+            fill_from_descriptor(descriptor, path, 90, out)
+    finally:
+        os.close(descriptor)
+
+
+def resume_output(path: Path) -> None:
+    """Open an output of which more is said to be written than is there."""
+    path.write_bytes(bytes(10))
+    with OutputFile(path, 9000, Ledger(), written_bytes=4196):
+        pass
+
+
+def read_state(path: Path) -> None:
+    """Read the values of a training state."""
+    state = StoredState("p", "exp_avg", F32, ENTRY.shape, (Piece(path, 0, ENTRY.nbytes, Span(0, N_ELEMENTS)),))
+    with StateReader(LocalStore()) as reader:
+        reader.read(state, Span(0, N_ELEMENTS))
+
+
+def copy_range(path: Path) -> None:
+    """Copy a range of one file to another."""
+    plan = FilePlan("out", (CopyRange(path, 0, ENTRY.nbytes, is_skeleton=True),))
+    Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, path.with_name("out"))
+
+
+def opened(path: Path) -> dict[Path, RangeFile]:
+    """The file, as what reads blocks is given it."""
+    return {ENTRY.file: LocalStore().open(path)}
+
+
+def ignore(_nbytes: int) -> None:
+    """Take no notice of progress."""
+
+
+CALLERS: dict[str, Callable[[Path], object]] = {
+    "span": lambda path: read_span(ENTRY, Span(100, 4000), opened(path), Purpose.BASE),
+    "matrix": lambda path: read_matrix(ENTRY, opened(path), Purpose.BASE),
+    "content id": lambda path: content_id(open_checkpoint(LocalStore(), path), {path: LocalStore().open(path)}),
+    "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), path), ignore),
+    "plain tensor": lambda path: KeptFetch(ENTRY, opened(path))(
+        Span(0, N_ELEMENTS), np.empty(ENTRY.nbytes, np.uint8), Purpose.EXPERT
+    ),
+    "band sample": lambda path: read_sample(ENTRY, LocalStore().open(path), Purpose.ANALYSIS),
+    "packed index": lambda path: as_expert(LocalStore(), path, 5000),
+    "training state": read_state,
+    "copied range": copy_range,
+    "read speed": lambda path: measure_reading(LocalStore(), path, Purpose.ANALYSIS),
+    "resumed output": resume_output,
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_callers__refuse_a_file_that_ends_early(caller: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_bytes({"t": record(0, ENTRY.nbytes, shape=list(ENTRY.shape))}, bytes(ENTRY.nbytes)))
+
+    def ends_early(read_into: Callable[..., int]) -> Callable[..., int]:
+        return lambda *arguments: min(read_into(*arguments), 100)
+
+    with replaced(LocalFile, "read_into", ends_early), pytest.raises(CorruptError) as caught:
+        CALLERS[caller](path)
+    assert caught.value.code == "storage.shrunk"
+
+
+# Short reads are no error there: the rest of a whole file (to its own end), a copy to the end of what is there, and a
+# digest of a file whose size is compared.
+SHORT_READS = {
+    "storage/ranges.py": {"read_into", "pread", "preadv"},
+    "storage/local.py": {"preadv"},
+    "storage/regular.py": {"pread"},
+    "jobs/repair.py": {"pread"},
+    "snapshots/layout.py": {"pread"},
+}
+
+
+def test_package__reads_ranges_through_one_module() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and node.func.attr in ("read_into", "pread", "preadv"):  # type: ignore[attr-defined]
+                found.setdefault(path.relative_to(SOURCE).as_posix(), set()).add(node.func.attr)  # type: ignore[attr-defined]
+    assert found == SHORT_READS
