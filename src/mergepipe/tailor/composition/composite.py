@@ -13,6 +13,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.storage.contract import Store
+from mergepipe.storage.file_version import version_of
 from mergepipe.tailor.composition.assignment import Assignment
 from mergepipe.tailor.composition.copier import WrittenFile
 from mergepipe.tailor.composition.self_check import SelfCheck
@@ -25,12 +26,15 @@ _TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A source file as it was found. `edges_blake3` digests its first 4 KiB and its last 64 KiB, which in torch.save
-    archives hold the checksum of every tensor."""
+    """A source file as it was found.
+
+    `version` is as `version_of` makes it. `edges_blake3` digests its first 4 KiB and its last 64 KiB, which in
+    torch.save archives hold the checksum of every tensor.
+    """
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     edges_blake3: str
 
 
@@ -41,7 +45,7 @@ def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
     if status.st_size > _HEAD_BYTES:
         digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.st_size - _TAIL_BYTES), _TAIL_BYTES))
     name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-    return Fingerprint(name, status.st_size, status.st_mtime_ns, digest.hexdigest(16))
+    return Fingerprint(name, status.st_size, version_of(path, status), digest.hexdigest(16))
 
 
 @dataclass(frozen=True, slots=True)
