@@ -74,3 +74,9 @@ def test_failure_of__anything_else_is_an_internal_error() -> None:
     failure = failure_of(KeyError("x"), 130)
     assert failure.exit_code == 70
     assert failure.lines() == ["internal error: KeyError: 'x'; run again with --debug and report it [internal]"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")])
+def test_failure_of__says_what_stands_whatever_the_error_is(error: Exception) -> None:
+    error.add_note("stores/expert-1 is complete and published")
+    assert failure_of(error, 130).problems[-1].message == "stores/expert-1 is complete and published"

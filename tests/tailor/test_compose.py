@@ -43,6 +43,7 @@ from mergepipe.errors import (
 )
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
+from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
 from mergepipe.tailor.checkpoint import Format, Framework, Packing
 from mergepipe.tailor.composition.assignment import assign, state_to_copy
@@ -185,6 +186,9 @@ def test_compose__writes_a_manifest(zero2: Pair) -> None:
     assert report.manifest is not None
     assert (manifest["kind"], manifest["sid"]) == ("composite", report.manifest.sid)
     assert [(i["role"], i["step"]) for i in manifest["inputs"]] == [("skeleton", 9), ("part", 7)]
+    for source in manifest["inputs"]:
+        paths = [Path(source["path"], each["name"]) for each in source["files"]]
+        assert [each["version"] for each in source["files"]] == [version_of(path, path.stat()) for path in paths]
     assert {f["name"]: f["size_bytes"] for f in manifest["files"]} == {
         p.name: p.stat().st_size for p in zero2.out.iterdir() if p.name != "mergepipe.json"
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mergepipe.core.escaping import printable
 from mergepipe.errors import InterruptedRunError, MergePipeError, Problem, RecipeError, StorageError
@@ -42,18 +42,23 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
     if isinstance(error, InterruptedRunError):
         return Failure("interrupted", error.problems, interrupted_exit_code)
     if isinstance(error, MergePipeError):
-        kept = tuple(Problem("run.kept", "", note) for note in _notes(error))
-        return Failure("error", (*error.problems, *kept), error.exit_code)
+        return Failure("error", (*error.problems, *_kept(error)), error.exit_code)
     if isinstance(error, MemoryError) or _is_lack_of_memory(error):
         hint = "close other programs, raise `ulimit -v`, or lower --memory or --threads"
         problem = Problem("storage.out-of-memory", "", "the system has no more memory", hint)
-        return Failure("error", (problem,), StorageError.exit_code)
+        return Failure("error", (problem, *_kept(error)), StorageError.exit_code)
     if isinstance(error, OSError):
-        return _system_failure(error)
+        failure = _system_failure(error)
+        return replace(failure, problems=(*failure.problems, *_kept(error)))
     usage = _usage_problem(error)
     if usage is not None:
         return Failure("error", (usage,), RecipeError.exit_code)
     return _internal_failure(error)
+
+
+def _kept(error: BaseException) -> tuple[Problem, ...]:
+    """What stands although the command failed, as problems to be told beside the error."""
+    return tuple(Problem("run.kept", "", note) for note in _notes(error))
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:

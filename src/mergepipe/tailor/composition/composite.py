@@ -26,12 +26,15 @@ _TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A source file as it was found. `edges_blake3` digests its first 4 KiB and its last 64 KiB, which in torch.save
-    archives hold the checksum of every tensor."""
+    """A source file as it was found.
+
+    `version` is as `version_of` makes it. `edges_blake3` digests its first 4 KiB and its last 64 KiB, which in
+    torch.save archives hold the checksum of every tensor.
+    """
 
     name: str
     size_bytes: int
-    mtime_ns: int
+    version: str
     edges_blake3: str
 
 
@@ -44,7 +47,7 @@ def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
     if status.size_bytes > _HEAD_BYTES:
         digest.update(store.read_metadata(path, max(_HEAD_BYTES, status.size_bytes - _TAIL_BYTES), _TAIL_BYTES))
     name = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-    return Fingerprint(name, status.size_bytes, status.modified_ns, digest.hexdigest(16))
+    return Fingerprint(name, status.size_bytes, status.version, digest.hexdigest(16))
 
 
 @dataclass(frozen=True, slots=True)
