@@ -1,4 +1,4 @@
-"""Where an input is: a place on this machine or in a store, told apart by its scheme."""
+"""Identify inputs by location: a scheme and a path, on this machine or in another store."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.ASCII | re.DOTALL)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """A file or a folder of a store; immutable, hashable, ordered by scheme and path.
+    """A file or a folder in a store; immutable, hashable, ordered by scheme and path.
 
-    It has the part of `pathlib` that only computes names, and nothing that touches storage: who wants to read asks a
-    `Store`. `str` gives a path of this machine as it is, and `scheme://path` otherwise.
+    It has the part of `pathlib` that only computes names, and nothing that accesses storage: reads go through a
+    `Store`. `str` gives a path of this machine unchanged, and `scheme://path` otherwise.
 
     Law: `Location.parse(str(location)) == location`.
     """
@@ -26,13 +26,13 @@ class Location:
 
     @classmethod
     def parse(cls, text: str) -> Location:
-        """Read a path of this machine, or `scheme://...`; `file://` and a plain path are the same."""
+        """Parse a path of this machine, or `scheme://...`; `file://` and a plain path are equivalent."""
         url = _URL.fullmatch(text)
         return cls(FILE_SCHEME, PurePosixPath(text)) if url is None else cls(url[1], PurePosixPath(url[2]))
 
     @classmethod
     def local(cls, path: Path | str) -> Location:
-        """The location of a path of this machine, whatever it looks like."""
+        """Make the location of a path of this machine, without parsing it."""
         return cls(FILE_SCHEME, PurePosixPath(path))
 
     @property

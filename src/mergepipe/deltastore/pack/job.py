@@ -93,10 +93,10 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
         return False
     opened = read_store(store, job.out)
     header = opened.header
-    then = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
-    now = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
+    packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
+    present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
     path = differing_kept_file(store, opened, job)
-    if path is None and then != now:
+    if path is None and packed_files != present_files:
         path = differing_weights(store, opened, job, threads)
     if path is None and header.base_files != job.base_files:
         path = differing_base(store, opened, job, threads)
@@ -124,8 +124,8 @@ def _kept_files(expert: Checkpoint) -> tuple[FileFingerprint, ...]:
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
-        found = stat_present(expert.root, name)
-        kept.append(FileFingerprint(name, found.st_size, version_of(expert.root / name, found), ""))
+        status = stat_present(expert.root, name)
+        kept.append(FileFingerprint(name, status.st_size, version_of(expert.root / name, status), ""))
     return tuple(kept)
 
 
