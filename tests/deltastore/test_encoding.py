@@ -1,4 +1,4 @@
-"""Encoding: every loop against a slow one, both ways of a machine, and the bytes that have always been written."""
+"""Encoding: every kernel against a slow reference, scalar against vector code, and golden digests of the output."""
 
 from __future__ import annotations
 
@@ -119,16 +119,16 @@ def test_fold_differences__are_those_of_whole_numbers(seed: int, n: int, itemsiz
 
 
 @pytest.mark.parametrize("n", [4096, 4097, 70_001])
-def test_base_rows__given_once_for_several_experts_give_the_same_blocks(n: int) -> None:
+def test_base_contexts__shared_by_several_experts_give_the_same_blocks(n: int) -> None:
     base, _ = lasting_pair(n, 5, 1)
     experts = [lasting_pair(n, 5, spread)[1] for spread in (2, 6, 30)]
     alone = [block_digest(encode_block(base, expert, BF16, _BANDS)) for expert in experts]
-    beside = base_contexts(base, BF16)
-    assert beside is not None
-    assert [block_digest(encode_block(base, expert, BF16, _BANDS, beside)) for expert in experts] == alone
+    prepared = base_contexts(base, BF16)
+    assert prepared is not None
+    assert [block_digest(encode_block(base, expert, BF16, _BANDS, prepared)) for expert in experts] == alone
 
 
-def test_base_rows__are_none_where_nothing_can_be_worked_out() -> None:
+def test_base_contexts__are_none_for_blocks_without_bands() -> None:
     base, _ = lasting_pair(4096, 5, 1)
     assert base_contexts(None, BF16) is None
     assert base_contexts(base, F32) is None
@@ -153,7 +153,7 @@ def test_encode_block__threads_do_not_disturb_each_other() -> None:
 
 
 @given(seed=seeds, n=st.integers(0, 10_000), flip=st.integers(0, 9_999))
-def test_are_equal__says_what_a_comparison_of_all_bytes_says(seed: int, n: int, flip: int) -> None:
+def test_bytes_equal__agrees_with_a_comparison_of_all_bytes(seed: int, n: int, flip: int) -> None:
     first = np.random.default_rng(seed).integers(0, 256, n).astype(np.uint8)
     second = first.copy()
     assert bytes_equal(first, second)
@@ -185,7 +185,7 @@ def random_codes(seed: int, n: int, n_contexts: int, skew: int) -> tuple[Bytes, 
 
 @pytest.mark.skipif(not HAS_VECTOR_ENCODER, reason="this machine has one way only")
 @given(seed=seeds, n=st.integers(1, 3000), n_contexts=st.integers(1, MAX_CONTEXTS), skew=st.sampled_from([0, 1, 8, 40]))
-def test_push_stages__gives_what_pushing_one_by_one_gives(seed: int, n: int, n_contexts: int, skew: int) -> None:
+def test_encode_stages_vector__gives_what_the_scalar_one_gives(seed: int, n: int, n_contexts: int, skew: int) -> None:
     contexts, codes = random_codes(seed, n, n_contexts, skew)
     counts_CK = np.zeros((n_contexts, N_CODES), np.int64)
     np.add.at(counts_CK, (contexts[:n], codes[:n]), 1)
@@ -197,14 +197,16 @@ def test_push_stages__gives_what_pushing_one_by_one_gives(seed: int, n: int, n_c
 
 
 @given(seed=seeds, n=st.integers(1, 5000), widest=st.integers(0, 15))
-def test_packed_streams__hold_the_numbers_bit_by_bit(seed: int, n: int, widest: int) -> None:
+def test_pack_streams__hold_the_residuals_bit_by_bit(seed: int, n: int, widest: int) -> None:
     rng = np.random.default_rng(seed)
     codes, widths = rng.integers(1, 21, n).astype(np.uint8), rng.integers(0, widest + 1, n).astype(np.uint8)
-    fines = (rng.integers(0, 1 << 15, n) & ((1 << widths.astype(np.int64)) - 1)).astype(np.uint16)
-    for (first, last), packed in zip(STREAM_CODES, pack_streams(codes, fines, widths), strict=True):
+    residuals = (rng.integers(0, 1 << 15, n) & ((1 << widths.astype(np.int64)) - 1)).astype(np.uint16)
+    for (first, last), packed in zip(STREAM_CODES, pack_streams(codes, residuals, widths), strict=True):
         own = (codes >= first) & (codes <= last)
         bits = "".join(
-            format(fine, f"0{width}b")[::-1] for fine, width in zip(fines[own], widths[own], strict=True) if width
+            format(residual, f"0{width}b")[::-1]
+            for residual, width in zip(residuals[own], widths[own], strict=True)
+            if width
         )
         wanted = np.packbits(np.array([int(bit) for bit in bits], np.uint8), bitorder="little")
         assert np.array_equal(packed, wanted)
@@ -230,7 +232,7 @@ def test_scale_counts__gives_what_the_first_writer_gave(seed: int, n_symbols: in
     assert scale_counts(counts_CS).tolist() == [slowly_scaled(counts_S) for counts_S in counts_CS]
 
 
-def slow_low_bits(counts_Q: NDArray[np.uint32]) -> int:
+def slow_cell_bits(counts_Q: NDArray[np.uint32]) -> int:
     """Bits that are left to the numbers of cells: 99.6 % of all are in the two cells next to the base's."""
     wanted = -(-int(counts_Q.sum()) * 996 // 1000)
     bucket = int((counts_Q.cumsum(dtype=np.int64) < wanted).sum())
@@ -250,8 +252,8 @@ def test_choose_widths__chooses_the_cheapest_and_near_cells(seed: int, n_context
     counts_SW += np.floor(rng.random(counts_SW.shape) ** 8 * 1000).astype(np.uint32)
     counts_SW[rng.random(N_WIDTHS) < rng.random()] = 0
     np.add.at(counts_CQ[0], np.minimum(rng.exponential(scale, 500), QUANTILE_BUCKETS - 1).astype(np.int64), 1)
-    low_bits, widths = np.full(256, 99, np.uint8), np.full(256, 99, np.uint8)
-    choose_widths(counts, n_contexts, low_bits, widths)
+    cell_bits, widths = np.full(256, 99, np.uint8), np.full(256, 99, np.uint8)
+    choose_widths(counts, n_contexts, cell_bits, widths)
     beyond_SW = counts_SW.sum(axis=1, dtype=np.int64)[:, None] - counts_SW.cumsum(axis=1, dtype=np.int64)
     cost_SW = np.arange(WIDTH_COUNTS) * counts_SW.sum(axis=1, dtype=np.int64)[:, None] + EXCEPTION_BITS * beyond_SW
     wanted_EK = cost_SW[:, : WIDTH_COUNTS - 1].argmin(axis=1).reshape(EDGE_CLASSES, WIDTHS_PER_CLASS)
@@ -263,8 +265,8 @@ def test_choose_widths__chooses_the_cheapest_and_near_cells(seed: int, n_context
             near = finer[0] if len(finer) else seen[-1] if len(seen) else None
             assert widths[edge * WIDTHS_PER_CLASS + column] == (0 if near is None else wanted_EK[near, column])
     assert not widths[N_WIDTHS:].any()
-    assert low_bits[0] == slow_low_bits(counts_CQ[0])
-    assert not low_bits[1:].any()
+    assert cell_bits[0] == slow_cell_bits(counts_CQ[0])
+    assert not cell_bits[1:].any()
 
 
 @given(seed=seeds, n=st.integers(1, 1024))

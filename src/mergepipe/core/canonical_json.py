@@ -26,8 +26,8 @@ def parse_digestible(raw: bytes, refuse: Callable[[str], NoReturn]) -> object:
     """
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(items)
-        return found if len(found) == len(items) else refuse("an object has the same key twice")
+        members = dict(items)
+        return members if len(members) == len(items) else refuse("an object has the same key twice")
 
     def constant(name: str) -> NoReturn:
         refuse(f"{name} is not a valid JSON number")

@@ -98,7 +98,7 @@ def _plain(value: object) -> object:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     raise TypeError(f"not for JSON: {type(value).__name__}")

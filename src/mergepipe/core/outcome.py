@@ -22,14 +22,14 @@ def note_committed(place: Path) -> None:
 @contextlib.contextmanager
 def committed_places() -> Iterator[list[Path]]:
     """Collect the outputs committed inside the context."""
-    outer, own = _COMMITTED.get(), list[Path]()
-    token = _COMMITTED.set(own)
+    outer, committed = _COMMITTED.get(), list[Path]()
+    token = _COMMITTED.set(committed)
     try:
-        yield own
+        yield committed
     finally:
         _COMMITTED.reset(token)
         if outer is not None:
-            outer.extend(own)
+            outer.extend(committed)
 
 
 @contextlib.contextmanager

@@ -71,9 +71,9 @@ class Sight:
 
     def _part(self, content: RawBytes, block: int) -> RawBytes:
         entry = self.members[0].entry
-        own = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
+        block_span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
         first, size = self.span.start, entry.dtype.itemsize
-        return content[(own.start - first) * size : (own.stop - first) * size]
+        return content[(block_span.start - first) * size : (block_span.stop - first) * size]
 
 
 class BandChooser:

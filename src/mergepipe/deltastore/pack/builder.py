@@ -79,7 +79,7 @@ class PackJob:
         for entry in expert.tensors.values():
             if not isinstance(entry, TensorEntry):
                 raise TypeError(f"not one byte range: {entry!r}")
-            places.append(Place(entry, _like(base, entry), numbers[entry.file], row))
+            places.append(Place(entry, _matching_tensor(base, entry), numbers[entry.file], row))
             row += places[-1].n_rows
         return cls(base, expert, out, kept, tuple(places))
 
@@ -91,20 +91,20 @@ class PackJob:
     @property
     def weight_files(self) -> set[Path]:
         """The weight files of the expert and of the base."""
-        return {each.root / file.name for each in (self.base, self.expert) for file in each.files}
+        return {checkpoint.root / file.name for checkpoint in (self.base, self.expert) for file in checkpoint.files}
 
     @property
     def base_files(self) -> str:
         """A digest of the fingerprints of the base's files."""
-        return digest_of(_look_of(self.base))
+        return digest_of(_fingerprints_of(self.base))
 
     @property
     def key(self) -> str:
         """A digest of everything that must be unchanged to resume another run's unfinished store."""
-        roots = [str(each.path.absolute()) for each in (self.base, self.expert)]
+        roots = [str(checkpoint.path.absolute()) for checkpoint in (self.base, self.expert)]
         kept = [[file.name, file.size_bytes, file.version] for file in self.kept]
-        looks = [_look_of(self.base), _look_of(self.expert)]
-        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *looks, kept])
+        fingerprints = [_fingerprints_of(self.base), _fingerprints_of(self.expert)]
+        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept])
 
     def check_unchanged(self, store: Store) -> None:
         """Refuse inputs that are not those that were opened.
@@ -115,19 +115,19 @@ class PackJob:
         check_unchanged(store, (self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
-def _like(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
+def _matching_tensor(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
     """The base's tensor of the same name, dtype and shape."""
-    found = base.tensors.get(entry.name)
-    if isinstance(found, TensorEntry) and (found.dtype, found.shape) == (entry.dtype, entry.shape):
-        return found
+    candidate = base.tensors.get(entry.name)
+    if isinstance(candidate, TensorEntry) and (candidate.dtype, candidate.shape) == (entry.dtype, entry.shape):
+        return candidate
     return None
 
 
-def _look_of(checkpoint: Checkpoint) -> list[list[str | int]]:
+def _fingerprints_of(checkpoint: Checkpoint) -> list[list[str | int]]:
     return [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]
 
 
-def _part_of(nbytes: int, sharing: int) -> int:
+def _memory_share(nbytes: int, sharing: int) -> int:
     """One builder's share of the memory limits when more than eight share them, at least 64 KiB."""
     return max(min(nbytes, 8 * nbytes // sharing) // _LEAST_BYTES * _LEAST_BYTES, _LEAST_BYTES)
 
@@ -143,20 +143,22 @@ def building(job: PackJob, store: LocalStore, *, resumes: bool, sharing: int = 1
         ConflictError: another process is building it.
         StorageError: the operating system refused.
     """
-    found: list[PackProgress] = []
+    resumable: list[PackProgress] = []
 
     def can_continue(directory: Path) -> bool:
         progress = find_progress(directory, job.key) if resumes else None
-        found.extend([] if progress is None else [progress])
+        resumable.extend([] if progress is None else [progress])
         return progress is not None
 
     with Staging(job.out, force=False, can_continue=can_continue) as staging:
         builder = None
         try:
-            builder = StoreBuilder(job, store, staging, found[0] if found else None, sharing, keeps_notes=resumes)
+            builder = StoreBuilder(
+                job, store, staging, resumable[0] if resumable else None, sharing, keeps_notes=resumes
+            )
             yield builder
         except BaseException as error:
-            is_noted = bool(found) if builder is None else builder.is_noted
+            is_noted = bool(resumable) if builder is None else builder.is_noted
             if is_noted and isinstance(error, _WORTH_KEEPING) and staging.path.is_dir():
                 staging.keep()
                 if KEPT not in getattr(error, "__notes__", ()):
@@ -192,11 +194,13 @@ class StoreBuilder:
         self._keeps_notes = keeps_notes
         self._noted_rows = self.n_done
         cuts = () if progress is None else progress.cuts
-        self._bands = {number: None if each is None else Bands(each) for number, each in enumerate(cuts)}
+        self._bands = {
+            number: None if tensor_cuts is None else Bands(tensor_cuts) for number, tensor_cuts in enumerate(cuts)
+        }
         self._content_id = PassingContentId(job.expert)
         durable = None if progress is None else progress.durable
-        self._writer = StoreWriter(staging.path, store.ledger, durable, _part_of(CHUNK_BYTES, sharing))
-        early, early_bytes = staging.directory / _EARLY_NAME, _part_of(EARLY_BYTES, sharing)
+        self._writer = StoreWriter(staging.path, store.ledger, durable, _memory_share(CHUNK_BYTES, sharing))
+        early, early_bytes = staging.directory / _EARLY_NAME, _memory_share(EARLY_BYTES, sharing)
         self._blocks = OrderedBlocks(self._writer, early, self._after_writing, early_bytes)
         try:
             for file in () if self.is_noted else job.expert.files:
@@ -245,9 +249,9 @@ class StoreBuilder:
     def _note(self) -> None:
         """Make the blocks written so far durable, and record the progress."""
         durable = self._writer.sync()
-        begun = sum(place.first_row < durable.n_rows for place in self.job.places)
-        bands = [self._bands.get(number) for number in range(begun)]
-        cuts = tuple(None if each is None else each.cuts for each in bands)
+        n_begun = sum(place.first_row < durable.n_rows for place in self.job.places)
+        bands = [self._bands.get(number) for number in range(n_begun)]
+        cuts = tuple(None if tensor_bands is None else tensor_bands.cuts for tensor_bands in bands)
         note_progress(self._staging.directory, PackProgress(self.job.key, durable, cuts), self._store.ledger)
         self._noted_rows = durable.n_rows
         self.is_noted = True

@@ -114,14 +114,14 @@ def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -
         for number, place in enumerate(builder.job.places):
             if (first, number) in seen or place.entry.name not in numbers[first]:
                 continue
-            together = [(first, number)]
+            same_name = [(first, number)]
             if place.base is not None:
                 others = ((e, numbers[e].get(place.entry.name)) for e in range(first + 1, len(builders)))
-                together += [
+                same_name += [
                     (e, n) for e, n in others if n is not None and builders[e].job.places[n].base is place.base
                 ]
-            seen.update(together)
-            yield from _cut([(builders[e], n) for e, n in together])
+            seen.update(same_name)
+            yield from _cut([(builders[e], n) for e, n in same_name])
 
 
 def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:

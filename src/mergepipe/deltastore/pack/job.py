@@ -92,10 +92,10 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
         return False
     opened = read_store(store, job.out)
     header = opened.header
-    then = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
-    now = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
+    packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
+    present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
     path = differing_kept_file(store, opened, job)
-    if path is None and then != now:
+    if path is None and packed_files != present_files:
         path = differing_weights(store, opened, job, threads)
     if path is None and header.base_files != job.base_files:
         path = differing_base(store, opened, job, threads)

@@ -31,14 +31,14 @@ from mergepipe.storage.ranges import read_exact
 
 def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) -> Path | None:
     """Find the first file, other than weights, that differs from its copy in the store; reads all of them."""
-    own = {file.name: file.size_bytes for file in job.kept}
+    present = {file.name: file.size_bytes for file in job.kept}
     kept = {file.name: file for file in opened.header.kept}
-    for name in sorted(own.keys() | kept.keys()):
+    for name in sorted(present.keys() | kept.keys()):
         path = job.expert.root / name
-        if name not in own or name not in kept or own[name] != kept[name].size_bytes:
+        if name not in present or name not in kept or present[name] != kept[name].size_bytes:
             return path
         hasher = blake3()
-        for part in file_parts(store, path, own[name]):
+        for part in file_parts(store, path, present[name]):
             hasher.update(part)
         if hasher.hexdigest(16) != kept[name].blake3:
             return path
@@ -48,11 +48,11 @@ def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) ->
 def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
     """Find the first weight file of an expert that differs from what the store was packed from; reads all of them."""
     header = opened.header
-    own = {file.name: file for file in job.expert.files}
+    present = {file.name: file for file in job.expert.files}
     packed = {file.name: file for file in header.files}
-    for name in sorted(own.keys() | packed.keys()):
+    for name in sorted(present.keys() | packed.keys()):
         path = job.expert.root / name
-        if name not in own or name not in packed or own[name].size_bytes != packed[name].size_bytes:
+        if name not in present or name not in packed or present[name].size_bytes != packed[name].size_bytes:
             return path
         content = store.read_metadata(path, 0, packed[name].header_bytes)
         if blake3(content).hexdigest(16) != packed[name].header_blake3:

@@ -43,7 +43,7 @@ def note_progress(directory: Path, progress: PackProgress, ledger: Ledger) -> No
     Raises:
         StorageError: the operating system refused.
     """
-    content = {"format": _FORMAT, "content": _identity(directory), **asdict(progress)}
+    content = {"format": _FORMAT, "content": _inode_of(directory), **asdict(progress)}
     sync_directory(directory / CONTENT_NAME)
     record = canonical_json({**content, "digest": digest_of(content)})
     replace_durably(directory / PROGRESS_NAME, record, ledger)
@@ -59,10 +59,10 @@ def find_progress(directory: Path, key: str) -> PackProgress | None:
         StorageError: the operating system refused.
     """
     progress = _read(directory)
-    if progress is None or progress.key != key or not _is_there(directory / CONTENT_NAME, progress.durable):
+    if progress is None or progress.key != key or not _is_complete(directory / CONTENT_NAME, progress.durable):
         return None
     try:
-        _tidy(directory, progress.durable)
+        _truncate_to(directory, progress.durable)
     except OSError as error:
         raise os_error(error, directory, "resuming it") from error
     return progress
@@ -74,7 +74,7 @@ def _read(directory: Path) -> PackProgress | None:
         claimed = document.pop("digest")
         if digest_of(document) != claimed or document["format"] != _FORMAT:
             return None
-        return None if document["content"] != _identity(directory) else _progress(document)
+        return None if document["content"] != _inode_of(directory) else _progress(document)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, MergePipeError):
         return None  # torn or foreign: nothing to resume
 
@@ -84,15 +84,18 @@ def _progress(document: Mapping[str, object]) -> PackProgress | None:
         case {
             "key": str(key),
             "durable": {"n_rows": int(n_rows), "file_bytes": dict(file_bytes), "index_blake3": str(index_blake3)},
-            "cuts": list(listed),
+            "cuts": list(all_cuts),
         }:
             sizes = {str(name): int(size) for name, size in file_bytes.items()}
-            cuts = tuple(None if each is None else (float(each[0]), float(each[1]), float(each[2])) for each in listed)
+            cuts = tuple(
+                None if tensor_cuts is None else (float(tensor_cuts[0]), float(tensor_cuts[1]), float(tensor_cuts[2]))
+                for tensor_cuts in all_cuts
+            )
             return PackProgress(key, DurableStore(n_rows, sizes, index_blake3), cuts)
     return None
 
 
-def _is_there(content: Path, durable: DurableStore) -> bool:
+def _is_complete(content: Path, durable: DurableStore) -> bool:
     if durable.file_bytes.keys() != set(GROWING_FILES) or durable.file_bytes[INDEX_NAME] != durable.n_rows * ROW_BYTES:
         return False
     try:
@@ -103,12 +106,12 @@ def _is_there(content: Path, durable: DurableStore) -> bool:
         return False
 
 
-def _tidy(directory: Path, durable: DurableStore) -> None:
+def _truncate_to(directory: Path, durable: DurableStore) -> None:
     """Truncate or remove everything that is not durable."""
     owned.keep_only(directory / CONTENT_NAME, durable.file_bytes)
 
 
-def _identity(directory: Path) -> list[int]:
+def _inode_of(directory: Path) -> list[int]:
     """Device and inode of the content directory."""
     status = (directory / CONTENT_NAME).stat()
     return [status.st_dev, status.st_ino]
