@@ -34,7 +34,7 @@ from mergepipe.deltastore.codec.rans import (
 )
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.errors import CorruptError
-from mergepipe.testing.rounding import decode, encode
+from support.rounding import decode, encode
 
 WAYS = [0] + [BY_16] * has_vectors() + [BY_FOUR] * HAS_SPREADING + [BY_16 | BY_FOUR] * (has_vectors() and HAS_SPREADING)
 LEVELS = (Level.HEAD, Level.HEAD_EXACT, Level.BODY, Level.BODY_EXACT)

@@ -17,7 +17,6 @@ import pytest
 import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
 from mergepipe.storage import owned
-from mergepipe.testing.oracle import MergeCase
 from support.disk_families import (
     DiskFamily,
     make_models,
@@ -36,6 +35,7 @@ from support.faults import (
     system_error,
     worker_threads,
 )
+from support.oracle import MergeCase
 
 CASE = MergeCase("dare_ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 
