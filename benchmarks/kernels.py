@@ -15,7 +15,7 @@ from mergepipe.engine.reductions import make_reduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Scalar
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.spec import BaseRole, Scope
-from mergepipe.testing.rounding import encode
+from mergepipe.testing.tensors import encode_elements
 
 BLOCK_ELEMENTS = 1 << 18
 CHOSEN: Mapping[str, Scalar] = {"weight": 0.5, "density": 0.5, "t": 0.3, "select_topk": 0.3}
@@ -27,7 +27,7 @@ def made_models(n_experts: int, n_elements: int) -> NDArray[np.uint8]:
     rng = np.random.default_rng(0)
     base_N = (rng.standard_normal(n_elements) * 0.02).astype(np.float32)
     experts = [base_N + (rng.standard_normal(n_elements) * 5e-4).astype(np.float32) for _ in range(n_experts)]
-    stored = [encode(values_N, BF16).view(np.uint8).reshape(-1) for values_N in (base_N, *experts)]
+    stored = [encode_elements(values_N, BF16).view(np.uint8).reshape(-1) for values_N in (base_N, *experts)]
     return np.concatenate([*stored, np.zeros_like(stored[0])])
 
 

@@ -10,7 +10,7 @@ from benchmarks.tailor import Pattern, patterns
 from benchmarks.tailor_tree import LAYERS, checkpoint_name, scaled_shapes, write_checkpoint
 
 from mergepipe.tailor import api
-from mergepipe.tailor.checkpoint import Format
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 
 PATTERNS = [pattern for pattern in patterns([2, 4, 8]) if pattern.layers is not None]
 
@@ -31,7 +31,7 @@ def test_write_checkpoint__is_one_that_every_pattern_composes(tmp_path: Path) ->
     for index in range(8):
         write_checkpoint(tmp_path / checkpoint_name(index), shapes, 2, 100 * (index + 1), pool)
     (found,) = api.inspect(tmp_path / checkpoint_name(0)).checkpoints
-    assert (found.format, found.missing, found.step) == (Format.ZERO, (), 100)
+    assert (found.format, found.missing, found.step) == (ZERO_FORMAT, (), 100)
     assert sum(p.stat().st_size for p in (tmp_path / checkpoint_name(0)).iterdir()) == pytest.approx(
         size_bytes, rel=0.2
     )

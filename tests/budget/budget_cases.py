@@ -12,9 +12,9 @@ import numpy as np
 from mergepipe import api as session
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.testing.oracle import MergeCase
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
 from support.disk_families import DiskFamily, write_family, write_recipe
+from support.oracle import MergeCase
 
 WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
 CASES = {

@@ -9,9 +9,9 @@ import pytest
 from budget_cases import Setting
 
 from mergepipe.planning.plan import Plan
-from mergepipe.testing.oracle import MergeCase
 from support.budgets import AWKWARD, make_budget_models
 from support.disk_families import read_snapshot, weights_digest, write_family
+from support.oracle import MergeCase
 
 Each = tuple[dict[str, float], dict[str, float], dict[str, float]]
 NOTHING: Each = ({}, {}, {})

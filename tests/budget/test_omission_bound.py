@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.planning.plan import Plan
-from mergepipe.testing.oracle import MergeCase
 from support.budgets import as_float32, tensor_plans
 from support.disk_families import read_snapshot
+from support.oracle import MergeCase
 
 WEIGHTS = st.floats(-2, 2).filter(lambda w: w == 0 or abs(w) > 1e-3)
 BOUNDED = ("linear", "linear_sum", "task_arithmetic")

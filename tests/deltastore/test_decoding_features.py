@@ -34,7 +34,7 @@ from mergepipe.deltastore.codec.rans import (
 from mergepipe.deltastore.codec.rans_vector_decoder import decode_head_symbols_vector, has_vector_decoder
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
 from mergepipe.errors import CorruptError
-from mergepipe.testing.rounding import decode, encode
+from support.rounding import decode, encode
 
 FEATURE_SETS = (
     [0]

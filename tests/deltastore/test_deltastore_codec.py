@@ -36,8 +36,8 @@ from mergepipe.deltastore.codec.rans import (
 )
 from mergepipe.deltastore.codec.rans_vector_decoder import decode_symbols_vector
 from mergepipe.errors import CorruptError
-from mergepipe.testing.rounding import decode, encode
-from mergepipe.testing.strategies import SPECIAL
+from mergepipe.testing.tensors import SPECIAL
+from support.rounding import decode, encode
 
 seeds = st.integers(0, 2**32 - 1)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))

@@ -31,10 +31,10 @@ from mergepipe.planning.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from support.flat_options import call_flat
+from support.oracle import MergeCase
+from support.rounding import decode, encode
 
 WIDE = "layers.0.wide"
 N_WIDE = 3 * BLOCK_ELEMENTS + 5001

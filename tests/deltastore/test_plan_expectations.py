@@ -16,9 +16,9 @@ from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, read_snapshot, write_family, write_recipe
+from support.oracle import MergeCase
+from support.rounding import decode, encode
 
 SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS, "layers.1.up": BLOCK_ELEMENTS + 9001, "layers.2.up": 2 * BLOCK_ELEMENTS}
 STDS = (4e-4, 2e-4, 6e-4, 3e-4)

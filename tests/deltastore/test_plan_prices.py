@@ -25,9 +25,9 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.prices import DecodingPrices, Speeds, two_digits
 from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from support.oracle import MergeCase
+from support.rounding import decode, encode
 
 SIZES = {"layers.0.up": 2 * BLOCK_ELEMENTS + 7001, "layers.1.up": BLOCK_ELEMENTS, "layers.1.norm": 700}
 AVERAGE = MergeCase("task_arithmetic", (0.4, 0.3, 0.3), (1.0, 1.0, 1.0))

@@ -17,9 +17,9 @@ from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.storage.ledger import Ledger, Purpose
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
+from support.oracle import MergeCase
+from support.rounding import decode, encode
 
 CASES = {
     "average": MergeCase("task_arithmetic", (0.4, 0.6), (1.0, 1.0)),

@@ -28,9 +28,9 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
+from support.oracle import MergeCase
+from support.rounding import decode, encode
 
 SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS + 7001, "layers.1.up": 2 * BLOCK_ELEMENTS, "layers.1.norm": 700}
 STDS = (1.5e-4, 3e-4, 6e-4)

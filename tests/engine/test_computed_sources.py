@@ -23,7 +23,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.rounding import decode, encode
+from support.rounding import decode, encode
 
 N = 200_003
 EXPERT = {"weight": 0.6, "density": 0.3}

@@ -20,7 +20,6 @@ from mergepipe.reports import MergeReport
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import CHUNK_BYTES
-from mergepipe.testing.oracle import MergeCase
 from support.disk_families import (
     UNTOUCHED,
     DiskFamily,
@@ -36,6 +35,7 @@ from support.disk_families import (
     write_single,
     wrong_elements,
 )
+from support.oracle import MergeCase
 
 WEIGHTS, DENSITIES = (0.7, 0.5, -0.3), (0.2, 0.37, 1.0)
 CASES = {

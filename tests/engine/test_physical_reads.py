@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergepipe.testing.oracle import MergeCase
 from support.disk_families import make_models, write_family, write_recipe
 from support.faults import drop_from_page_cache
+from support.oracle import MergeCase
 
 WEIGHTS, DENSITIES = (0.7, 0.5), (0.2, 0.37)
 CASES = [

@@ -16,7 +16,8 @@ from mergepipe.engine.reductions import InnerProductSums, MagnitudeCuts
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
-from mergepipe.testing.strategies import FLOATS, Family, families, make_family
+from mergepipe.testing.tensors import Family, make_family
+from support.strategies import FLOATS, families
 
 
 def magnitudes_EN(family: Family) -> NDArray[np.uint32]:

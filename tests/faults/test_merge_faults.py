@@ -18,7 +18,6 @@ import mergepipe
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError
 from mergepipe.options import MergeOptions
 from mergepipe.storage import owned
-from mergepipe.testing.oracle import MergeCase
 from support.disk_families import (
     DiskFamily,
     make_models,
@@ -37,6 +36,7 @@ from support.faults import (
     system_error,
     worker_threads,
 )
+from support.oracle import MergeCase
 
 CASE = MergeCase("dare_ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 

@@ -23,7 +23,6 @@ from mergepipe.runs import merge_run as merging
 from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
 from mergepipe.storage.output import OutputFile
-from mergepipe.testing.oracle import MergeCase
 from support.disk_families import (
     make_models,
     tree_digest,
@@ -32,6 +31,7 @@ from support.disk_families import (
     write_recipe,
 )
 from support.faults import Fault, open_descriptors, replaced, worker_threads
+from support.oracle import MergeCase
 
 CASE = MergeCase("ties", (0.7, 0.5), (0.5, 0.3), normalize=True)
 

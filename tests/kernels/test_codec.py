@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, F32, F64, DType
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_all, decode_tile, encode_all, encode_tile
-from mergepipe.testing.rounding import canonical_bits, decode, encode
+from support.rounding import canonical_bits, decode, encode
 
 FLOATS = (F64, F32, F16, BF16, F8_E4M3, F8_E5M2)
 DTYPE_IDS = [dtype.name for dtype in FLOATS]

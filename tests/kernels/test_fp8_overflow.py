@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, F8_E4M3, F8_E5M2, F16, DType
 from mergepipe.kernels.codec import encode_all
-from mergepipe.testing.rounding import canonical_bits, decode
+from support.rounding import canonical_bits, decode
 
 ML_DTYPES = {F8_E4M3: ml_dtypes.float8_e4m3fn, F8_E5M2: ml_dtypes.float8_e5m2}
 TORCH_NAMES = {F8_E4M3: "float8_e4m3fn", F8_E5M2: "float8_e5m2"}

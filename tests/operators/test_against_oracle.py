@@ -8,11 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BF16, F16, F32, F64, DType
-from mergepipe.testing.in_memory import StoredTensor, merge_in_memory
-from mergepipe.testing.oracle import MergeCase, expected
-from mergepipe.testing.rounding import canonical_bits, encode
-from mergepipe.testing.strategies import DELTA_OPERATORS, FLOATS, Family, families, make_family, merge_cases
+from mergepipe.testing.in_memory import StoredTensor
+from mergepipe.testing.tensors import Family, make_family
+from support.merge_in_memory import merge_in_memory
+from support.oracle import MergeCase, expected
 from support.random_oracle import kept_by_dare
+from support.rounding import canonical_bits, encode
+from support.strategies import DELTA_OPERATORS, FLOATS, families, merge_cases
 
 KEYS = (3, 2**64 - 1, 17, 1 << 40, 12345)
 

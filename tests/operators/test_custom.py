@@ -21,8 +21,9 @@ from mergepipe.operators.influence import Influence, Products, unknown_influence
 from mergepipe.operators.registry import operator_named, operator_specs, remove_operator
 from mergepipe.operators.spec import BaseRole, OperatorSpec
 from mergepipe.testing.contracts import check_operator
-from mergepipe.testing.in_memory import StoredTensor, apply_operator
-from mergepipe.testing.strategies import make_family
+from mergepipe.testing.in_memory import StoredTensor
+from mergepipe.testing.tensors import make_family
+from support.merge_in_memory import apply_operator
 
 MODELS: tuple[dict[str, Scalar], ...] = (
     {"weight": 0.6, "density": 0.4, "gamma": 0.05, "epsilon": 0.1},

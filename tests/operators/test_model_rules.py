@@ -19,8 +19,9 @@ from mergepipe.operators.ranked import survival_of
 from mergepipe.operators.registry import operator_named, operator_specs
 from mergepipe.operators.selecting import magnitude_cuts
 from mergepipe.operators.spec import BaseRole, Scope
-from mergepipe.testing.in_memory import StoredTensor, apply_operator
-from mergepipe.testing.strategies import Family
+from mergepipe.testing.in_memory import StoredTensor
+from mergepipe.testing.tensors import Family
+from support.merge_in_memory import apply_operator
 from support.model_oracle import MERGES, ModelCase, fused_importance
 from support.random_oracle import words_of_elements
 

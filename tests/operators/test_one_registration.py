@@ -115,6 +115,19 @@ def test_add_operator__refuses_one_that_does_not_say_what_a_planner_may_know() -
     assert "silent" not in operator_specs()
 
 
+@dataclass(frozen=True, slots=True)
+class Boastful(Halfway):
+    """Claims to go all the way."""
+
+    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.ones(len(given.experts)), np.ones(len(given.experts)), is_additive=True)
+
+
+def test_check_operator__finds_an_influence_that_is_not_true() -> None:
+    with pytest.raises(AssertionError, match="the result is not the sum that the influence claims"):
+        check_operator(Boastful())
+
+
 def test_remove_operator__keeps_those_of_mergepipe() -> None:
     with pytest.raises(KeyError):
         remove_operator("ties")

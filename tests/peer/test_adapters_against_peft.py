@@ -15,8 +15,8 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.core.blocks import BF16
 from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.rounding import decode, encode
 from support.fetching import fetched
+from support.rounding import decode, encode
 
 pytestmark = pytest.mark.peer
 

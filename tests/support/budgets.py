@@ -20,8 +20,8 @@ from mergepipe.core.blocks import BF16, F16, F32, F64, BlockGrid, DType
 from mergepipe.errors import LimitError
 from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan, PlannedTensor
-from mergepipe.testing.rounding import decode, encode
 from support.disk_families import FLOAT_NAMES, Model
+from support.rounding import decode, encode
 
 GRAIN = 16 * 1024
 _SIZES = (0, 1, 7, 4097, GRAIN - 1, GRAIN, GRAIN + 1, 3 * GRAIN, 70_001)

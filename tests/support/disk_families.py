@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from mergepipe.core.blocks import BF16, DTYPES_BY_RECIPE_NAME, F16, F32, F64, DType
-from mergepipe.testing.oracle import MergeCase, expected
-from mergepipe.testing.rounding import decode
-from mergepipe.testing.strategies import make_family
+from mergepipe.testing.tensors import make_family
+from support.oracle import MergeCase, expected
 from support.random_oracle import kept_by_dare, stream_key_of
+from support.rounding import NUMPY_DTYPES, decode
 from support.safetensors_bytes import file_bytes
 
 Model = Mapping[str, NDArray[Any]]
@@ -63,8 +63,9 @@ def make_models(n_experts: int, seed: int = 0) -> tuple[Model, ...]:
     for name, shape, base_dtype, cycle, special in _TENSORS:
         dtypes = tuple(cycle[e % len(cycle)] for e in range(n_experts))
         family = make_family(rng, int(np.prod(shape)), base_dtype, dtypes, special)
-        for model, stored in zip(models, (family.base, *family.experts), strict=True):
-            model[name] = stored.reshape(shape)
+        arrays = zip(models, (family.base, *family.experts), (base_dtype, *dtypes), strict=True)
+        for model, stored, dtype in arrays:
+            model[name] = stored.view(NUMPY_DTYPES[dtype.name]).reshape(shape)
     same = make_family(rng, 777, F32, (), 0.5).base
     for e, model in enumerate(models):
         model[UNTOUCHED] = same.copy()

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DTYPES, Span
-from mergepipe.tailor.checkpoint import Format, Framework
+from mergepipe.tailor.checkpoint import Framework
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
 from support.training_trees import KnownStates
 
@@ -29,7 +30,7 @@ def known_view(known: KnownStates, rank: int = 0, world_size: int = 1) -> Engine
         if span.n_elements:
             shards.append(_shard(name, kind, span, array.reshape(-1)[span.start : span.stop]))
     return EngineView(
-        origin=Format.ZERO,
+        origin=ZERO_FORMAT,
         framework=Framework.DEEPSPEED,
         stage=3,
         world_size=world_size,

@@ -28,10 +28,10 @@ from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
-from mergepipe.testing.rounding import decode, encode
 from support import fuzz_seals as seals
 from support.fuzzing import Target
 from support.mutations import Shape
+from support.rounding import decode, encode
 
 _LENGTHS = struct.Struct(f"<BB{len(Piece)}I")  # number of the block, level, length of each piece
 _MOST_FILE_BYTES = 1 << 24

@@ -1,6 +1,6 @@
 """What rules that look at whole models must give, in float64 numpy, slowly, each element by its textbook formula.
 
-Companion of `testing.oracle`, for rules whose result is one number per element up to rounding. Arrays: M models or
+Companion of `support.oracle`, for rules whose result is one number per element up to rounding. Arrays: M models or
 deltas, N elements, R rows.
 """
 
@@ -221,7 +221,7 @@ def rescaled(delta: Numbers, kept: Numbers, shared: Mapping[str, Scalar]) -> Num
 
 
 def ties(case: ModelCase) -> Numbers:
-    """TIES with rescaling; without it, `testing.oracle` says more."""
+    """TIES with rescaling; without it, `support.oracle` says more."""
     base, models, shared, each = case.base, case.models, case.shared, case.each
     deltas = []
     for model, parameters in zip(models, each, strict=True):

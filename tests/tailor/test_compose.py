@@ -45,7 +45,7 @@ from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
-from mergepipe.tailor.checkpoint import Format, Framework, Packing
+from mergepipe.tailor.checkpoint import Framework, Packing
 from mergepipe.tailor.composition.assignment import assign, state_to_copy
 from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.composition.composition_plan import plan_composition
@@ -53,6 +53,8 @@ from mergepipe.tailor.composition.composition_recipe import load_composition, re
 from mergepipe.tailor.composition.copy_plan import CopyRange
 from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.composition.staleness import StepPolicy
+from mergepipe.tailor.formats.dcp import DCP_FORMAT
+from mergepipe.tailor.formats.hf_optimizer import HF_FORMAT
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.saving.engine_view import Ranks
@@ -158,7 +160,7 @@ def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
     assert (newest.step, open_training_checkpoint(MetadataStore(), pair.out).step) == (9, 9)
     asked = pair.compose(PARITY + "state_from: old\n", replace(FULL, force=True)).plan.assignment.skeleton
     made = open_training_checkpoint(MetadataStore(), pair.out)
-    counts_itself = made.format is not Format.DCP  # there the newest counter is the step
+    counts_itself = made.format != DCP_FORMAT  # there the newest counter is the step
     assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
     assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
 
@@ -605,7 +607,7 @@ def trainer_partial(folder: Path, known: KnownStates, rates: tuple[float, ...], 
 
     def write(ranks: Ranks) -> int:
         view = replace(
-            known_view(known, ranks.rank, 1), origin=Format.HF_OPTIMIZER, framework=Framework.TRANSFORMERS, stage=None,
+            known_view(known, ranks.rank, 1), origin=HF_FORMAT, framework=Framework.TRANSFORMERS, stage=None,
             flat_groups=(), options=tuple({"lr": rate} for rate in rates),
         )  # fmt: skip
         return write_partial(PartialJob(view, tuple(view.units.parameters), known.step, folder, extra), ranks)

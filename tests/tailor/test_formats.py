@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergepipe import tailor
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
+from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import Packing, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats import open_checkpoint, registry
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
+from mergepipe.tailor.formats.deepspeed import ZeroFormat, read_zero
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from support.adam_steps import step_of
 from support.stores import MetadataStore
@@ -120,6 +125,42 @@ def test_open_training_checkpoint__says_when_nothing_is_there(tmp_path: Path) ->
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(NotFoundError):
             open_training_checkpoint(MetadataStore(), path)
+
+
+def test_open_training_checkpoint__lists_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        open_training_checkpoint(MetadataStore(), tmp_path)
+    marks = ("mergepipe-partial.json", ".metadata", "trainer_state.json with optimizer.pt", "latest (DeepSpeed ZeRO)")
+    assert [mark for mark in marks if mark not in str(caught.value)] == []
+
+
+@dataclass(frozen=True, slots=True)
+class OneFile(ZeroFormat):
+    """A format of a file of its own: a ZeRO directory under another mark."""
+
+    name: ClassVar[str] = "one-file"
+    looked_for: ClassVar[str] = "mark.one (one file)"
+
+    def recognise(self, store: Store, path: Path) -> bool:
+        return (path / "mark.one").is_file()
+
+    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+        return replace(read_zero(store, path / "inside"), path=path, format=self.name)
+
+
+def test_training_format__of_one_file_is_recognised_opened_and_composed(
+    tmp_path: Path, known: KnownStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero(tmp_path / "run" / "inside", known)
+    (tmp_path / "run" / "mark.one").touch()
+    monkeypatch.setattr(registry, "TRAINING_FORMATS", (OneFile(), *registry.TRAINING_FORMATS))
+    monkeypatch.setattr(open_checkpoint, "CHECKPOINT_KINDS", (OneFile(), *registry.CHECKPOINT_KINDS))
+    recipe, out = tmp_path / "composition.yml", tmp_path / "out"
+    recipe.write_text("default: run\n")
+    report = tailor.compose(recipe, out)
+    assert report.plan.assignment.skeleton.format == "one-file"
+    made = open_training_checkpoint(MetadataStore(), out)
+    assert (made.format, wrong(made, known, "fp32", "exp_avg", "exp_avg_sq", "weight")) == ("one-file", [])
 
 
 def test_read_zero__reads_steps_and_no_other_tensor_byte(tmp_path: Path) -> None:
@@ -333,6 +374,6 @@ def test_read_hf_checkpoint__raises_nothing_but_typed_errors_when_pickles_lie(
 def outcome(folder: Path) -> str:
     """The format that was read, or the code of the typed error; any other error fails the test."""
     try:
-        return open_training_checkpoint(MetadataStore(), folder).format.value
+        return open_training_checkpoint(MetadataStore(), folder).format
     except MergePipeError as error:
         return error.code

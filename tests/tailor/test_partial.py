@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, Format, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheckpoint
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
-from mergepipe.tailor.formats.partial import read_partial, read_partial_manifest
+from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME, parse_manifest
 from mergepipe.tailor.inspect import inspect_checkpoints
 from mergepipe.tailor.saving.engine_view import Ranks
@@ -54,7 +55,7 @@ def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
     checkpoint = opened(folder)
     assert {name for name, _ in checkpoint.states} == names_of(UNITS)
     assert checkpoint.kinds == (FP32, EXP_AVG, EXP_AVG_SQ)
-    assert (checkpoint.format, checkpoint.stage, checkpoint.world_size, checkpoint.step) == (Format.ZERO, 3, 2, 7)
+    assert (checkpoint.format, checkpoint.stage, checkpoint.world_size, checkpoint.step) == (ZERO_FORMAT, 3, 2, 7)
     assert dict(checkpoint.parameters) == SHAPES
     assert checkpoint.missing == tuple(f"{u}: not saved" for u in ("layer 0", "layer 2", "norm", "lm_head"))
 
@@ -158,7 +159,7 @@ def test_read_partial__refuses(folder: Path, lie: str) -> None:
     change, error, message = LIES[lie]
     edit(folder, change)
     with pytest.raises(error, match=message):
-        read_partial(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), folder)
 
 
 def test_read_partial__refuses_ranks_at_different_steps(folder: Path) -> None:

@@ -17,12 +17,12 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
-from mergepipe.tailor.checkpoint import FP32, Format, Framework, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, Framework, TrainingCheckpoint
 from mergepipe.tailor.composition.compose import CompositionReport
 from mergepipe.tailor.composition.copier import Copier
 from mergepipe.tailor.composition.edited_archive import plan_edited
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
-from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
@@ -198,7 +198,7 @@ def dcp_pair(folder: Path, plain: Mapping[str, object]) -> Pair:
         shards = tuple(replace(s, kind="weight") if s.kind == FP32 else s for s in view.shards)
         counters = tuple(replace(view.counters[0], parameters=(name,)) for name in view.parameters)
         return replace(
-            view, origin=Format.DCP, framework=Framework.TORCH, stage=None, flat_groups=(), shards=shards,
+            view, origin=DCP_FORMAT, framework=Framework.TORCH, stage=None, flat_groups=(), shards=shards,
             counters=counters,
         )  # fmt: skip
 

@@ -19,14 +19,6 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 
 
-class Format(StrEnum):
-    """How the optimizer state is laid out."""
-
-    ZERO = "deepspeed-zero"
-    HF_OPTIMIZER = "hf-optimizer"
-    DCP = "torch-dcp"
-
-
 class Framework(StrEnum):
     """What resumes from the checkpoint."""
 
@@ -108,17 +100,17 @@ class AdamStep:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCheckpoint:
-    """A training checkpoint of any format.
+    """A training checkpoint of any format; `format` is the name of one in `formats.registry`.
 
     `path` is as given; `root` is the directory of the optimizer files. `parameters` maps names to shapes, aliases
     left out. `flat_groups` are the parameters of each flat buffer in order (ZeRO only). `missing` says in words what
     a complete checkpoint would hold and this one does not. `has_state` says whether training can resume at its step:
-    only a partial checkpoint may lack scheduler, random states and the like.
+    only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like.
     """
 
     path: Path
     root: Path
-    format: Format
+    format: str
     framework: Framework
     stage: int | None
     world_size: int
@@ -130,6 +122,7 @@ class TrainingCheckpoint:
     flat_groups: tuple[tuple[str, ...], ...] = ()
     missing: tuple[str, ...] = ()
     has_state: bool = True
+    is_partial: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def report_on(checkpoints: Sequence[TrainingCheckpoint]) -> InspectReport:
 def differences(first: TrainingCheckpoint, other: TrainingCheckpoint) -> Iterator[str]:
     """Yield why parts of `other` cannot stand in for parts of `first`; nothing when they can."""
     for what, a, b in (
-        ("format", first.format.value, other.format.value),
+        ("format", first.format, other.format),
         ("framework", first.framework.value, other.framework.value),
         ("ZeRO stage", first.stage, other.stage),
         ("world size", first.world_size, other.world_size),
@@ -139,7 +139,7 @@ def _named(names: Sequence[str]) -> str:
 def _report(checkpoint: TrainingCheckpoint) -> CheckpointReport:
     return CheckpointReport(
         path=checkpoint.path,
-        format=checkpoint.format.value,
+        format=checkpoint.format,
         framework=checkpoint.framework.value,
         stage=checkpoint.stage,
         world_size=checkpoint.world_size,

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS
 from mergepipe.engine.reductions import make_reduction
 from mergepipe.engine.stages import Needs, StagedReduction
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Scalar
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, MagnitudeCut, Operator, OperatorInput, Scalar
 from mergepipe.operators.spec import Scope
 from mergepipe.testing.in_memory import StoredTensor, apply_operator, run_reduction
-from mergepipe.testing.strategies import Family, make_family
+from mergepipe.testing.tensors import Family, make_family
 
 SHAPES = ((1,), (77,), (3, 20_000), (130, 300))
 N_THREADS = 4
+RELATIVE_ERROR = 1e-5  # some roundings to float32
 _STREAM_KEYS = (11, 12, 13, 14, 15, 16, 17, 18)
 
 
@@ -48,6 +49,7 @@ def check_operator(
         _check_threads(operator, setting)
         _check_omission(operator, setting)
         _check_numbers(operator, setting)
+        _check_influence(operator, setting)
     _check_empty(operator, dict(parameters or {}), model_parameters)
 
 
@@ -112,6 +114,28 @@ def _check_numbers(operator: Operator, setting: _Setting) -> None:
     with np.errstate(all="ignore"):
         whole, parts = _merge(operator, hard), _merge(operator, hard, [5, hard.given.n_elements // 2])
     _same(whole, parts, operator, hard, "NaN and infinities must not make the result depend on cuts")
+
+
+def _check_influence(operator: Operator, setting: _Setting) -> None:
+    """What a planner is told is of every expert, and true where it claims an exact form."""
+    influence, n_experts = operator.influence(setting.given, None), len(setting.given.experts)
+    name = operator.spec.name
+    shapes = {influence.coefficients_E.shape, influence.energy_factor_E.shape}
+    assert shapes == {(n_experts,)}, f"{name}: the influence must have one entry for each of {n_experts} experts"
+    if influence.trims:
+        request = operator.reduction(setting.given)
+        law = "an operator that trims must ask for a magnitude cut, or nothing"
+        assert request is None or isinstance(request, MagnitudeCut), f"{name}: {law}"
+    if not influence.is_additive:
+        return
+    tensor = StoredTensor(setting.family, F32)
+    merged_N = apply_operator(operator, setting.given, tensor, [])
+    base_N = setting.family.base_N.astype(np.float64)
+    deltas_EN = (setting.family.experts_EN - setting.family.base_N).astype(np.float64)
+    parts_PN = np.vstack([influence.anchor_scale * base_N, influence.coefficients_E[:, None] * deltas_EN])
+    error_N = np.abs(merged_N - parts_PN.sum(axis=0))
+    is_wrong = bool((error_N > RELATIVE_ERROR * np.abs(parts_PN).sum(axis=0)).any())
+    assert not is_wrong, f"{name}: the result is not the sum that the influence claims"
 
 
 def _check_empty(

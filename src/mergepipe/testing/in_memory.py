@@ -13,29 +13,9 @@ from mergepipe.core.blocks import DELTA_FLAG, DType, Span
 from mergepipe.engine.reductions import Reduction, make_reduction
 from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced
-from mergepipe.operators.registry import operator_named
-from mergepipe.testing.oracle import MergeCase
-from mergepipe.testing.rounding import NUMPY_DTYPES
-from mergepipe.testing.strategies import Family
+from mergepipe.testing.tensors import STORED_DTYPES, Family
 
 MOST_LOOKS = 9
-
-
-def operator_input(case: MergeCase, n_elements: int, stream_keys: Sequence[int] = ()) -> OperatorInput:
-    """The case as the engine would pass it on."""
-    experts: tuple[dict[str, float | bool], ...] = tuple(
-        {"weight": w, "density": d} for w, d in zip(case.weights, case.densities, strict=True)
-    )
-    shared: dict[str, float | bool] = {
-        "normalize": case.normalize, "lambda": case.lambda_, "rescale": case.rescale and case.is_random, "t": case.t
-    }  # fmt: skip
-    return OperatorInput(
-        globals=shared,
-        anchor={"weight": case.base_weight, "scale": case.scale},
-        experts=experts,
-        n_elements=n_elements,
-        stream_keys=tuple(stream_keys),
-    )
 
 
 class StoredTensor:
@@ -72,8 +52,8 @@ class StoredTensor:
 
     @property
     def result(self) -> NDArray[Any]:
-        """The output's elements."""
-        return np.frombuffer(self._out.tobytes(), NUMPY_DTYPES[self.out_dtype.name])
+        """The output's elements, bfloat16 as bits; see `STORED_DTYPES`."""
+        return np.frombuffer(self._out.tobytes(), STORED_DTYPES[self.out_dtype.name])
 
     def block(self, span: Span) -> RawBlock:
         """The block of the elements of `span`."""
@@ -119,18 +99,13 @@ def run_reduction(reduction: Reduction, blocks: Sequence[RawBlock], sample: Sequ
     return reduction.result()
 
 
-def merge_in_memory(
-    case: MergeCase, tensor: StoredTensor, stream_keys: Sequence[int], cuts: Sequence[int], grains: Sequence[int] = ()
-) -> NDArray[Any]:
-    """Merge the whole tensor block by block, last block first; reductions see it cut at `grains`."""
-    given = operator_input(case, tensor.n_elements, stream_keys)
-    return apply_operator(operator_named(case.operator), given, tensor, cuts, grains)
-
-
 def apply_operator(
     operator: Operator, given: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
-    """As `merge_in_memory`. Cuts that the operator does not allow are moved to the next lower one that it does."""
+    """Merge a whole tensor block by block, last block first; reductions see it cut at `grains`.
+
+    Cuts that the operator does not allow are moved to the next lower one that it does.
+    """
     step = operator.granularity(given)
     cuts, grains = [cut // step * step for cut in cuts], [grain // step * step for grain in grains]
     needs = Needs(operator, given)

@@ -28,7 +28,7 @@ from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
-from mergepipe.testing.rounding import NUMPY_DTYPES
+from support.rounding import NUMPY_DTYPES
 
 FLOATS = (F32, BF16, F16)
 

@@ -19,8 +19,8 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
-from mergepipe.testing.rounding import decode, encode
 from support.fetching import aligned_files, fetched
+from support.rounding import decode, encode
 
 SIZES = st.integers(1, 40)
 DTYPES = st.sampled_from([F32, BF16, F16])

@@ -14,9 +14,11 @@ import pytest
 
 from mergepipe.storage.local import LocalStore
 from mergepipe.tailor.api import compose
-from mergepipe.tailor.checkpoint import WEIGHT, Format, Framework, Packing, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import WEIGHT, Framework, Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.log_composition import composition_from_log_file
-from mergepipe.tailor.formats.dcp import unpack_piece
+from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
+from mergepipe.tailor.formats.hf_optimizer import HF_FORMAT
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.saving.save_journal import LOG_NAME, PAPER_LOG_NAME, read_journal
@@ -28,18 +30,18 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PYTHON = Path(os.environ.get("MERGEPIPE_TRAIN_PYTHON", ROOT / ".venv-train" / "bin" / "python"))
 NUMPY_TYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
-ZERO = (Format.ZERO, Framework.TRANSFORMERS)
+ZERO = (ZERO_FORMAT, Framework.TRANSFORMERS)
 ORIGINS = {
-    "hf": (Format.HF_OPTIMIZER, Framework.TRANSFORMERS, None, 1),
-    "hf-ddp": (Format.HF_OPTIMIZER, Framework.TRANSFORMERS, None, 2),
+    "hf": (HF_FORMAT, Framework.TRANSFORMERS, None, 1),
+    "hf-ddp": (HF_FORMAT, Framework.TRANSFORMERS, None, 2),
     "hf-zero1": (*ZERO, 1, 2),
     "hf-zero2": (*ZERO, 2, 2),
     "hf-zero3": (*ZERO, 3, 2),
     "hf-zero2-bf16": (*ZERO, 2, 2),
     "hf-zero2-tied": (*ZERO, 2, 2),
-    "plain": (Format.DCP, Framework.TORCH, None, 2),
-    "fsdp2": (Format.DCP, Framework.TORCH, None, 2),
-    "fsdp2-tied": (Format.DCP, Framework.TORCH, None, 2),
+    "plain": (DCP_FORMAT, Framework.TORCH, None, 2),
+    "fsdp2": (DCP_FORMAT, Framework.TORCH, None, 2),
+    "fsdp2-tied": (DCP_FORMAT, Framework.TORCH, None, 2),
 }
 needs_frameworks = pytest.mark.skipif(
     not PYTHON.is_file(), reason="no environment for training: requirements/train.txt"
@@ -144,7 +146,7 @@ def test_partial_saving__composes_to_what_the_engine_held_at_each_units_step(
     (tmp_path / "recipe.yml").write_text(found.to_yaml(tmp_path))
     compose(tmp_path / "recipe.yml", tmp_path / "composite")
     checkpoint = open_training_checkpoint(LocalStore(), tmp_path / "composite")
-    shared_step = checkpoint.format is Format.ZERO  # one counter serves units of different age
+    shared_step = checkpoint.format == ZERO_FORMAT  # one counter serves units of different age
     for source in found.sources:
         names = set(checkpoint.units.parameters[source.unit])
         wrong, compared = wrong_values(checkpoint, trained[1] / f"truth-{source.step}.npz", names)

@@ -26,6 +26,7 @@ from mergepipe.tailor.composition.copy_plan import FilePlan
 from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from mergepipe.tailor.formats.registry import format_named
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
@@ -72,14 +73,11 @@ def open_recipe(store: Store, path: Path, state_from: Path | None) -> OpenedReci
 def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
     """Plan the composition of a recipe; only linked composites use `out`."""
     assignment = assign(opened.recipe, opened.sources)
+    training_format = format_named(assignment.skeleton.format)
     if options.linked:
-        from mergepipe.tailor.composition.linked_dcp import plan_linked
-
-        return plan_linked(store, assignment, out)
+        return training_format.plan_linked(store, assignment, out)
     if options.world_size not in (None, assignment.skeleton.world_size):
-        from mergepipe.tailor.composition.repartition import plan_repartitioned
-
-        return plan_repartitioned(store, assignment, options.world_size or 1)
+        return training_format.plan_repartitioned(store, assignment, options.world_size or 1)
     return plan_composition(store, assignment)
 
 

@@ -95,7 +95,7 @@ class CompositeManifest:
             "version": self.version,
             "recipe": self.recipe,
             "checkpoint": {
-                "format": skeleton.format.value,
+                "format": skeleton.format,
                 "framework": skeleton.framework.value,
                 "stage": skeleton.stage,
                 "world_size": self.world_size,

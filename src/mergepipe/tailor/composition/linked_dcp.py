@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
-from mergepipe.tailor.checkpoint import Format, Packing, Piece, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import Packing, Piece, TrainingCheckpoint
 from mergepipe.tailor.composition.assignment import Assignment
 from mergepipe.tailor.composition.composition_plan import CompositionPlan
 from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, patched_file
@@ -25,14 +25,12 @@ _Place = tuple[Path, int, int]  # file, offset, bytes
 
 
 def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
-    """Plan a composite whose metadata points into the sources; `out` None stands for a directory beside the skeleton.
+    """Plan a DCP composite that points into its sources; `out` None stands for a directory beside the skeleton.
 
     Raises:
-        UnsupportedError: another format, `out` is not beside its sources, or they are cut into chunks differently.
+        UnsupportedError: `out` is not beside its sources, or they are cut into chunks differently.
     """
     skeleton = assignment.skeleton
-    if skeleton.format is not Format.DCP:
-        raise UnsupportedError.of("tailor.link.format", skeleton.path, "only torch DCP checkpoints can be linked")
     require_own_state(assignment)
     home = Path(os.path.normpath((out or skeleton.path.with_name("composite")).absolute()))
     moved = dict(_moves(assignment))

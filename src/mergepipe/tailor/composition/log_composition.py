@@ -13,14 +13,12 @@ from mergepipe.errors import NotFoundError
 from mergepipe.storage.limits import SAVE_LOG_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.regular import read_small
-from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME
-from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME
+from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from mergepipe.tailor.saving.save_log import SaveLog, SaveRecord, read_log
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, UnitKind, layer
 
 _PARTIAL_PREFIX = "partial-"
-_STATE_MARKS = (TRAINER_STATE_NAME, METADATA_NAME)
 _FULL_NAMES = ("checkpoint-{}", "full-{}", "global_step{}", "step-{}")
 
 
@@ -225,5 +223,6 @@ def composition_from_log_file(
 
 
 def _is_stateless(folder: Path) -> bool:
-    """Whether a directory is a partial save without training state."""
-    return (folder / MANIFEST_NAME).is_file() and not any((folder / name).is_file() for name in _STATE_MARKS)
+    """Whether it is a partial save that holds tensors alone."""
+    has_state = any((folder / each.state_file).is_file() for each in TRAINING_FORMATS)
+    return (folder / MANIFEST_NAME).is_file() and not has_state

@@ -12,7 +12,7 @@ from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
-from mergepipe.tailor.checkpoint import FP32, Format, Piece, StoredState
+from mergepipe.tailor.checkpoint import FP32, Piece, StoredState
 from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import (
     CompositionPlan,
@@ -28,6 +28,7 @@ from mergepipe.tailor.composition.state_overlay import Edits, StateOverlay, over
 from mergepipe.tailor.composition.sub_groups import FlatGroup, regrouped
 from mergepipe.tailor.composition.torch_writer import InertPickler, Size
 from mergepipe.tailor.composition.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.formats.contract import refuse_repartition
 from mergepipe.tailor.formats.deepspeed import ZeroFiles, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.pickle_node import Node
 
@@ -39,20 +40,17 @@ _MEMBER = Path("member")  # stands for the member whose content is being planned
 
 
 def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
-    """Plan the composite in shards for `world_size` ranks.
+    """Plan the ZeRO composite in shards for `world_size` ranks.
 
     Random states of ranks that there were not before are not made up: the Trainer starts those afresh.
 
     Raises:
-        UnsupportedError: another format, or a layout that another number of ranks would cut differently.
+        UnsupportedError: a layout that another number of ranks would cut differently.
     """
     skeleton = assignment.skeleton
-    zero = list_zero_files(store, skeleton.root) if skeleton.format is Format.ZERO else None
-    if zero is None:
-        raise UnsupportedError.of(
-            "tailor.world-size.format", skeleton.path, "only DeepSpeed ZeRO checkpoints are written for another "
-            f"number of ranks; this is {skeleton.format.value}",
-        )  # fmt: skip
+    zero = list_zero_files(store, skeleton.root)
+    if zero is None:  # a partial checkpoint of a run with ZeRO
+        refuse_repartition(skeleton)
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
     groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.contract import Store
-from mergepipe.tailor.checkpoint import FP32, Format, StoredState, TrainingCheckpoint
+from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import unpacked
 from mergepipe.tailor.composition.dtype_cast import cast_bytes, values_of
 from mergepipe.tailor.composition.staleness import StepChoice
+from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.values import StateReader
 
 _SAMPLE_ELEMENTS = 32
@@ -119,8 +120,8 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
     skeleton = assignment.skeleton
     if made.missing:
         raise _failed(made, f"lacks {made.missing[0]}")
-    counted_only = made.format is Format.DCP  # its step is that of its newest counter
-    if (made.step != assignment.state.step and not counted_only) or dict(made.parameters) != dict(skeleton.parameters):
+    is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
+    if is_other_step or dict(made.parameters) != dict(skeleton.parameters):
         raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
     found = {name: step.value for step in made.steps for name in step.parameters}

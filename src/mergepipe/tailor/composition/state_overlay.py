@@ -14,17 +14,17 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
-from mergepipe.tailor.checkpoint import Format, Framework
+from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.composition.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.composition.torch_writer import InertPickler
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.dcp_metadata import merge_state, read_dcp_metadata
-from mergepipe.tailor.formats.deepspeed import base_optimizer_path, list_zero_files
+from mergepipe.tailor.formats.deepspeed import LATEST_NAME, base_optimizer_path, list_zero_files
 from mergepipe.tailor.formats.hf_optimizer import OPTIMIZER_NAME
-from mergepipe.tailor.formats.open_checkpoint import LATEST_NAME
 from mergepipe.tailor.formats.partial import read_partial_manifest
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
+from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
 
 SCHEDULER_NAME = "scheduler.pt"
@@ -77,19 +77,13 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
         return StateOverlay(tuple(files))
     _check_state(store, assignment)
     replaced = _with_state_files(store, assignment, files)
-    if assignment.skeleton.format is Format.DCP:
-        return _overlay_dcp(store, assignment, replaced)
-    if assignment.skeleton.format is Format.HF_OPTIMIZER:
-        path = assignment.skeleton.root / OPTIMIZER_NAME
-        root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
-        return StateOverlay(replaced, MappingProxyType({path: _options(store, assignment, root, ())}))
-    return _overlay_zero(store, assignment, replaced)
+    return format_named(assignment.skeleton.format).overlay_state(store, assignment, replaced)
 
 
 def _check_state(store: Store, assignment: Assignment) -> None:
     folder = assignment.state.path
     if not assignment.state.has_state:
-        what = METADATA_NAME if assignment.state.format is Format.DCP else TRAINER_STATE_NAME
+        what = format_named(assignment.state.format).state_file
         raise CorruptError.of(
             "tailor.state.files", folder, f"holds no {what} to resume from", "name another checkpoint in state_from"
         )
@@ -154,10 +148,20 @@ def _like(old: Node, value: JsonValue) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+# --- Hugging Face Trainer
+
+
+def overlay_hf_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+    """Options in the optimizer file."""
+    path = assignment.skeleton.root / OPTIMIZER_NAME
+    root = Node(read_torch_zip(store, path).root, OPTIMIZER_NAME)
+    return StateOverlay(tuple(files), MappingProxyType({path: _options(store, assignment, root, ())}))
+
+
 # --- DeepSpeed
 
 
-def _overlay_zero(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def overlay_zero_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Step counters of the engine in every model file, options in every optimizer file, the tag's name."""
     skeleton = assignment.skeleton
     zero = list_zero_files(store, skeleton.root)
@@ -213,7 +217,7 @@ def _new_tag(assignment: Assignment) -> str | None:
 # --- torch DCP
 
 
-def _overlay_dcp(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+def overlay_dcp_state(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
     """Point the metadata of everything that is no tensor of the model to the state's file, which goes along."""
     skeleton, state = assignment.skeleton, assignment.state
     metadata = read_dcp_metadata(store, skeleton.path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
@@ -24,17 +25,24 @@ from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
-    Format,
     Framework,
     Packing,
     Piece,
     StoredState,
     TrainingCheckpoint,
 )
+from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
 
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.assignment import Assignment
+    from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+    from mergepipe.tailor.composition.state_overlay import StateOverlay
+
+DCP_FORMAT = "torch-dcp"
 METADATA_NAME = ".metadata"
 _NAME_LIMIT = 200
 _STATE_KEY = re.compile(r"(?:|.*?\.)state\.(?P<name>.+)\.(?P<kind>[a-z_]+)", re.ASCII)
@@ -90,7 +98,7 @@ def read_dcp(store: Store, folder: Path, home: Path | None = None) -> TrainingCh
     return TrainingCheckpoint(
         path=folder,
         root=folder,
-        format=Format.DCP,
+        format=DCP_FORMAT,
         framework=Framework.TORCH,
         stage=None,
         world_size=len({m[1] for f in files if (m := _FILE_NAME.fullmatch(f.name))}) or 1,
@@ -282,3 +290,37 @@ def _step(store: Store, name: str, tensor: _Tensor) -> AdamStep:
     packed = Piece(chunk.file, chunk.offset, chunk.nbytes, Span(0, 1), Packing.TORCH_ZIP)
     inside = unpack_piece(store, packed, tensor.dtype)
     return AdamStep(read_scalar(store, inside.file, inside.offset, tensor.dtype), (name,), tensor.dtype, (packed,))
+
+
+class DcpFormat(Copied):
+    """torch.distributed.checkpoint: metadata names the file and place of every chunk, so that links are possible."""
+
+    __slots__ = ()
+    name: ClassVar[str] = DCP_FORMAT
+    looked_for: ClassVar[str] = f"{METADATA_NAME} (torch DCP)"
+    state_file: ClassVar[str] = METADATA_NAME
+    records_step: ClassVar[bool] = False
+
+    def recognise(self, store: Store, path: Path) -> bool:
+        """By the metadata file."""
+        return is_file(store, path / METADATA_NAME)
+
+    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+        """See `read_dcp`."""
+        return read_dcp(store, path, home)
+
+    def resumes_partial(self, framework: Framework) -> bool:
+        """Metadata holds the whole state, whoever resumes."""
+        return True
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """See `composition.state_overlay`."""
+        from mergepipe.tailor.composition.state_overlay import overlay_dcp_state
+
+        return overlay_dcp_state(store, assignment, files)
+
+    def plan_linked(self, store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+        """See `composition.linked_dcp`."""
+        from mergepipe.tailor.composition.linked_dcp import plan_linked
+
+        return plan_linked(store, assignment, out)

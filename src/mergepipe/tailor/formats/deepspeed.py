@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
+from mergepipe.checkpoints.contained_files import is_plain_name
+from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import StoredTensor, TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.storage.limits import LATEST_BYTES
 from mergepipe.tailor.checkpoint import (
+    EXPORT,
     FP32,
     WEIGHT,
     AdamStep,
-    Format,
     Framework,
     Piece,
     StoredState,
     TrainingCheckpoint,
 )
+from mergepipe.tailor.formats.contract import Copied
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
+from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step, weight_state
 from mergepipe.tailor.units import model_units
 
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.assignment import Assignment
+    from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+    from mergepipe.tailor.composition.state_overlay import StateOverlay
+
+ZERO_FORMAT = "deepspeed-zero"
+LATEST_NAME = "latest"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt", re.ASCII)
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt", re.ASCII)
 _FOREIGN_FILE = re.compile(r"layer_\d+.*model_states\.pt|.*expp?_?rank_\d+.*\.pt|expert_\d+.*\.pt|.*_expert_.*\.pt")
@@ -139,7 +153,7 @@ def _assemble(
     return TrainingCheckpoint(
         path=folder,
         root=folder,
-        format=Format.ZERO,
+        format=ZERO_FORMAT,
         framework=Framework.DEEPSPEED,
         stage=reader.stage,
         world_size=world_size,
@@ -356,3 +370,76 @@ class _Reader:
 def _lies(state: _GroupState, message: str) -> MergePipeError:
     where = f"{state.tensor.file}: {state.tensor.path}"
     return CorruptError.of("tailor.zero.partition", where, message)
+
+
+class ZeroFormat(Copied):
+    """DeepSpeed ZeRO: a tag directory, a save directory with its `latest`, or a Trainer's with one inside."""
+
+    __slots__ = ()
+    name: ClassVar[str] = ZERO_FORMAT
+    looked_for: ClassVar[str] = f"zero_pp_rank_*_optim_states.pt or {LATEST_NAME} (DeepSpeed ZeRO)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = True
+
+    def recognise(self, store: Store, path: Path) -> bool:
+        """By optimizer files, or by the file that names a tag."""
+        return list_zero_files(store, path) is not None or is_file(store, path / LATEST_NAME)
+
+    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+        """See `read_zero`."""
+        if is_file(store, path / TRAINER_STATE_NAME):
+            return _read_of_trainer(store, path)
+        if list_zero_files(store, path) is not None:
+            return read_zero(store, path)
+        return replace(read_zero(store, _latest(store, path)), path=path)
+
+    def resumes_partial(self, framework: Framework) -> bool:
+        """Only under the Trainer is the state in small files; DeepSpeed alone keeps it in its own."""
+        return framework is Framework.TRANSFORMERS
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """See `composition.state_overlay`."""
+        from mergepipe.tailor.composition.state_overlay import overlay_zero_state
+
+        return overlay_zero_state(store, assignment, files)
+
+    def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """See `composition.repartition`."""
+        from mergepipe.tailor.composition.repartition import plan_repartitioned
+
+        return plan_repartitioned(store, assignment, world_size)
+
+
+def _read_of_trainer(store: Store, path: Path) -> TrainingCheckpoint:
+    zero = read_zero(store, _latest(store, path))
+    step = read_global_step(store, path)
+    if zero.step != step:
+        raise CorruptError.of("tailor.hf.step", path, f"the Trainer is at step {step}, DeepSpeed at step {zero.step}")
+    return _with_export(store, replace(zero, path=path, framework=Framework.TRANSFORMERS))
+
+
+def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckpoint:
+    """Add the safetensors copy of the weights, where the Trainer wrote one."""
+    if not any(entry.name.endswith(".safetensors") for entry in store.list(checkpoint.path)):
+        return checkpoint
+    model = open_checkpoint(store, checkpoint.path)
+    exported = {(e.name, EXPORT): weight_state(e, EXPORT) for t in model.tensors.values() for e in t.stored}
+    wrong = [
+        name
+        for (name, _), state in exported.items()
+        if checkpoint.parameters.get(checkpoint.units.tied.get(name, name), state.shape) != state.shape
+    ]
+    if wrong:
+        raise CorruptError.of("tailor.hf.export", checkpoint.path, f"{wrong[0]!r} has another shape in the safetensors")
+    return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
+
+
+def _latest(store: Store, path: Path) -> Path:
+    """The tag directory that `latest` names."""
+    raw = store.read_small(path / LATEST_NAME, LATEST_BYTES)
+    tag = raw.decode("utf-8", "replace").strip()
+    if not is_plain_name(tag):
+        raise CorruptError.of("tailor.latest", path / LATEST_NAME, "does not name a directory beside it")
+    if not is_folder(store, path / tag):
+        raise NotFoundError.of("tailor.latest", path / LATEST_NAME, f"names {tag!r}, which is not there")
+    return path / tag

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
@@ -15,23 +16,36 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import MismatchError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
-    Format,
     Framework,
     Piece,
     StoredState,
     TrainingCheckpoint,
 )
 from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
+from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.deepspeed import LATEST_NAME
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
-from mergepipe.tailor.formats.trainer_files import read_global_step, read_json, tied_aliases, weight_state
+from mergepipe.tailor.formats.trainer_files import (
+    TRAINER_STATE_NAME,
+    read_global_step,
+    read_json,
+    tied_aliases,
+    weight_state,
+)
 from mergepipe.tailor.formats.transformers_names import ask_transformers
 from mergepipe.tailor.units import model_units
 
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.assignment import Assignment
+    from mergepipe.tailor.composition.skeleton_files import SkeletonFile
+    from mergepipe.tailor.composition.state_overlay import StateOverlay
+
+HF_FORMAT = "hf-optimizer"
 OPTIMIZER_NAME = "optimizer.pt"
 
 
@@ -63,7 +77,7 @@ def read_hf_checkpoint(store: Store, folder: Path) -> TrainingCheckpoint:
     return TrainingCheckpoint(
         path=folder,
         root=folder,
-        format=Format.HF_OPTIMIZER,
+        format=HF_FORMAT,
         framework=Framework.TRANSFORMERS,
         stage=None,
         world_size=sum(fnmatchcase(entry.name, "rng_state_*.pth") for entry in store.list(folder)) or 1,
@@ -159,3 +173,37 @@ def _step(store: Store, entry: Node, archive: TorchArchive, name: str) -> AdamSt
         raise node.error(f"a step counter has shape {t.shape}")
     value = read_scalar(store, t.file, t.offset, t.dtype)
     return AdamStep(value, (name,), t.dtype, (Piece(t.file, t.offset, t.nbytes, Span(0, 1)),))
+
+
+class HfFormat(Copied):
+    """Checkpoints of the Hugging Face Trainer that keep the optimizer's state themselves."""
+
+    __slots__ = ()
+    name: ClassVar[str] = HF_FORMAT
+    looked_for: ClassVar[str] = f"{TRAINER_STATE_NAME} with {OPTIMIZER_NAME} (Hugging Face Trainer)"
+    state_file: ClassVar[str] = TRAINER_STATE_NAME
+    records_step: ClassVar[bool] = True
+
+    def recognise(self, store: Store, path: Path) -> bool:
+        """By the Trainer's state, unless DeepSpeed keeps the optimizer's."""
+        is_of_deepspeed = is_file(store, path / LATEST_NAME) and not is_file(store, path / OPTIMIZER_NAME)
+        return is_file(store, path / TRAINER_STATE_NAME) and not is_of_deepspeed
+
+    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+        """See `read_hf_checkpoint`."""
+        if not is_file(store, path / OPTIMIZER_NAME):
+            raise UnsupportedError.of(
+                "tailor.hf.optimizer", path, f"neither {OPTIMIZER_NAME} nor a DeepSpeed directory is here",
+                "a checkpoint saved with save_only_model cannot be resumed",
+            )  # fmt: skip
+        return read_hf_checkpoint(store, path)
+
+    def resumes_partial(self, framework: Framework) -> bool:
+        """The Trainer keeps its state in small files, which partial checkpoints hold."""
+        return framework is Framework.TRANSFORMERS
+
+    def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
+        """See `composition.state_overlay`."""
+        from mergepipe.tailor.composition.state_overlay import overlay_hf_state
+
+        return overlay_hf_state(store, assignment, files)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 from mergepipe.checkpoints.contained_files import stat_regular
 from mergepipe.checkpoints.contract import TensorEntry
@@ -13,9 +15,10 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import CorruptError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
 from mergepipe.tailor.checkpoint import AdamStep, Piece, StoredState, TrainingCheckpoint
+from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.partial_manifest import (
     MANIFEST_NAME,
     PartialManifest,
@@ -69,6 +72,7 @@ def read_partial(store: Store, folder: Path) -> TrainingCheckpoint:
         steps=tuple(_steps(store, manifest, entries)),
         flat_groups=manifest.flat_groups,
         missing=tuple(_missing(folder, manifest, units, states)),
+        is_partial=True,
     )
 
 
@@ -138,3 +142,26 @@ def _missing(
     yield from (f"part of {state.kind} of {state.parameter}" for state in states.values() if state.gaps)
     stateless = saved - {name for name, _ in states}
     yield from (f"every state of {name}" for name in sorted(stateless) if 0 not in manifest.parameters[name])
+
+
+@dataclass(frozen=True, slots=True)
+class PartialKind:
+    """Partial checkpoints of our own; each has the format of the run it comes from, which is one of `formats`."""
+
+    formats: tuple[TrainingFormat, ...]
+    looked_for: ClassVar[str] = f"{MANIFEST_NAME} (partial checkpoint)"
+
+    def recognise(self, store: Store, path: Path) -> bool:
+        """By the manifest."""
+        return is_file(store, path / MANIFEST_NAME)
+
+    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+        """See `read_partial`; it knows whether its framework could resume at its step, if it were whole."""
+        partial = read_partial(store, path)
+        of_run = next((each for each in self.formats if each.name == partial.format), None)
+        if of_run is None:
+            names = ", ".join(each.name for each in self.formats)
+            message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
+            raise CorruptError.of("tailor.partial.name", path / MANIFEST_NAME, message)
+        has_state = of_run.resumes_partial(partial.framework) and is_file(store, path / of_run.state_file)
+        return replace(partial, has_state=has_state)

@@ -14,7 +14,7 @@ from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
-from mergepipe.tailor.checkpoint import Format, Framework
+from mergepipe.tailor.checkpoint import Framework
 
 MANIFEST_NAME = "mergepipe-partial.json"
 MANIFEST_VERSION = 1
@@ -62,12 +62,13 @@ class ShardFile:
 class PartialManifest:
     """A partial checkpoint's layout.
 
-    `origin`, `framework`, `stage`, `world_size` and `flat_groups` are those of a full checkpoint of the same run, so
-    that parts of both can be compared. `parameters` are all of the model's, `units` what was saved. `counters` lists
-    the saved parameters each step counter serves; `options` are the optimizer's scalar options a parameter group.
+    `origin` (the name of a training format), `framework`, `stage`, `world_size` and `flat_groups` are those of a full
+    checkpoint of the same run, so that parts of both can be compared. `parameters` are all of the model's, `units` what
+    was saved. `counters` lists the saved parameters each step counter serves; `options` are the optimizer's scalar
+    options a parameter group.
     """
 
-    origin: Format
+    origin: str
     framework: Framework
     stage: int | None
     world_size: int
@@ -84,7 +85,7 @@ class PartialManifest:
         """The manifest file. Law: `parse_manifest(m.to_json(), where) == m`."""
         document = {
             "mergepipe_partial": MANIFEST_VERSION,
-            "origin": self.origin.value,
+            "origin": self.origin,
             "framework": self.framework.value,
             "stage": self.stage,
             "world_size": self.world_size,
@@ -123,7 +124,7 @@ def parse_manifest(raw: bytes, where: Path) -> PartialManifest:
     known = frozenset(parameters)
     counters = fields.listed("counters", lambda value: fields.names(value, "counters", known))
     manifest = PartialManifest(
-        origin=fields.member("origin", Format),
+        origin=fields.text(document.get("origin"), "origin"),
         framework=fields.member("framework", Framework),
         stage=None if document.get("stage") is None else fields.count("stage"),
         world_size=fields.count("world_size"),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import DType, Span
-from mergepipe.tailor.checkpoint import FP32, WEIGHT, Format, Framework
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
 from mergepipe.tailor.units import ModelUnits, Unit, model_units
 
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ class EngineView:
     Everything but `shards` and `writes_counters` is the same on every rank; fields as in `PartialManifest`.
     """
 
-    origin: Format
+    origin: str
     framework: Framework
     stage: int | None
     world_size: int

@@ -7,7 +7,9 @@ from typing import Any
 
 from mergepipe.core.blocks import Span
 from mergepipe.errors import UnsupportedError
-from mergepipe.tailor.checkpoint import WEIGHT, Format, Framework
+from mergepipe.tailor.checkpoint import WEIGHT, Framework
+from mergepipe.tailor.formats.dcp import DCP_FORMAT
+from mergepipe.tailor.formats.hf_optimizer import HF_FORMAT
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
 from mergepipe.tailor.saving.frameworks import local_shard, scalar_options
 from mergepipe.tailor.saving.modules import module_tensors
@@ -40,7 +42,7 @@ def view_plain(model: Any, optimizer: Any, ranks: Ranks, framework: Framework) -
                 _check_shape(name, kind, value, parameter)
                 shards += _shards(name, kind, value, ranks)
     return EngineView(
-        origin=Format.DCP if framework is Framework.TORCH else Format.HF_OPTIMIZER,
+        origin=DCP_FORMAT if framework is Framework.TORCH else HF_FORMAT,
         framework=framework,
         stage=None,
         world_size=ranks.world_size,

@@ -9,7 +9,8 @@ from typing import Any
 
 from mergepipe.core.blocks import Span
 from mergepipe.errors import UnsupportedError
-from mergepipe.tailor.checkpoint import FP32, WEIGHT, Format, Framework
+from mergepipe.tailor.checkpoint import FP32, WEIGHT, Framework
+from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.saving.engine_view import EngineView, LocalCounter, LocalShard, Ranks
 from mergepipe.tailor.saving.frameworks import local_shard, scalar_options
 from mergepipe.tailor.saving.modules import ModuleTensors, module_tensors
@@ -45,7 +46,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
     if not is_stage3 and ranks.rank == 0:
         shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in module.stored.items() if t.numel()]
     return EngineView(
-        origin=Format.ZERO,
+        origin=ZERO_FORMAT,
         framework=framework,
         stage=3 if is_stage3 else (2 if zero.partition_gradients else 1),
         world_size=ranks.world_size,

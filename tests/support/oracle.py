@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DType
-from mergepipe.testing.rounding import encode
+from support.rounding import encode
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
