@@ -33,7 +33,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
 	@echo "make test-wheel  every command of the built wheel once, in an environment with nothing else"
+	@echo "make test-benchmarks  the benchmarks, in small"
 	@echo "make test-faults crashes at every operation, power loss, many processes at once"
 	@echo "make test-fuzz   a million damaged inputs of every format"
 	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
@@ -112,6 +113,10 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(PYTEST) -n 2 -m slow
 	HYPOTHESIS_PROFILE=full $(PYTEST) -n 2 -m "hypothesis and not peer and not slow"
+
+# What measures, measured small: the benchmarks still run and still tell what they say they tell.
+test-benchmarks: $(VENV)/.test
+	$(PYTEST) -n 2 -m slow tests/benchmarks
 
 # The wheel alone: built here, installed with what it requires and nothing more.
 test-wheel: $(VENV)/.package

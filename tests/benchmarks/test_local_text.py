@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 from benchmarks.local_text import GENERAL, Domain, TextError, gather
 
+pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
+
 
 @cache
 def some_domains() -> tuple[Domain, ...]:

@@ -22,6 +22,8 @@ from benchmarks.merge_noise import (
 )
 from benchmarks.packed_merging import main as packed_merging
 
+pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
+
 FULL = [
     FullMerge("ties", 0, 0, 3.0),
     FullMerge("ties", 1, 0, 3.02),

@@ -32,6 +32,8 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from support.families import TINY, write_family
 
+pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
+
 
 @pytest.fixture(scope="module", name="family")
 def make_family(tmp_path_factory: pytest.TempPathFactory) -> PackedFamily:

@@ -13,7 +13,7 @@ from benchmarks.trained_family import FamilyError, TrainedRequest, train_family
 
 from support.families import TINY, write_family
 
-pytestmark = pytest.mark.transformers
+pytestmark = [pytest.mark.transformers, pytest.mark.slow]  # `make test-benchmarks`, which CI runs too
 
 SHAPE = LmShape(vocab=300, hidden=32, layers=2, kv_heads=1, head_dim=16, intermediate=64, context=64)
 BASE = Schedule(steps=12, peak_rate=1e-2, batch=4, window_tokens=32, muon=True)

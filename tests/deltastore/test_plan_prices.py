@@ -209,5 +209,5 @@ def test_cli__prints_the_price_and_what_is_expected_to_take_how_long(
         assert text in printed, text
     assert main(["merge", recipe, str(tmp_path / "out"), "--quiet", "--budget", "50%", *options]) == 0
     assert main(["merge", recipe, str(tmp_path / "full"), "--quiet", *options]) == 2
-    assert "a merge in full reads the same at any price" in capsys.readouterr().err
+    assert "a full merge reads the same at any price" in capsys.readouterr().err
     assert main(["sweep", recipe, "--budgets", "50%,100%", "--quiet", *options]) == 0

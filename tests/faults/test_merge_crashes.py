@@ -16,7 +16,7 @@ from mergepipe.runs import resume as resuming
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 
-FEW = 11  # the fast form looks at every eleventh operation, the slow one at every
+FEW = 17  # the fast form looks at every seventeenth operation, the slow one at every
 
 
 @pytest.fixture(autouse=True)

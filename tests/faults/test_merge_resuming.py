@@ -239,7 +239,7 @@ def requested(total: mmap.mmap) -> int:
     return int(struct.unpack("<Q", total[:8])[0])
 
 
-@pytest.mark.parametrize(("budget", "step"), [("40%", 31), ("100%", 31), ("700000", 11)])
+@pytest.mark.parametrize(("budget", "step"), [("40%", 31), ("100%", 31), ("700000", 23)])
 def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Path, budget: str, step: int) -> None:
     """What the system is asked for in three runs is accounted for, within the budget, or the run is refused."""
     job = make_job(tmp_path, budget=budget)
