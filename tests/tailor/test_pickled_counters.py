@@ -25,7 +25,7 @@ TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}
 
 def edit(path: Path, edits: dict[PicklePath, object]) -> None:
     status = path.stat()
-    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, path, status.st_size, status.st_mtime_ns), [], edits)
+    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, path, status.st_size), [], edits)
     Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, path.with_name("edited"))
     path.with_name("edited").replace(path)
 

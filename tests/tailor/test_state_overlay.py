@@ -101,7 +101,7 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
     (path / "latest").write_text(tag)
     for file in (path / tag).glob("*model_states.pt") if scheduler is not None else ():
         status = file.stat()
-        found = SkeletonFile(file.name, file, status.st_size, status.st_mtime_ns)
+        found = SkeletonFile(file.name, file, status.st_size)
         plan = plan_edited(MetadataStore(), found, [], {("lr_scheduler",): scheduler})
         Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, file.with_name("changed"))
         file.with_name("changed").rename(file)

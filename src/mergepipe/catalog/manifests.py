@@ -95,14 +95,10 @@ def _recorded_input(fields: _Fields) -> RecordedInput:
         content_id=fields.optional_text("content_id"),
         read_bytes=fields.size("read_bytes"),
         files=tuple(
-            RecordedFile(file.text("name"), file.size("size_bytes"), _version(file)) for file in fields.items("files")
+            RecordedFile(file.text("name"), file.size("size_bytes"), file.text("version"))
+            for file in fields.items("files")
         ),
     )
-
-
-def _version(file: _Fields) -> str:
-    """The version of an input's file; before format 3 manifests had its time, which equals no version."""
-    return str(file.integer("mtime_ns")) if "mtime_ns" in file.values else file.text("version")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,12 @@ class FileKind(Enum):
 class FileStatus:
     """What a store says of a path without reading it.
 
-    `version` is an opaque text that changes whenever a file's bytes do. `modified_ns` is for people (nanoseconds since
-    1970, 0 where the store cannot tell); nothing is concluded from it.
+    `version` is an opaque text that changes whenever a file's bytes do.
     """
 
     kind: FileKind
     size_bytes: int
     version: str
-    modified_ns: int = 0
 
     @property
     def is_file(self) -> bool:

@@ -116,7 +116,7 @@ class LocalStore:
             return None
         except OSError as error:
             raise _not_looked_at(error, path) from error
-        return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status), status.st_mtime_ns)
+        return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status))
 
     def list(self, path: Path) -> tuple[Entry, ...]:
         """What is directly below a folder, by name; see `Store.list`."""

@@ -18,12 +18,11 @@ _MAX_FILES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class SkeletonFile:
-    """One file: its name relative to the composite, with slashes, where it is, its size and modification time."""
+    """One file: its name relative to the composite, with slashes, where it is, and its size."""
 
     name: str
     path: Path
     size_bytes: int
-    mtime_ns: int
 
 
 def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[SkeletonFile, ...]:
@@ -61,4 +60,4 @@ def _file(store: Store, base: Path, name: str) -> SkeletonFile:
     status = stat_regular(store, base, name)
     if status is None:
         raise CorruptError.of("tailor.files", base / name, "is a link to nothing")
-    return SkeletonFile(name, base / name, status.size_bytes, status.modified_ns)
+    return SkeletonFile(name, base / name, status.size_bytes)

@@ -107,7 +107,7 @@ def _state_files(store: Store, folder: Path) -> Iterator[SkeletonFile]:
         if _STATE_FILES.fullmatch(entry.name):
             status = stat_regular(store, folder, entry.name)
             if status is not None:
-                yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes, status.modified_ns)
+                yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
 
 
 # --- options of the optimizer
@@ -227,6 +227,6 @@ def overlay_dcp_state(store: Store, assignment: Assignment, files: Sequence[Skel
         status = stat_regular(store, state.path, old)
         if status is None:
             raise CorruptError.of("tailor.state.files", state.path, f"holds no {old}, which {METADATA_NAME} names")
-        added.append(SkeletonFile(new, state.path / old, status.size_bytes, status.modified_ns))
+        added.append(SkeletonFile(new, state.path / old, status.size_bytes))
     contents = MappingProxyType({METADATA_NAME: InertPickler().dump(metadata)})
     return StateOverlay(tuple(sorted([*files, *added], key=lambda f: f.name)), contents=contents)
