@@ -1,0 +1,178 @@
+"""Locations: where inputs and outputs are, whichever store keeps them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import total_ordering
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote, unquote
+
+from mergepipe.errors import MergePipeError, RecipeError
+
+__all__ = ["REMOTE_SCHEMES", "Location", "is_remote"]
+
+OBJECT_SCHEMES = ("s3", "gs", "az")
+WEB_SCHEMES = ("http", "https")
+HUB_SCHEME = "hf"
+REMOTE_SCHEMES = (*OBJECT_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
+FORMS = (
+    "hf://org/name[@revision][/folder], s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
+    "https://host/folder"
+)
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HUB_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A file or folder of a store: a value that joins, compares, sorts and pickles like a path.
+
+    `scheme` names the kind of store, empty for files of this machine. `root` is what requests are sent to: a bucket, a
+    host with its port, or `org/name` of the Hub. `revision` is a branch, tag or commit of the Hub, elsewhere empty.
+    `path` leads below the root: absolute or relative for local files, always relative elsewhere ("." is the root).
+
+    Unknown schemes are not refused here but by the store that should open them.
+
+    Laws: `Location.parse(str(location)) == location`, `(location / "x").parent == location`.
+    """
+
+    scheme: str
+    root: str
+    path: PurePosixPath
+    revision: str = ""
+
+    @classmethod
+    def local(cls, path: Path) -> Location:
+        """The location of a file of this machine."""
+        return cls("", "", PurePosixPath(path))
+
+    @classmethod
+    def parse(cls, text: str) -> Location:
+        """Read a location as users write it: a path, or one of `FORMS`.
+
+        Raises:
+            RecipeError: `location.malformed`, parts are missing, or it holds credentials, a query or `..`.
+        """
+        match = _SCHEME.match(text)
+        if match is None:
+            return cls.local(Path(text))
+        scheme, rest = match[1].lower(), text[match.end() :]
+        if scheme == "file":
+            return cls.local(Path(unquote(rest)))
+        if scheme == HUB_SCHEME:
+            return _parse_hub(text, rest)
+        root, _, path = rest.partition("/")
+        if not root:
+            raise _malformed(text, "it names no bucket or host")
+        if scheme in WEB_SCHEMES and ("@" in root or "?" in rest or "#" in rest):
+            raise _malformed(text, "an address must hold no user name, query or fragment")
+        return cls(scheme, root, _below_root(text, path))
+
+    @property
+    def is_local(self) -> bool:
+        return not self.scheme
+
+    @property
+    def local_path(self) -> Path:
+        """The path of a file of this machine.
+
+        Raises:
+            RecipeError: `location.not-local`, it lies elsewhere.
+        """
+        if self.scheme:
+            raise RecipeError.of(
+                "location.not-local", self, "is not on this machine", "give a local path; only inputs may lie elsewhere"
+            )
+        return Path(self.path)
+
+    @property
+    def key(self) -> str:
+        """The path below the root as stores want it, empty for the root itself."""
+        return "" if self.path == PurePosixPath(".") else str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def suffix(self) -> str:
+        return self.path.suffix
+
+    @property
+    def stem(self) -> str:
+        return self.path.stem
+
+    @property
+    def parent(self) -> Location:
+        return replace(self, path=self.path.parent)
+
+    @property
+    def parents(self) -> tuple[Location, ...]:
+        """All folders that contain it, the nearest first."""
+        return tuple(replace(self, path=path) for path in self.path.parents)
+
+    def __truediv__(self, name: str | PurePosixPath) -> Location:
+        """A name or relative path below this one; an absolute local path replaces a local one, as `pathlib` does."""
+        if self.scheme and PurePosixPath(name).is_absolute():
+            raise ValueError(f"{name} is not below {self}")
+        return replace(self, path=self.path / name)
+
+    def with_name(self, name: str) -> Location:
+        return replace(self, path=self.path.with_name(name))
+
+    def with_revision(self, revision: str) -> Location:
+        return replace(self, revision=revision)
+
+    def relative_to(self, folder: Location) -> PurePosixPath:
+        """The path from a folder of the same store. Raises ValueError where it does not lie below it."""
+        if (self.scheme, self.root, self.revision) != (folder.scheme, folder.root, folder.revision):
+            raise ValueError(f"{self} is not below {folder}")
+        return self.path.relative_to(folder.path)
+
+    def __str__(self) -> str:
+        if not self.scheme:
+            return str(self.path)
+        at = f"@{quote(self.revision, safe='')}" if self.revision else ""
+        return f"{self.scheme}://{self.root}{at}" + (f"/{self.key}" if self.key else "")
+
+    def __lt__(self, other: Location) -> bool:
+        return self._order() < other._order()
+
+    def _order(self) -> tuple[str, str, str, tuple[str, ...]]:
+        return self.scheme, self.root, self.revision, self.path.parts
+
+
+def is_remote(text: str) -> bool:
+    """Whether a text names a store of another machine by its scheme."""
+    match = _SCHEME.match(text)
+    return match is not None and match[1].lower() != "file"
+
+
+def _parse_hub(text: str, rest: str) -> Location:
+    """`org/name[@revision][/folder]`; a revision with slashes is `refs/pr/N`, `refs/convert/NAME` or quoted."""
+    parts = rest.split("/", 2)
+    if len(parts) < 2:
+        raise _malformed(text, "a model of the Hub is hf://org/name")
+    organisation, (name, at, revision) = parts[0], parts[1].partition("@")
+    if not _HUB_NAME.fullmatch(organisation) or not _HUB_NAME.fullmatch(name) or (at and not revision):
+        raise _malformed(text, "a model of the Hub is hf://org/name[@revision][/folder]")
+    folder = parts[2] if len(parts) == 3 else ""
+    reference = _HUB_REFERENCE.match(f"{revision}/{folder}") if revision == "refs" else None
+    if reference is not None:
+        revision, folder = reference[0], f"{revision}/{folder}"[reference.end() + 1 :]
+    return Location(HUB_SCHEME, f"{organisation}/{name}", _below_root(text, folder), unquote(revision))
+
+
+def _below_root(text: str, path: str) -> PurePosixPath:
+    below = PurePosixPath(path.strip("/") or ".")
+    if ".." in below.parts:
+        raise _malformed(text, "'..' leads out of it")
+    return below
+
+
+def _malformed(text: str, why: str) -> MergePipeError:
+    return RecipeError.of("location.malformed", text, why, f"write {FORMS}, or a path")
