@@ -30,8 +30,8 @@ from mergepipe.storage.output import OutputFile
 from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
 from mergepipe.storage.read_speed import measure_reading
 from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.composition.copier import FEWEST_BYTES, Copier
-from mergepipe.tailor.composition.copy_plan import CopyRange, FilePlan
+from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan
+from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
 from mergepipe.tailor.values import StateReader
 from support.faults import replaced
 from support.fetching import AlignedFile

@@ -20,7 +20,7 @@ from mergepipe.deltastore.codec.block import (
 )
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Codec, Level, Piece
 from mergepipe.deltastore.index import CHECK_BYTES, digest
-from mergepipe.kernels.compiled import Floats
+from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.storage.prices import DecodingPrices, two_digits
 
 REPETITIONS = 7

@@ -10,7 +10,7 @@ from mergepipe.checkpoints.formats.inert_values import Record
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PICKLE_BYTES
-from mergepipe.tailor.composition.torch_writer import Size
+from mergepipe.tailor.composition.archives.torch_writer import Size
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.pickle_node import Node
 

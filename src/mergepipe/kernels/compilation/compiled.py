@@ -1,0 +1,49 @@
+"""Compile kernels, all with the same settings, and name the array types of their signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.kernels.compilation.compiler import njit
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Bits32 = NDArray[np.uint32]
+Bits64 = NDArray[np.uint64]
+Counts = NDArray[np.int64]
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` on first use, without the interpreter lock, cached on disk for this machine.
+
+    Floating point is strict (no reassociation, no contraction): results are the same on every machine.
+    """
+    compiled: Callable[P, R] = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+    _renew_with_any_kernel(compiled)
+    return compiled
+
+
+@cache
+def sources_digest(directory: Path = Path(__file__).parent) -> str:
+    """A hash of all kernel sources in a directory."""
+    files = sorted(directory.glob("*.py"))
+    return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _renew_with_any_kernel(compiled: Any) -> None:
+    # numba's cache checks only the file of the kernel itself, though kernels inline kernels from other files: the stamp
+    # of this file is replaced by one of all files in its directory and in this one.
+    """Invalidate the cached code of a kernel when any kernel source changes."""
+    directories = {Path(__file__).parent, Path(compiled.py_func.__code__.co_filename).parent}
+    compiled._cache._cache_file._source_stamp = "".join(sources_digest(directory) for directory in sorted(directories))
