@@ -42,11 +42,11 @@ def measure_decoding() -> DecodingPrices:
         Codec.RAW: EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}),
     }
     levels = [level for level in Level if level is not Level.NOTHING]
-    found = {
+    nanoseconds = {
         codec.name.lower(): tuple(_nanoseconds(block, level, base, BF16, bands) for level in levels)
         for codec, block in blocks.items()
     }
-    return DecodingPrices(found)
+    return DecodingPrices(nanoseconds)
 
 
 def _examples() -> tuple[Floats, Floats]:

@@ -50,9 +50,9 @@ class Frame:
 
 
 @np.errstate(all="ignore")
-def frame_of(given: OperatorInput, reduced: Reduced, *, is_origin: bool) -> Frame:
+def frame_of(inputs: OperatorInput, reduced: Reduced, *, is_origin: bool) -> Frame:
     """The frame of the deltas alone (`is_origin`), or of the anchor and the experts."""
-    n_experts = len(given.experts)
+    n_experts = len(inputs.experts)
     gram_GFF = _gram(reduced, n_experts)
     vectors_PF = np.eye(n_experts + 1)
     if is_origin:

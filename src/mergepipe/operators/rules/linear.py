@@ -42,22 +42,22 @@ class Linear(Plain):
         min_experts=0,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        weights_E = given.weights_E()
-        anchor = float(given.anchor["weight"])
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        weights_E = inputs.weights_E()
+        anchor = float(inputs.anchor["weight"])
         total = anchor + float(weights_E.sum())
         ones_E = np.ones_like(weights_E)
-        if not given.globals["normalize"]:
+        if not inputs.globals["normalize"]:
             return Influence(_in_force(weights_E), ones_E, is_additive=True, anchor_scale=total)
         coefficients_E = _in_force(weights_E / (total or 1.0))
         return Influence(coefficients_E, ones_E, is_additive=True, average=Average(weights_E, anchor))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        weights_E = given.weights_E()
-        total = float(given.anchor["weight"]) + float(weights_E.sum())
-        if given.globals["normalize"]:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        weights_E = inputs.weights_E()
+        total = float(inputs.anchor["weight"]) + float(weights_E.sum())
+        if inputs.globals["normalize"]:
             coefficients_E = (weights_E / (total or 1.0)).astype(np.float32)
-            shares = Shares(weights_E, float(given.anchor["weight"])) if given.renormalize else None
+            shares = Shares(weights_E, float(inputs.anchor["weight"])) if inputs.renormalize else None
             return ElementwiseRule(coefficients_E, share_of=shares)
         return ElementwiseRule(coefficients_E=weights_E.astype(np.float32), anchor_scale=total)
 
@@ -77,19 +77,19 @@ class TaskArithmetic(Plain):
         rescale=_NO_RESCALE,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        coefficients_E = fixed_coefficients(given).astype(np.float64)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = fixed_coefficients(inputs).astype(np.float64)
         return Influence(coefficients_E, np.ones_like(coefficients_E), is_additive=True)
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(coefficients_E=fixed_coefficients(given))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(coefficients_E=fixed_coefficients(inputs))
 
 
-def fixed_coefficients(given: OperatorInput) -> NDArray[np.float32]:
+def fixed_coefficients(inputs: OperatorInput) -> NDArray[np.float32]:
     """`lambda w_i`, divided by `sum w` when `normalize` is set; worked out in float64, rounded once."""
-    weights_E = given.weights_E()
-    divisor = nonzero_sum(weights_E) if given.globals["normalize"] else 1.0
-    return (weights_E * (float(given.globals["lambda"]) / divisor)).astype(np.float32)
+    weights_E = inputs.weights_E()
+    divisor = nonzero_sum(weights_E) if inputs.globals["normalize"] else 1.0
+    return (weights_E * (float(inputs.globals["lambda"]) / divisor)).astype(np.float32)
 
 
 def _in_force(coefficients_E: NDArray[np.float64]) -> NDArray[np.float64]:

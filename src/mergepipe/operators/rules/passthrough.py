@@ -27,12 +27,14 @@ class Passthrough(Plain):
         max_experts=0,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(np.empty(0), np.empty(0), is_additive=True, anchor_scale=float(given.anchor.get("scale", 1.0)))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(
+            np.empty(0), np.empty(0), is_additive=True, anchor_scale=float(inputs.anchor.get("scale", 1.0))
+        )
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(
-            coefficients_E=np.empty(0, np.float32), anchor_scale=float(given.anchor.get("scale", 1.0))
+            coefficients_E=np.empty(0, np.float32), anchor_scale=float(inputs.anchor.get("scale", 1.0))
         )
 
 

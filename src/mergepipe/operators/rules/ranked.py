@@ -178,14 +178,14 @@ class _Ranked(Plain):
     __slots__ = ()
     is_random = True
 
-    def granularity(self, given: OperatorInput) -> int:
-        return given.row_elements if bool((densities_E(given) < 1.0).any()) else 1
+    def granularity(self, inputs: OperatorInput) -> int:
+        return inputs.row_elements if bool((densities_E(inputs) < 1.0).any()) else 1
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        check_spread(given)
-        if not given.globals["rescale"] or reduced.sums or bool((densities_E(given) >= 1.0).all()):
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        check_spread(inputs)
+        if not inputs.globals["rescale"] or reduced.sums or bool((densities_E(inputs) >= 1.0).all()):
             return None
-        return RowSums(SurvivingMagnitudes(survival_of(given)), given.row_elements)
+        return RowSums(SurvivingMagnitudes(survival_of(inputs)), inputs.row_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +207,13 @@ class Della(_Ranked):
         conflict=spread_conflict,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """As DARE's, but large elements are kept more often: who is elected is not worked out."""
-        return Influence(consensus_coefficients(given), dropped_energy(given))
+        return Influence(consensus_coefficients(inputs), dropped_energy(inputs))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> RankedRule:
-        scales_E = scales_of_sums(given, reduced)
-        return RankedRule(survival_of(given), consensus_rule(given, keep=Keep.LARGE, scales_E=scales_E))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
+        scales_E = scales_of_sums(inputs, reduced)
+        return RankedRule(survival_of(inputs), consensus_rule(inputs, keep=Keep.LARGE, scales_E=scales_E))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,29 +231,29 @@ class DellaLinear(_Ranked):
         conflict=spread_conflict,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(fixed_coefficients(given).astype(np.float64), dropped_energy(given))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> RankedRule:
-        rule = ElementwiseRule(fixed_coefficients(given), keep=Keep.LARGE, scales_E=scales_of_sums(given, reduced))
-        return RankedRule(survival_of(given), rule)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
+        rule = ElementwiseRule(fixed_coefficients(inputs), keep=Keep.LARGE, scales_E=scales_of_sums(inputs, reduced))
+        return RankedRule(survival_of(inputs), rule)
 
 
-def survival_of(given: OperatorInput) -> Survival:
+def survival_of(inputs: OperatorInput) -> Survival:
     """Who survives under the parameters in force; at density 1 everyone does."""
-    density_E = densities_E(given)
-    epsilon_E = np.where(density_E < 1.0, [float(p["epsilon"]) for p in given.experts], 0.0)
-    keys_E = np.array(given.stream_keys, np.uint64)
-    return Survival(given.row_elements, keys_E, density_E - epsilon_E, 2.0 * epsilon_E)
+    density_E = densities_E(inputs)
+    epsilon_E = np.where(density_E < 1.0, [float(p["epsilon"]) for p in inputs.experts], 0.0)
+    keys_E = np.array(inputs.stream_keys, np.uint64)
+    return Survival(inputs.row_elements, keys_E, density_E - epsilon_E, 2.0 * epsilon_E)
 
 
-def check_spread(given: OperatorInput) -> None:
+def check_spread(inputs: OperatorInput) -> None:
     """Refuse probabilities outside of (0, 1).
 
     Raises:
         RecipeError: `density - epsilon` or `density + epsilon` is out of range.
     """
-    for parameters in given.experts:
+    for parameters in inputs.experts:
         conflict = spread_conflict(parameters)
         if conflict:
             raise RecipeError.of("recipe.parameter.range", "epsilon", conflict, "choose a smaller epsilon")

@@ -63,31 +63,31 @@ class Sce(Plain):
         ),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_shares(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_shares(len(inputs.experts))
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        n_experts, whole = len(given.experts), max(1, given.n_elements)
-        selects = float(given.globals["select_topk"]) < 1.0
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        n_experts, whole = len(inputs.experts), max(1, inputs.n_elements)
+        selects = float(inputs.globals["select_topk"]) < 1.0
         if selects and not reduced.sums:
             return RowSums(VariedCount(n_experts), whole)
-        if selects and self._kept(given, reduced) == 0:
+        if selects and self._kept(inputs, reduced) == 0:
             return None
         if selects and reduced.score_bits is None:
-            return ScoreCut(Variance(n_experts), (self._kept(given, reduced),))
+            return ScoreCut(Variance(n_experts), (self._kept(inputs, reduced),))
         if len(reduced.sums) < 1 + selects:
             return RowSums(SelectedEnergies(n_experts, _first_bits(reduced)), whole)
         return None
 
     @staticmethod
-    def _kept(given: OperatorInput, reduced: Reduced) -> int:
-        return int(reduced.sums[0][0, 0] * float(given.globals["select_topk"]))
+    def _kept(inputs: OperatorInput, reduced: Reduced) -> int:
+        return int(reduced.sums[0][0, 0] * float(inputs.globals["select_topk"]))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        n_experts = len(given.experts)
-        if float(given.globals["select_topk"]) < 1.0 and self._kept(given, reduced) == 0:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        n_experts = len(inputs.experts)
+        if float(inputs.globals["select_topk"]) < 1.0 and self._kept(inputs, reduced) == 0:
             return ElementwiseRule(np.zeros(n_experts, np.float32))
-        weights_E = energy_weights(reduced.sums[-1][0] / max(1, given.n_elements))
+        weights_E = energy_weights(reduced.sums[-1][0] / max(1, inputs.n_elements))
         return ElementwiseRule(
             coefficients_E=weights_E.astype(np.float32),
             votes_E=np.ones(n_experts, np.float32),
@@ -139,11 +139,11 @@ class Ram(Plain):
         "ram", "average what several change, keep what one changes", _RAM, BaseRole.REQUIRED, (_CHANGED,)
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(inputs.experts))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> OverlapRule:
-        return OverlapRule(float(given.globals["epsilon"]), np.ones(len(given.experts), np.float32))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> OverlapRule:
+        return OverlapRule(float(inputs.globals["epsilon"]), np.ones(len(inputs.experts), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +165,19 @@ class RamPlus(Plain):
         ),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(inputs.experts))
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        overlaps = Overlaps(len(given.experts), float(given.globals["epsilon"]))
-        return None if reduced.sums else RowSums(overlaps, max(1, given.n_elements))
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        overlaps = Overlaps(len(inputs.experts), float(inputs.globals["epsilon"]))
+        return None if reduced.sums else RowSums(overlaps, max(1, inputs.n_elements))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> OverlapRule:
-        epsilon = float(given.globals["epsilon"])
-        counts_E2 = reduced.sums[0].reshape(-1, 2) if reduced.sums else np.zeros((len(given.experts), 2))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> OverlapRule:
+        epsilon = float(inputs.globals["epsilon"])
+        counts_E2 = reduced.sums[0].reshape(-1, 2) if reduced.sums else np.zeros((len(inputs.experts), 2))
         own_E = np.maximum(counts_E2[:, 1], epsilon)
         ratio_E = np.divide(counts_E2[:, 0], own_E, out=np.zeros(len(own_E)), where=own_E > 0)
-        scales_E = 1.0 + float(given.globals["r"]) * np.clip(ratio_E, 0.0, float(given.globals["alpha"]))
+        scales_E = 1.0 + float(inputs.globals["r"]) * np.clip(ratio_E, 0.0, float(inputs.globals["alpha"]))
         return OverlapRule(epsilon, scales_E.astype(np.float32))
 
 
@@ -197,12 +197,12 @@ class NearSwap(Plain):
         max_experts=1,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(inputs.experts))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        n_experts = len(given.experts)
-        reach_E = np.full(n_experts, float(given.globals["t"]), np.float32)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        n_experts = len(inputs.experts)
+        reach_E = np.full(n_experts, float(inputs.globals["t"]), np.float32)
         return ElementwiseRule(np.ones(n_experts, np.float32), keep=Keep.NEAR, scales_E=reach_E)
 
 
@@ -224,29 +224,29 @@ class ArceeFusion(Plain):
         max_experts=1,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_influence(len(inputs.experts))
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if not reduced.sums:
-            return RowSums(SoftmaxSums(), given.row_elements)
+            return RowSums(SoftmaxSums(), inputs.row_elements)
         if len(reduced.sums) == 1:
-            return RowSums(SoftmaxSums(reduced.sums[0]), given.row_elements)
+            return RowSums(SoftmaxSums(reduced.sums[0]), inputs.row_elements)
         if reduced.score_bits is None:
-            n = given.n_elements
+            n = inputs.n_elements
             ranks = tuple(n - math.floor(share * (n - 1)) for share in _QUARTERS)
-            return ScoreCut(Importance(given.row_elements, _divergence_R(reduced)), ranks)
+            return ScoreCut(Importance(inputs.row_elements, _divergence_R(reduced)), ranks)
         return None
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         if reduced.score_bits is None:
-            return ElementwiseRule(np.zeros(len(given.experts), np.float32))
+            return ElementwiseRule(np.zeros(len(inputs.experts), np.float32))
         lower, median, upper = np.array(reduced.score_bits, np.uint32).view(np.float32)
         with np.errstate(all="ignore"):
             cut = np.float32(median + np.float32(1.5) * (upper - lower))
         divergence_R = _divergence_R(reduced)
         ones_R = np.ones(len(divergence_R), np.float32)
-        return RowRule(given.row_elements, ones_R[None], ones_R, magnitude_cuts(cut, divergence_R)[None])
+        return RowRule(inputs.row_elements, ones_R[None], ones_R, magnitude_cuts(cut, divergence_R)[None])
 
 
 def _divergence_R(reduced: Reduced) -> NDArray[np.float32]:

@@ -41,24 +41,24 @@ class Slerp(Plain):
         max_experts=1,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """The other model's share on the great circle, or on the straight line where the angle is not known."""
-        share_E = np.array([float(given.globals["t"])])
+        share_E = np.array([float(inputs.globals["t"])])
         if products_E3 is not None:
-            rule = self.block_function(given, Reduced(products_E3=products_E3))
+            rule = self.block_function(inputs, Reduced(products_E3=products_E3))
             share_E = rule.coefficients_E.astype(np.float64)
         return Influence(share_E, np.ones(1))
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         return InnerProducts() if reduced.products_E3 is None else None
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         if reduced.products_E3 is None:
             raise ValueError("slerp needs inner products")
         base_base, delta_delta, base_delta = (float(x) for x in reduced.products_E3[0])
         other_other = max(0.0, base_base + 2.0 * base_delta + delta_delta)
         base_share, other_share = slerp_shares(
-            float(given.globals["t"]), base_base, other_other, base_base + base_delta
+            float(inputs.globals["t"]), base_base, other_other, base_base + base_delta
         )
         return ElementwiseRule(
             coefficients_E=np.array([other_share], np.float32),

@@ -38,9 +38,9 @@ _GAMMA = ParameterSpec(
 )
 
 
-def densities_E(given: OperatorInput) -> NDArray[np.float64]:
+def densities_E(inputs: OperatorInput) -> NDArray[np.float64]:
     """The experts' densities."""
-    return np.array([float(p["density"]) for p in given.experts], np.float64)
+    return np.array([float(p["density"]) for p in inputs.experts], np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,24 @@ class Ties(Plain):
         rescale=rescale_to_magnitudes(False),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """Trimming is exact; of the consensus only the weights are kept: which elements agree is for `election`."""
-        coefficients_E = consensus_coefficients(given)
-        election = _election(given, trims=True)
+        coefficients_E = consensus_coefficients(inputs)
+        election = _election(inputs, trims=True)
         return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True, election=election)
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        kept_E = tuple(rank_of_density(float(p["density"]), given.n_elements) for p in given.experts)
-        if all(kept == given.n_elements for kept in kept_E):
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
+        if all(kept == inputs.n_elements for kept in kept_E):
             return None
-        return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(given, reduced)
+        return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(inputs, reduced)
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return consensus_rule(
-            given,
+            inputs,
             keep=Keep.LARGE,
             threshold_bits_E=reduced.threshold_bits_E,
-            scales_E=scales_of_sums(given, reduced),
+            scales_E=scales_of_sums(inputs, reduced),
         )
 
 
@@ -87,13 +87,13 @@ class _Band(Plain):
 
     __slots__ = ()
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        ranks = [band_ranks(given.n_elements, float(p["density"]), float(p["gamma"])) for p in given.experts]
-        if all(rank == (given.n_elements, 0) for rank in ranks):
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        ranks = [band_ranks(inputs.n_elements, float(p["density"]), float(p["gamma"])) for p in inputs.experts]
+        if all(rank == (inputs.n_elements, 0) for rank in ranks):
             return None
         if reduced.threshold_bits_E is None or reduced.upper_bits_E is None:
             return MagnitudeBand(tuple(kept for kept, _ in ranks), tuple(dropped for _, dropped in ranks))
-        return _sums_to_rescale(given, reduced)
+        return _sums_to_rescale(inputs, reduced)
 
 
 def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]:
@@ -123,18 +123,18 @@ class Breadcrumbs(_Band):
         rescale=rescale_to_magnitudes(False),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """What the band keeps of a block cannot be known from its octaves."""
-        coefficients_E = fixed_coefficients(given).astype(np.float64)
+        coefficients_E = fixed_coefficients(inputs).astype(np.float64)
         return Influence(coefficients_E, np.ones_like(coefficients_E))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return ElementwiseRule(
-            fixed_coefficients(given),
+            fixed_coefficients(inputs),
             keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
             threshold_bits_E=reduced.threshold_bits_E,
             upper_bits_E=reduced.upper_bits_E,
-            scales_E=scales_of_sums(given, reduced),
+            scales_E=scales_of_sums(inputs, reduced),
         )
 
 
@@ -152,35 +152,35 @@ class BreadcrumbsTies(_Band):
         rescale=rescale_to_magnitudes(False),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        coefficients_E = consensus_coefficients(given)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = consensus_coefficients(inputs)
         return Influence(coefficients_E, np.ones_like(coefficients_E))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
         return consensus_rule(
-            given,
+            inputs,
             keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
             threshold_bits_E=reduced.threshold_bits_E,
             upper_bits_E=reduced.upper_bits_E,
-            scales_E=scales_of_sums(given, reduced),
+            scales_E=scales_of_sums(inputs, reduced),
         )
 
 
-def _sums_to_rescale(given: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
+def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
     """Sums of magnitudes before and after trimming, where they are wanted and not known."""
-    if not given.globals["rescale"] or reduced.sums or reduced.threshold_bits_E is None:
+    if not inputs.globals["rescale"] or reduced.sums or reduced.threshold_bits_E is None:
         return None
     upper_E = reduced.upper_bits_E
     if upper_E is None:
-        upper_E = np.full(len(given.experts), np.uint32(0xFFFFFFFF))
-    return RowSums(KeptMagnitudes(reduced.threshold_bits_E, upper_E), max(1, given.n_elements))
+        upper_E = np.full(len(inputs.experts), np.uint32(0xFFFFFFFF))
+    return RowSums(KeptMagnitudes(reduced.threshold_bits_E, upper_E), max(1, inputs.n_elements))
 
 
 @np.errstate(all="ignore")
-def scales_of_sums(given: OperatorInput, reduced: Reduced) -> NDArray[np.float32]:
+def scales_of_sums(inputs: OperatorInput, reduced: Reduced) -> NDArray[np.float32]:
     """What multiplies each expert's kept elements so that the sum of magnitudes stays; 1 where nothing is summed."""
     if not reduced.sums:
-        return np.ones(len(given.experts), np.float32)
+        return np.ones(len(inputs.experts), np.float32)
     before_E, after_E = reduced.sums[-1].sum(axis=0).reshape(-1, 2).T
     is_small_E = (before_E < SMALLEST_SUM) | (after_E < SMALLEST_SUM)
     ratio_E: NDArray[np.float64] = np.divide(before_E, after_E, out=np.ones_like(after_E), where=~is_small_E)
@@ -199,15 +199,15 @@ class DareLinear(Plain):
     )
     is_random = True
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(fixed_coefficients(given).astype(np.float64), dropped_energy(given))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        cuts_E, scales_E = _drop_and_rescale(given)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        cuts_E, scales_E = _drop_and_rescale(inputs)
         return ElementwiseRule(
-            coefficients_E=fixed_coefficients(given),
+            coefficients_E=fixed_coefficients(inputs),
             keep=Keep.RANDOM,
-            stream_keys_E=np.array(given.stream_keys, np.uint64),
+            stream_keys_E=np.array(inputs.stream_keys, np.uint64),
             cuts_E=cuts_E,
             scales_E=scales_E,
         )
@@ -230,30 +230,30 @@ class DareTies(Plain):
     )
     is_random = True
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        election = _election(given, trims=False)
-        return Influence(consensus_coefficients(given), dropped_energy(given), election=election)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        election = _election(inputs, trims=False)
+        return Influence(consensus_coefficients(inputs), dropped_energy(inputs), election=election)
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        cuts_E, scales_E = _drop_and_rescale(given)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        cuts_E, scales_E = _drop_and_rescale(inputs)
         return consensus_rule(
-            given,
+            inputs,
             keep=Keep.RANDOM,
-            stream_keys_E=np.array(given.stream_keys, np.uint64),
+            stream_keys_E=np.array(inputs.stream_keys, np.uint64),
             cuts_E=cuts_E,
             scales_E=scales_E,
         )
 
 
-def _drop_and_rescale(given: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    density_E = densities_E(given)
+def _drop_and_rescale(inputs: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    density_E = densities_E(inputs)
     cuts_E = np.rint(density_E * 2.0**32).astype(np.uint64)
-    scales_E = 1.0 / density_E if given.globals["rescale"] else np.ones_like(density_E)
+    scales_E = 1.0 / density_E if inputs.globals["rescale"] else np.ones_like(density_E)
     return cuts_E, scales_E.astype(np.float32)
 
 
 def consensus_rule(
-    given: OperatorInput,
+    inputs: OperatorInput,
     *,
     keep: Keep,
     threshold_bits_E: NDArray[np.uint32] | None = None,
@@ -264,7 +264,7 @@ def consensus_rule(
 ) -> ElementwiseRule:
     """Combine what is kept as TIES does: elect the sign of the weighted sum, merge what agrees."""
     return ElementwiseRule(
-        coefficients_E=given.weights_E().astype(np.float32),
+        coefficients_E=inputs.weights_E().astype(np.float32),
         keep=keep,
         threshold_bits_E=threshold_bits_E,
         upper_bits_E=upper_bits_E,
@@ -272,33 +272,33 @@ def consensus_rule(
         cuts_E=cuts_E,
         scales_E=scales_E,
         consensus=True,
-        normalize=bool(given.globals["normalize"]),
-        delta_scale=float(given.globals["lambda"]),
+        normalize=bool(inputs.globals["normalize"]),
+        delta_scale=float(inputs.globals["lambda"]),
     )
 
 
-def _election(given: OperatorInput, *, trims: bool) -> Election:
-    density_E = densities_E(given)
+def _election(inputs: OperatorInput, *, trims: bool) -> Election:
+    density_E = densities_E(inputs)
     return Election(
-        weight_E=given.weights_E().astype(np.float64),
+        weight_E=inputs.weights_E().astype(np.float64),
         share_E=density_E,
         tail_E=density_E if trims else np.ones_like(density_E),
-        normalize=bool(given.globals["normalize"]),
-        scale=float(given.globals["lambda"]),
+        normalize=bool(inputs.globals["normalize"]),
+        scale=float(inputs.globals["lambda"]),
     )
 
 
-def consensus_coefficients(given: OperatorInput) -> NDArray[np.float64]:
+def consensus_coefficients(inputs: OperatorInput) -> NDArray[np.float64]:
     """The experts' weights as far as they are known before signs are elected."""
-    weights_E = given.weights_E()
-    divisor = nonzero_sum(np.abs(weights_E)) if given.globals["normalize"] else 1.0
-    return weights_E * (float(given.globals["lambda"]) / divisor)
+    weights_E = inputs.weights_E()
+    divisor = nonzero_sum(np.abs(weights_E)) if inputs.globals["normalize"] else 1.0
+    return weights_E * (float(inputs.globals["lambda"]) / divisor)
 
 
-def dropped_energy(given: OperatorInput) -> NDArray[np.float64]:
+def dropped_energy(inputs: OperatorInput) -> NDArray[np.float64]:
     """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
-    density_E = densities_E(given)
-    return 1.0 / density_E if given.globals["rescale"] else density_E
+    density_E = densities_E(inputs)
+    return 1.0 / density_E if inputs.globals["rescale"] else density_E
 
 
 OPERATORS: tuple[Operator, ...] = (Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies())

@@ -39,11 +39,11 @@ SMALLEST_DENOMINATOR = 1e-6
 Gram = NDArray[np.float64]
 
 
-def whole_gram(given: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
+def whole_gram(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
     """All inner products of the whole tensor: those that statistics hold, where there is but one delta."""
     if reduced.gram_GFF is not None or reduced.products_E3 is not None:
         return None
-    return InnerProducts() if len(given.experts) == 1 else RowGram(max(1, given.n_elements))
+    return InnerProducts() if len(inputs.experts) == 1 else RowGram(max(1, inputs.n_elements))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,48 +76,50 @@ class NuSlerp(Plain):
         max_experts=2,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(given)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(inputs)
 
-    def granularity(self, given: OperatorInput) -> int:
-        return _cell_elements(given) if _by_column(given) else 1
+    def granularity(self, inputs: OperatorInput) -> int:
+        return _cell_elements(inputs) if _by_column(inputs) else 1
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        if reduced.gram_GFF is not None or given.globals["nuslerp_flatten"] or len(given.shape) < 2:
-            return whole_gram(given, reduced)
-        return ColumnGram(given.n_columns, _cell_elements(given)) if _by_column(given) else RowGram(given.row_elements)
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        if reduced.gram_GFF is not None or inputs.globals["nuslerp_flatten"] or len(inputs.shape) < 2:
+            return whole_gram(inputs, reduced)
+        return (
+            ColumnGram(inputs.n_columns, _cell_elements(inputs)) if _by_column(inputs) else RowGram(inputs.row_elements)
+        )
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
-        frame = frame_of(given, reduced, is_origin=not given.anchor)
-        first, second = participant_weights(given)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        frame = frame_of(inputs, reduced, is_origin=not inputs.anchor)
+        first, second = participant_weights(inputs)
         total = first + second
         t = 0.5 if abs(total) < SMALLEST_TOTAL else second / total
         shares_GP = great_circle_shares(t, frame.gram_GPP)
-        if given.globals["nuslerp_flatten"] or len(given.shape) < 2:
+        if inputs.globals["nuslerp_flatten"] or len(inputs.shape) < 2:
             return frame.whole(shares_GP[0])
-        return frame.by_column(shares_GP) if _by_column(given) else frame.by_row(shares_GP, given.row_elements)
+        return frame.by_column(shares_GP) if _by_column(inputs) else frame.by_row(shares_GP, inputs.row_elements)
 
 
-def _by_column(given: OperatorInput) -> bool:
-    is_flat = bool(given.globals["nuslerp_flatten"]) or len(given.shape) < 2
-    return bool(given.globals["nuslerp_row_wise"]) and not is_flat
+def _by_column(inputs: OperatorInput) -> bool:
+    is_flat = bool(inputs.globals["nuslerp_flatten"]) or len(inputs.shape) < 2
+    return bool(inputs.globals["nuslerp_row_wise"]) and not is_flat
 
 
-def _cell_elements(given: OperatorInput) -> int:
-    return given.n_columns * max(1, IDEAL_CELL_ELEMENTS // given.n_columns)
+def _cell_elements(inputs: OperatorInput) -> int:
+    return inputs.n_columns * max(1, IDEAL_CELL_ELEMENTS // inputs.n_columns)
 
 
-def weight_shares(given: OperatorInput) -> Influence:
+def weight_shares(inputs: OperatorInput) -> Influence:
     """Weights over their sum, as if all models lay along one line."""
-    parts = ((given.anchor,) if given.anchor else ()) + given.experts
+    parts = ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts
     weights_P = np.array([float(p.get("weight", 1.0)) for p in parts])
-    share_E = weights_P[len(parts) - len(given.experts) :] / nonzero_sum(weights_P)
+    share_E = weights_P[len(parts) - len(inputs.experts) :] / nonzero_sum(weights_P)
     return Influence(share_E, np.ones_like(share_E))
 
 
-def participant_weights(given: OperatorInput) -> list[float]:
+def participant_weights(inputs: OperatorInput) -> list[float]:
     """The weights of the models that are combined, the anchor's first if it takes part."""
-    return [float(p["weight"]) for p in ((given.anchor,) if given.anchor else ()) + given.experts]
+    return [float(p["weight"]) for p in ((inputs.anchor,) if inputs.anchor else ()) + inputs.experts]
 
 
 @np.errstate(all="ignore")
@@ -152,21 +154,21 @@ class MultiSlerp(Plain):
         ),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(given)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(inputs)
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        return None if len(participant_weights(given)) == 1 else whole_gram(given, reduced)
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        return None if len(participant_weights(inputs)) == 1 else whole_gram(inputs, reduced)
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
-        weights_P = np.array(participant_weights(given))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        weights_P = np.array(participant_weights(inputs))
         if len(weights_P) == 1:
-            alone = Reduced(gram_GFF=np.zeros((1, len(given.experts) + 1, len(given.experts) + 1)))
-            return frame_of(given, alone, is_origin=not given.anchor).whole(np.ones(1))
-        if given.globals["normalize_weights"]:
+            alone = Reduced(gram_GFF=np.zeros((1, len(inputs.experts) + 1, len(inputs.experts) + 1)))
+            return frame_of(inputs, alone, is_origin=not inputs.anchor).whole(np.ones(1))
+        if inputs.globals["normalize_weights"]:
             weights_P = weights_P / (weights_P.sum() or 1.0)
-        frame = frame_of(given, reduced, is_origin=not given.anchor)
-        return frame.whole(barycentre(weights_P, frame.gram_GPP[0], float(given.globals["eps"])))
+        frame = frame_of(inputs, reduced, is_origin=not inputs.anchor)
+        return frame.whole(barycentre(weights_P, frame.gram_GPP[0], float(inputs.globals["eps"])))
 
 
 def barycentre(weights_P: Coefficients, gram_PP: Gram, eps: float) -> Coefficients:
@@ -223,17 +225,17 @@ class Karcher(Plain):
         min_experts=0,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return weight_shares(given)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return weight_shares(inputs)
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        return whole_gram(given, reduced) if given.experts else None
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        return whole_gram(inputs, reduced) if inputs.experts else None
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
-        if not given.experts:
-            return frame_of(given, Reduced(gram_GFF=np.zeros((1, 1, 1))), is_origin=False).whole(np.ones(1))
-        frame = frame_of(given, reduced, is_origin=False)
-        steps, tolerance = int(given.globals["max_iter"]), float(given.globals["tol"])
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        if not inputs.experts:
+            return frame_of(inputs, Reduced(gram_GFF=np.zeros((1, 1, 1))), is_origin=False).whole(np.ones(1))
+        frame = frame_of(inputs, reduced, is_origin=False)
+        steps, tolerance = int(inputs.globals["max_iter"]), float(inputs.globals["tol"])
         return frame.whole(karcher_mean(frame.gram_GPP[0], steps, tolerance))
 
 
@@ -291,20 +293,20 @@ class ModelStock(Plain):
         min_experts=2,
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return equal_shares(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return equal_shares(len(inputs.experts))
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         if reduced.gram_GFF is not None:
             return None
-        return RowGram(given.row_elements if given.globals["filter_wise"] else max(1, given.n_elements))
+        return RowGram(inputs.row_elements if inputs.globals["filter_wise"] else max(1, inputs.n_elements))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
-        frame = frame_of(given, reduced, is_origin=True)
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
+        frame = frame_of(inputs, reduced, is_origin=True)
         share_G = stock_shares(frame.gram_GPP)
-        coefficients_GP = np.repeat(share_G[:, None] / len(given.experts), len(given.experts), axis=1)
-        if given.globals["filter_wise"]:
-            return frame.by_row(coefficients_GP, given.row_elements)
+        coefficients_GP = np.repeat(share_G[:, None] / len(inputs.experts), len(inputs.experts), axis=1)
+        if inputs.globals["filter_wise"]:
+            return frame.by_row(coefficients_GP, inputs.row_elements)
         return frame.whole(coefficients_GP[0])
 
 
