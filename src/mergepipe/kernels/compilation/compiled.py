@@ -34,16 +34,25 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
+KERNELS = Path(__file__).parents[1]
+
+
 @cache
-def sources_digest(directory: Path = Path(__file__).parent) -> str:
-    """A hash of all kernel sources in a directory."""
-    files = sorted(directory.glob("*.py"))
+def sources_digest(directory: Path = KERNELS) -> str:
+    """A hash of all kernel sources in a directory and in those below it."""
+    files = sorted(directory.rglob("*.py"))
     return blake3(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+def room_of(file: Path) -> Path:
+    """The room of this package that a file belongs to: kernels inline those of their whole room."""
+    package = KERNELS.parent
+    return package / file.relative_to(package).parts[0] if file.is_relative_to(package) else file.parent
+
+
 def _renew_with_any_kernel(compiled: Any) -> None:
-    # numba's cache checks only the file of the kernel itself, though kernels inline kernels from other files: the stamp
-    # of this file is replaced by one of all files in its directory and in this one.
     """Invalidate the cached code of a kernel when any kernel source changes."""
-    directories = {Path(__file__).parent, Path(compiled.py_func.__code__.co_filename).parent}
-    compiled._cache._cache_file._source_stamp = "".join(sources_digest(directory) for directory in sorted(directories))
+    # numba's cache checks only the file of the kernel itself, though kernels inline kernels from other files: the stamp
+    # of this file is replaced by one of all files in its room and in this one.
+    rooms = {KERNELS, room_of(Path(compiled.py_func.__code__.co_filename))}
+    compiled._cache._cache_file._source_stamp = "".join(sources_digest(room) for room in sorted(rooms))
