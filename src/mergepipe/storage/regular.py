@@ -139,7 +139,7 @@ def read_descriptor(descriptor: int, path: Path, limit_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def too_large(path: Path, size_bytes: int, limit_bytes: int) -> MergePipeError:
+def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
     """Make the error for a small file that is larger than any of its kind."""
     message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
     return CorruptError.of("storage.too-large", path, message, "put the right file in its place")
