@@ -21,7 +21,7 @@ _HINT = "put a regular file in its place"
 _LARGEST_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
 
 
-def os_error(error: OSError, path: Path, doing: str) -> MergePipeError:
+def os_error(error: OSError, path: object, doing: str) -> MergePipeError:
     """Turn an `OSError` into the typed error of the same meaning, naming the file and what was being done."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):

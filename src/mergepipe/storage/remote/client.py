@@ -171,7 +171,7 @@ def _obstore(scheme: str = "s3") -> Any:
         import obstore
         import obstore.store
     except ImportError as error:
-        message = f"reading {scheme}:// needs obstore"
+        message = f"reading {scheme}:// needs obstore, which is not installed"
         raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
     module: ModuleType = obstore
     return module
