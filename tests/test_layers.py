@@ -32,7 +32,7 @@ LAYERS = (
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
-ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "huggingface_hub")
+ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,8 @@ def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(packag
 def test_layers__third_party_imports_are_declared() -> None:
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = {_import_name(each) for each in project["dependencies"]}
-    extras = {
-        _import_name(each) for name in ("remote", "torch", "train") for each in project["optional-dependencies"][name]
-    }
+    optional = [project["optional-dependencies"][name] for name in ("torch", "train", "remote")]
+    extras = {_import_name(each) for requirements in optional for each in requirements}
     core |= {"llvmlite"}  # numba's own half, of the version that numba needs
     extras |= {"deepspeed"}  # never installed by us: it is read where a training run has it
     foreign = [each for each in (*all_imports(), *all_called_imports()) if _is_foreign(each)]

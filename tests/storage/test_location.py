@@ -15,7 +15,17 @@ from mergepipe.storage.location import Location, is_remote
 NAMES = st.text("abcXYZ019._- é%", min_size=1, max_size=8).filter(lambda name: name.strip("."))
 FOLDERS = st.lists(NAMES, max_size=3).map("/".join)
 ROOTS = st.sampled_from(
-    ["s3://bucket", "gs://b", "az://box", "https://host:8080", "hf://org/name", "hf://o/n@v1", "/data", "."]
+    [
+        "s3://bucket",
+        "gs://b",
+        "az://box",
+        "https://host:8080",
+        "http://host/%20",
+        "hf://org/name",
+        "hf://o/n@v1",
+        "/data",
+        ".",
+    ]
 )
 
 
@@ -40,6 +50,8 @@ def test_location__a_name_below_it_has_it_as_parent(root: str, folder: str, name
         ("s3://bucket", "s3", "bucket", "", ""),
         ("S3://bucket/a//b/", "s3", "bucket", "", "a/b"),
         ("https://host/dir/x.safetensors", "https", "host", "", "dir/x.safetensors"),
+        ("https://host/my%20model/a%2Bb", "https", "host", "", "my model/a+b"),
+        ("s3://bucket/my%20model", "s3", "bucket", "", "my%20model"),
         ("hf://org/name", "hf", "org/name", "", ""),
         ("hf://org/name@main/sub/folder", "hf", "org/name", "main", "sub/folder"),
         ("hf://org/name@refs/pr/7/sub", "hf", "org/name", "refs/pr/7", "sub"),

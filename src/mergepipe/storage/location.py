@@ -35,7 +35,8 @@ class Location(WrittenAsText):
 
     `scheme` names the kind of store, empty for files of this machine. `root` is what requests are sent to: a bucket, a
     host with its port, or `org/name` of the Hub. `revision` is a branch, tag or commit of the Hub, elsewhere empty.
-    `path` leads below the root: absolute or relative for local files, always relative elsewhere ("." is the root).
+    `path` leads below the root: absolute or relative for local files, always relative elsewhere ("." is the root). It
+    holds names as they are; only the texts of http(s) addresses escape them by percent signs, as browsers do.
 
     Unknown schemes are not refused here but by the store that should open them.
 
@@ -72,7 +73,7 @@ class Location(WrittenAsText):
             raise _malformed(text, "it names no bucket or host")
         if scheme in WEB_SCHEMES and ("@" in root or "?" in rest or "#" in rest):
             raise _malformed(text, "an address must hold no user name, query or fragment")
-        return cls(scheme, root, _below_root(text, path))
+        return cls(scheme, root, _below_root(text, unquote(path) if scheme in WEB_SCHEMES else path))
 
     @classmethod
     def of(cls, place: str | os.PathLike[str] | Location) -> Location:
@@ -176,7 +177,8 @@ class Location(WrittenAsText):
         if not self.scheme:
             return str(self.path)
         at = f"@{quote(self.revision, safe='')}" if self.revision else ""
-        return f"{self.scheme}://{self.root}{at}" + (f"/{self.key}" if self.key else "")
+        key = quote(self.key) if self.scheme in WEB_SCHEMES else self.key
+        return f"{self.scheme}://{self.root}{at}" + (f"/{key}" if key else "")
 
     def __lt__(self, other: Location) -> bool:
         return self._order() < other._order()

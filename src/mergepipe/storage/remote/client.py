@@ -1,0 +1,312 @@
+"""The only module that knows obstore: credentials, listings, signatures and requests of object stores.
+
+S3 signs by a computation on this machine, whatever the credentials: obstore signs an address, and our own client sends
+the request, because it shows `Retry-After` and stores bytes without a copy. Google and Azure sign addresses only with
+permissions that many credentials lack, so there obstore sends the requests itself. Its own retries are switched off
+everywhere: they would be neither charged nor reported.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from mergepipe.errors import MergePipeError, StorageError, UnsupportedError
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.http_client import CONNECT_SECONDS, STALL_SECONDS, Address, Pin
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+
+SIGNED_FOR: Final = timedelta(minutes=15)
+_CHUNK_BYTES: Final = 1 << 20
+_METADATA_SERVICE: Final = ("169.254.169.254", 80)
+_STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
+_ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
+_CLASS_STATUS: Final = {
+    "FileNotFoundError": (404, "Not Found"),
+    "UnauthenticatedError": (401, "Unauthorized"),
+    "PermissionDeniedError": (403, "Forbidden"),
+    "PreconditionError": (412, "Precondition Failed"),
+}
+_KINDS: Final = (
+    ("non-partial response", FailureKind.NOT_PARTIAL, "200 for a range"),
+    ("Content-Range", FailureKind.WRONG_RANGE, "its Content-Range is missing or malformed"),
+    ("but object was only", FailureKind.CHANGED, "it is shorter than it was"),
+    ("UnexpectedRange", FailureKind.WRONG_RANGE, "its Content-Range is another one"),
+    ("BareRedirect", FailureKind.UNUSABLE, "it lies in another region than the one in use: set the region"),
+    ("TimedOut", FailureKind.STALLED, "nothing arrived for too long"),
+    ("kind: Timeout", FailureKind.STALLED, "nothing arrived for too long"),
+    ("kind: Connect", FailureKind.UNREACHABLE, "no connection to the store"),
+    ("kind: Request", FailureKind.UNREACHABLE, "no connection to the store"),
+    ("error sending request", FailureKind.UNREACHABLE, "no connection to the store"),
+    ("kind: Interrupted", FailureKind.CUT, "the connection ended before the answer did"),
+    ("kind: Decode", FailureKind.CUT, "the connection ended before the answer did"),
+    ("error decoding response body", FailureKind.CUT, "the connection ended before the answer did"),
+    ("request or response body error", FailureKind.CUT, "the connection ended before the answer did"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies directly below a folder: the pins of objects by their keys, and the keys of folders."""
+
+    objects: Mapping[str, Pin]
+    folders: tuple[str, ...]
+
+
+class ObjectClient:
+    """One bucket, by the credentials that the ecosystem's usual places hold; anonymous where there are none."""
+
+    def __init__(self, store: object, sign: Callable[[str], str] | None) -> None:
+        self._store = store
+        self._sign = sign
+
+    @property
+    def signs_addresses(self) -> bool:
+        """Whether `address` works: else `read_range` makes the requests."""
+        return self._sign is not None
+
+    def list_folder(self, prefix: str) -> Listing:
+        """List the objects and folders directly below `prefix`, which is empty for the whole bucket.
+
+        Raises:
+            RequestFailed: it failed.
+        """
+        with _failures():
+            answer = _obstore().list_with_delimiter(self._store, prefix or None)
+        objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
+        return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
+
+    def address(self, key: str) -> Address:
+        """Return an address of an object that is good for `SIGNED_FOR`. Makes no request to the store.
+
+        Raises:
+            RequestFailed: the credentials could not be had.
+        """
+        assert self._sign is not None
+        with _failures():
+            return Address(self._sign(key))
+
+    def read_range(self, key: str, offset: int, buffer: memoryview, pin: Pin) -> None:
+        """Fill `buffer` with the bytes of an object at `offset`, all of which lie inside the pinned object.
+
+        Raises:
+            RequestFailed: it failed; `received_bytes` of `buffer` are right.
+        """
+        options = {"range": (offset, offset + len(buffer))} | ({"if_match": pin.if_match} if pin.if_match else {})
+        done = 0
+        try:
+            answer = _obstore().get(self._store, key, options=options)
+            difference = pin.difference(_pin(answer.meta))
+            if difference:
+                raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+                part = memoryview(chunk)
+                buffer[done : done + len(part)] = part
+                done += len(part)
+        except RequestFailed:
+            raise
+        except Exception as error:  # of classes that only obstore knows
+            raise RequestFailed(failure_of(error), done) from None
+        if done < len(buffer):
+            raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
+
+
+def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
+    """Return the client of the bucket of `location`.
+
+    Raises:
+        UnsupportedError: `storage.extra`, obstore is not installed.
+        StorageError: `storage.settings`, the settings of the environment cannot be used.
+    """
+    _obstore(location.scheme)
+    try:
+        return _OPENERS[location.scheme](location.root, stall_seconds)
+    except MergePipeError:
+        raise
+    except Exception as error:  # its text may repeat the settings
+        message = f"the settings of the environment cannot be used ({type(error).__name__})"
+        raise StorageError.of("storage.settings", location, message, "check the store's variables") from None
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Tell how a request that obstore made failed; nothing of its text but the status and the store's code is kept."""
+    text = str(error)
+    code = _ERROR_CODE.search(text)
+    suffix = f" ({code[1]})" if code else ""
+    status, reason = _CLASS_STATUS.get(type(error).__name__, (0, ""))
+    match = _STATUS.search(text)
+    if match is not None:
+        status, reason = int(match[1]), (match[2] or reason).strip()
+    if status:
+        return Failure(FailureKind.STATUS, f"{status} {reason}".strip() + suffix, status)
+    if type(error).__name__ == "InvalidPathError":
+        return Failure(FailureKind.UNUSABLE, "a key there has control characters or empty parts, which cannot be read")
+    for mark, kind, detail in _KINDS:
+        if mark in text:
+            return Failure(kind, detail)
+    return Failure(FailureKind.UNUSABLE, f"the store's client failed ({type(error).__name__})")
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of classes that only obstore knows
+        raise RequestFailed(failure_of(error)) from None
+
+
+def _obstore(scheme: str = "s3") -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        message = f"reading {scheme}:// needs obstore, which is not installed"
+        raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
+    module: ModuleType = obstore
+    return module
+
+
+def _pin(item: Mapping[str, Any]) -> Pin:
+    modified: datetime = item["last_modified"]
+    return Pin(item["size"], item["e_tag"] or "", format_datetime(modified.astimezone(UTC), usegmt=True))
+
+
+def _options(endpoint: str, stall_seconds: float) -> dict[str, Any]:
+    """Settings of the connections; retries are ours."""
+    client = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=stall_seconds),
+        "timeout": timedelta(hours=1),
+        "allow_http": endpoint.startswith("http://"),
+    }
+    return {"client_options": client, "retry_config": {"max_retries": 0}}
+
+
+def _open_s3(bucket: str, stall_seconds: float) -> ObjectClient:
+    obstore = _obstore()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or _env("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    settings: dict[str, Any] = {**_options(endpoint, stall_seconds), **_aws_profile()}
+    if endpoint:
+        settings["endpoint"] = endpoint
+
+    def signer(store: object) -> Callable[[str], str]:
+        return lambda key: str(obstore.sign(store, "GET", key, SIGNED_FOR))
+
+    store = obstore.store.S3Store(bucket, **settings)
+    if not _is_set("AWS_SKIP_SIGNATURE"):
+        if "access_key_id" in settings or _env(*_AWS_CREDENTIALS):
+            return ObjectClient(store, signer(store))
+        if not _is_set("AWS_EC2_METADATA_DISABLED") and _has_metadata_service() and _succeeds(signer(store)):
+            return ObjectClient(store, signer(store))
+    anonymous = obstore.store.S3Store(bucket, **settings, skip_signature=True)
+    unsigned = {"access_key_id": "none", "secret_access_key": "none"}
+    sign = signer(obstore.store.S3Store(bucket, **(settings | unsigned)))
+    return ObjectClient(anonymous, lambda key: _without_query(sign(key)))
+
+
+_AWS_CREDENTIALS: Final = (
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+
+
+def _aws_profile() -> dict[str, str]:
+    """Keys and region of the profile in use, from the files of the AWS tools; the environment's come first."""
+    home, profile = Path.home() / ".aws", os.environ.get("AWS_PROFILE", "default")
+    parser = configparser.RawConfigParser()
+    config = os.environ.get("AWS_CONFIG_FILE") or home / "config"
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"
+    parser.read([config, credentials], encoding="utf-8")
+    sections = [name for name in (f"profile {profile}", profile) if parser.has_section(name)]
+    values = {key: value for name in sections for key, value in parser.items(name)}
+    settings = {}
+    if not _env(*_AWS_CREDENTIALS) and "aws_access_key_id" in values and "aws_secret_access_key" in values:
+        settings = {"access_key_id": values["aws_access_key_id"], "secret_access_key": values["aws_secret_access_key"]}
+        if "aws_session_token" in values:
+            settings["session_token"] = values["aws_session_token"]
+    if not _env("AWS_REGION", "AWS_DEFAULT_REGION") and "region" in values:
+        settings["region"] = values["region"]
+    return settings
+
+
+def _open_google(bucket: str, stall_seconds: float) -> ObjectClient:
+    settings = _options(_env("GOOGLE_BASE_URL"), stall_seconds)
+    is_anonymous = _is_set("GOOGLE_SKIP_SIGNATURE") or not (
+        _env(*_GOOGLE_CREDENTIALS)
+        or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
+        or _has_metadata_service()
+    )
+    return ObjectClient(_obstore("gs").store.GCSStore(bucket, **settings, skip_signature=is_anonymous), None)
+
+
+_GOOGLE_CREDENTIALS: Final = (
+    "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+)  # fmt: skip
+
+
+def _open_azure(container: str, stall_seconds: float) -> ObjectClient:
+    endpoint = _env("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    account = _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    if not account:
+        hint = "set AZURE_STORAGE_ACCOUNT_NAME"
+        raise StorageError.of("storage.settings", f"az://{container}", "its storage account is not known", hint)
+    settings = _options(endpoint, stall_seconds) | ({"endpoint": endpoint} if endpoint else {})
+    has_credentials = _env(*_AZURE_CREDENTIALS) or _is_set("AZURE_USE_AZURE_CLI") or _has_metadata_service()
+    is_anonymous = _is_set("AZURE_SKIP_SIGNATURE") or not has_credentials
+    store = _obstore("az").store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
+    return ObjectClient(store, None)
+
+
+_AZURE_CREDENTIALS: Final = (
+    "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_SAS_KEY",
+    "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID",
+    "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT",
+)  # fmt: skip
+
+_OPENERS: Final[Mapping[str, Callable[[str, float], ObjectClient]]] = {
+    "s3": _open_s3,
+    "gs": _open_google,
+    "az": _open_azure,
+}
+
+
+def _env(*names: str) -> str:
+    """The first of some environment variables that is set and not empty."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def _has_metadata_service() -> bool:
+    """Whether this machine stands in a cloud that hands out credentials."""
+    try:
+        socket.create_connection(_METADATA_SERVICE, timeout=0.3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _succeeds(sign: Callable[[str], str]) -> bool:
+    try:
+        sign("key")
+    except Exception:  # of classes that only obstore knows
+        return False
+    return True
+
+
+def _without_query(url: str) -> str:
+    return urlunsplit(urlsplit(url)._replace(query=""))

@@ -1,0 +1,231 @@
+"""Makes requests again after failures, charges every attempt, and bounds how many are in flight at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from mergepipe.errors import LimitError, MergePipeError
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy, error_of, wait_before_retry
+
+REQUEST_BYTES: Final = 8 << 20
+CONNECTIONS: Final = 32
+REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
+_RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """The requests of a store so far: all attempts, those made again, and the bytes that these asked for again."""
+
+    requests: int = 0
+    retries: int = 0
+    retried_bytes: int = 0
+
+
+class Source(Protocol):
+    """One pinned file of a server."""
+
+    @property
+    def location(self) -> Location: ...
+
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        """Make one request for the bytes at `offset` that fill `buffer`. Raises RequestFailed."""
+        ...
+
+    def renew(self) -> bool:
+        """Find the file's address anew; False where there is no other. Raises RequestFailed."""
+        ...
+
+
+class Transfers:
+    """The requests of one store: at most `connections` at once, from any number of threads.
+
+    A read of more than `REQUEST_BYTES` is split and its parts are requested concurrently. `clock`, `random_fraction`
+    and `sleep` (seconds, and an event that ends it early) decide nothing but when attempts are made.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        policy: RetryPolicy | None = None,
+        connections: int = CONNECTIONS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float, threading.Event], object] = lambda seconds, stop: stop.wait(seconds),
+        random_fraction: Callable[[], float] | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.connections = connections
+        self._policy = policy or RetryPolicy()
+        self._clock = clock
+        self._sleep = sleep
+        self._random_fraction = random_fraction or random.Random().random
+        self._slots = threading.BoundedSemaphore(connections)
+        self._lock = threading.Lock()
+        self._workers: ThreadPoolExecutor | None = None
+        self._counts = RequestCounts()
+        self._has_answered = False
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The requests made so far."""
+        with self._lock:
+            return self._counts
+
+    def read(self, source: Source, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        """Fill `buffer` with the bytes at `offset`, all of which lie inside the file.
+
+        Nothing writes to `buffer` after it returns or raises.
+
+        Raises:
+            LimitError: `budget.exceeded`.
+            MergePipeError: as `retry.error_of` tells.
+        """
+        stop = threading.Event()
+        starts = range(0, len(buffer), REQUEST_BYTES)
+        if len(starts) <= 1:
+            self._read_part(source, offset, buffer, purpose, stop)
+            return
+        pool = self._pool()
+        parts = [
+            pool.submit(self._read_part, source, offset + start, buffer[start : start + REQUEST_BYTES], purpose, stop)
+            for start in starts
+        ]
+        _finish(parts, stop)
+
+    def ask(self, location: Location, request: Callable[[], T]) -> T:
+        """Make a request that transfers no bytes of a file. Raises as `read` does."""
+        attempts = _Attempts(self._clock(), threading.Event())
+        while True:
+            try:
+                return self._attempt(request, attempts)
+            except RequestFailed as error:
+                self._recover(location, error.failure, attempts)
+
+    def run_all(self, jobs: list[Callable[[], T]]) -> list[T]:
+        """The results of some jobs that make requests, run concurrently."""
+        pool = self._pool()
+        futures = [pool.submit(job) for job in jobs]
+        _finish(futures, threading.Event())
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Let the workers end."""
+        with self._lock:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.shutdown()
+
+    def _read_part(
+        self, source: Source, offset: int, buffer: memoryview, purpose: Purpose, stop: threading.Event
+    ) -> None:
+        done, attempts = 0, _Attempts(self._clock(), stop)
+        while done < len(buffer) and not stop.is_set():
+            self._charge(source.location, purpose, len(buffer) - done, attempts)
+            try:
+                self._attempt(partial(source.fetch, offset + done, buffer[done:]), attempts)
+                return
+            except RequestFailed as error:
+                done += error.received_bytes
+                attempts.is_renewed = attempts.is_renewed and not error.received_bytes
+                if not self._renew(source, error.failure, attempts):
+                    self._recover(source.location, error.failure, attempts)
+
+    def _attempt(self, request: Callable[[], T], attempts: _Attempts) -> T:
+        with self._lock:
+            retries = self._counts.retries + (attempts.n_failures > 0)
+            self._counts = replace(self._counts, requests=self._counts.requests + 1, retries=retries)
+        try:
+            with self._slots:
+                result = request()
+        except RequestFailed as error:
+            self._has_answered |= error.failure.kind is not FailureKind.UNREACHABLE
+            raise
+        self._has_answered = True
+        return result
+
+    def _charge(self, location: Location, purpose: Purpose, nbytes: int, attempts: _Attempts) -> None:
+        """Charge an attempt before it is made."""
+        try:
+            self.ledger.charge(str(location), purpose, nbytes)
+        except LimitError as error:
+            retried_bytes = self.counts.retried_bytes
+            if not retried_bytes and not attempts.n_failures:
+                raise
+            message = f"{nbytes} more bytes do not fit: {self.counts.retries} retries asked for {retried_bytes} again"
+            hint = "raise the budget a little, or run again when the network is better"
+            raise LimitError.of(error.code, location, f"the budget was used up by retries: {message}", hint) from None
+        if attempts.n_failures:
+            with self._lock:
+                self._counts = replace(self._counts, retried_bytes=self._counts.retried_bytes + nbytes)
+
+    def _renew(self, source: Source, failure: Failure, attempts: _Attempts) -> bool:
+        """Find another address for a source whose address may have expired; once between bytes that arrived."""
+        if attempts.is_renewed or failure.status not in _RENEWABLE_STATUSES:
+            return False
+        attempts.is_renewed = self.ask(source.location, source.renew)
+        attempts.n_failures += attempts.is_renewed
+        return attempts.is_renewed
+
+    def _recover(self, location: Location, failure: Failure, attempts: _Attempts) -> None:
+        """Wait before the next attempt, or give up."""
+        attempts.n_failures += 1
+        elapsed = self._clock() - attempts.started
+        seconds = wait_before_retry(
+            self._policy,
+            failure,
+            n_failures=attempts.n_failures,
+            elapsed_seconds=elapsed,
+            has_answered=self._has_answered,
+            random_fraction=self._random_fraction(),
+        )
+        if seconds is None:
+            raise error_of(failure, location, attempts.n_failures, elapsed) from None
+        self._sleep(seconds, attempts.stop)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(self.connections, thread_name_prefix="transfer")
+            return self._workers
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The attempts of one request."""
+
+    started: float
+    stop: threading.Event
+    n_failures: int = 0
+    is_renewed: bool = False
+
+
+def _finish(futures: list[Future[T]], stop: threading.Event) -> None:
+    """Wait for all; after the first error, `stop` the others. Returns or raises when none is running."""
+    try:
+        for future in futures:
+            future.result()
+    except BaseException as error:
+        stop.set()
+        running = [future for future in futures if not future.cancel()]
+        wait(running)
+        if isinstance(error, MergePipeError):
+            raise _gravest(error, running) from None
+        raise
+
+
+def _gravest(error: MergePipeError, futures: list[Future[T]]) -> MergePipeError:
+    """The error to report of several parts: the first that was met, unless another one ran into the budget."""
+    errors = [future.exception() for future in futures]
+    return next((each for each in errors if isinstance(each, LimitError)), error)

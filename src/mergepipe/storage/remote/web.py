@@ -1,0 +1,171 @@
+"""Checkpoints in a folder of a web server: `https://host/folder`, read by pinned ranges.
+
+HTTP has no listings. `list` names the files that a checkpoint may have (`KNOWN_NAMES`) and that the server confirms by
+HEAD, and the weight files that an index among them names, unasked: there may be a thousand. Other files are read where
+they are named. A location that the server does not know as a file, or redirects to itself with a slash, is a folder if
+`list` names anything in it.
+
+Redirects are followed when a file is looked up, and its ranges then come from where they led; an address that has
+expired is looked up again. A server without `ETag` is held to size and `Last-Modified` in every answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import partial
+from typing import Final
+from urllib.parse import quote
+
+from mergepipe.errors import CorruptError, NotFoundError, StorageError
+from mergepipe.storage.contract import Entry, FileKind
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+from mergepipe.storage.location import WEB_SCHEMES, Location
+from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
+from mergepipe.storage.remote.pinned_store import PinnedStore
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+from mergepipe.storage.remote.transfers import CONNECTIONS, Source, Transfers
+
+INDEX_NAMES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+KNOWN_NAMES: Final = (
+    *INDEX_NAMES, "config.json", "model.safetensors", "pytorch_model.bin", "generation_config.json",
+    "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "consolidated.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "mergepipe.json", "mergepipe.blocks", "mergepipe.stats", "README.md", "LICENSE",
+)  # fmt: skip
+"""What `list` asks for: weights, their index, settings, tokenizers, adapters, and the files of ours."""
+
+_MISSING: Final = frozenset({404, 410})
+_UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
+
+
+def open_store(scheme: str, ledger: Ledger, *, connections: int = CONNECTIONS) -> WebStore:
+    """Return the store of all hosts of a scheme.
+
+    Raises:
+        ValueError: a scheme of no web server.
+    """
+    if scheme not in WEB_SCHEMES:
+        raise ValueError(f"no web server has the scheme {scheme}")
+    return WebStore(Transfers(ledger, connections=connections))
+
+
+class WebStore(PinnedStore):
+    """Files of web servers by their addresses."""
+
+    def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
+        super().__init__(transfers)
+        self._http = http or HttpClient()
+        self._lock = threading.Lock()
+        self._answers: dict[Location, HeadAnswer | Failure | None] = {}
+        self._folders: dict[Location, tuple[Entry, ...]] = {}
+
+    def list(self, location: Location) -> tuple[Entry, ...]:
+        """The files of a checkpoint's names that are directly below a folder, by name; see the module."""
+        entries = () if "\0" in location.key else self._entries(location)
+        if not entries:
+            hint = "give the address of a folder that holds config.json or model.safetensors"
+            raise NotFoundError.of("storage.not-found", location, "no files of a checkpoint are there", hint)
+        return entries
+
+    def close(self) -> None:
+        """Let workers and connections go."""
+        super().close()
+        self._http.close()
+
+    def _look_up(self, location: Location) -> Pin | FileKind | None:
+        entries = self._folders.get(location.parent, ()) if location.key else ()
+        if entries and location.name in KNOWN_NAMES and all(entry.name != location.name for entry in entries):
+            return None
+        answer = self._answer(location)
+        if isinstance(answer, HeadAnswer) and not answer.is_folder:
+            return answer.pin
+        if self._entries(location):
+            return FileKind.FOLDER
+        if isinstance(answer, Failure):
+            raise StorageError.of(
+                "storage.permission", location, f"its server answered {answer.detail}", "check that it may be read"
+            )
+        return None
+
+    def _source(self, location: Location, pin: Pin) -> Source:
+        answer = self._answer(location)
+        assert isinstance(answer, HeadAnswer)
+        return _WebSource(location, answer, self._http)
+
+    def _entries(self, folder: Location) -> tuple[Entry, ...]:
+        if folder not in self._folders:
+            answers = self._transfers.run_all([partial(self._answer, folder / name) for name in KNOWN_NAMES])
+            names = {
+                name
+                for name, answer in zip(KNOWN_NAMES, answers, strict=True)
+                if isinstance(answer, HeadAnswer) and not answer.is_folder
+            }
+            for name in names.intersection(INDEX_NAMES):
+                names |= self._indexed_names(folder / name)
+            with self._lock:
+                self._folders[folder] = tuple(Entry(name, FileKind.FILE) for name in sorted(names))
+        return self._folders[folder]
+
+    def _indexed_names(self, index: Location) -> set[str]:
+        """The weight files that an index names; none where it is malformed, which its reader will tell."""
+        try:
+            weight_map = json.loads(self.read_small(index, WEIGHT_INDEX_BYTES))["weight_map"].values()
+        except (CorruptError, ValueError, KeyError, TypeError, AttributeError):
+            return set()
+        return {name for name in weight_map if isinstance(name, str) and name.strip(".") and "/" not in name}
+
+    def _answer(self, location: Location) -> HeadAnswer | Failure | None:
+        """The first answer to HEAD of a location, kept; None where there is no file, a failure where it is unclear."""
+        with self._lock:
+            if location in self._answers:
+                return self._answers[location]
+        answer = self._transfers.ask(location, lambda: self._head(location))
+        with self._lock:  # another thread may have asked meanwhile: the first answer stays
+            return self._answers.setdefault(location, answer)
+
+    def _head(self, location: Location) -> HeadAnswer | Failure | None:
+        try:
+            return self._http.head(_address(location))
+        except RequestFailed as error:
+            if error.failure.status in _MISSING:
+                return None
+            if error.failure.status in _UNCLEAR:
+                return error.failure
+            raise
+
+
+class _WebSource:
+    """One pinned file, read from where its address led when it was looked up."""
+
+    def __init__(self, location: Location, answer: HeadAnswer, http: HttpClient) -> None:
+        self.location = location
+        self._answer = answer
+        self._http = http
+
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        """Make one request. Raises RequestFailed."""
+        self._http.read_range(self._answer.address, offset, buffer, self._answer.pin)
+
+    def renew(self) -> bool:
+        """Follow the redirects again; False where there were none.
+
+        Raises:
+            RequestFailed: it failed, or they lead to another version now.
+        """
+        original = _address(self.location)
+        if self._answer.address.url == original.url:
+            return False
+        answer = self._http.head(original)
+        difference = self._answer.pin.difference(answer.pin)
+        if difference:
+            raise RequestFailed(Failure(FailureKind.CHANGED, difference))
+        self._answer = HeadAnswer(self._answer.pin, answer.address, is_folder=False)
+        return True
+
+
+def _address(location: Location) -> Address:
+    return Address(f"{location.scheme}://{location.root}/{quote(location.key)}")

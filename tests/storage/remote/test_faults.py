@@ -1,0 +1,189 @@
+"""Every fault on every kind of store: the right bytes, or one precise error; every attempt charged, nothing mixed."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Iterator
+
+import pytest
+
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.remote.pinned_store import PinnedStore
+from mergepipe.storage.remote.transfers import RequestCounts
+from support.fault_server import Answer, BucketServer, Fault, FaultServer, Request, cut, stall, status, with_headers
+from support.remote_stores import KINDS, Waits, remote_store, root_of, set_environment, transfers
+
+NBYTES = 3_000_001
+CONTENT = random.Random(0).randbytes(NBYTES)
+OTHER = bytes(NBYTES)
+
+RECOVERED: dict[str, list[Fault]] = {
+    "500": [status(500)],
+    "503 with Retry-After": [status(503, Retry_After="7")],
+    "429": [status(429)],
+    "cut at once": [cut(0)],
+    "cut later": [cut(2_000_000)],
+    "stalled": [stall(1_500_000, 1.0)],
+    "one after the other": [status(502), cut(1_200_000), cut(1_100_000), status(504)],
+}
+
+
+def whole_file(_request: Request, answer: Answer) -> Answer:
+    return Answer(200, CONTENT, {name: value for name, value in answer.headers.items() if name != "Content-Range"})
+
+
+REFUSED: dict[str, tuple[list[Fault], type[MergePipeError], str]] = {
+    "401": ([status(401)], StorageError, "storage.credentials"),
+    "403": ([status(403)], StorageError, "storage.permission"),
+    "404": ([status(404)], NotFoundError, "storage.not-found"),
+    "412": ([status(412)], ConflictError, "input.changed"),
+    "416": ([status(416)], ConflictError, "input.changed"),
+    "418": ([status(418)], StorageError, "storage.answer"),
+    "redirect to nowhere": ([status(301)], StorageError, "storage.answer"),
+    "200 for a range": ([whole_file], StorageError, "storage.no-ranges"),
+    "wrong range": ([with_headers(Content_Range=f"bytes 5-9/{NBYTES}")], StorageError, "storage.wrong-range"),
+    "no Content-Range": ([with_headers(Content_Range=None)], StorageError, "storage.wrong-range"),
+    "another ETag": ([with_headers(ETag='"other"')], ConflictError, "input.changed"),
+    "always 503": ([status(503)] * 20, StorageError, "storage.unavailable"),
+    "always 429": ([status(429, Retry_After="200")] * 20, StorageError, "storage.unavailable"),
+    "always cut": ([cut(0)] * 20, StorageError, "storage.connection"),
+    "always stalled": ([stall(0, 1.0)] * 2, StorageError, "storage.connection"),
+}
+TRANSIENT = ("always 503", "always 429", "always cut", "always stalled")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer({"bucket/m/model.safetensors": CONTENT, "bucket/m/config.json": b"{}"}) as running:
+        set_environment(monkeypatch, running.url)
+        yield running
+
+
+def read(kind: str, server: BucketServer, store: PinnedStore, start: int = 1, stop: int = NBYTES) -> bytes:
+    """Read a part of the file, pinned before the faults begin."""
+    faults, server.faults = server.faults, []
+    file = store.open(root_of(kind, server) / "m/model.safetensors")
+    server.faults = faults
+    buffer = bytearray(stop - start)
+    assert file.read_into(start, memoryview(buffer), Purpose.EXPERT) == len(buffer)
+    return bytes(buffer)
+
+
+def requested_bytes(server: FaultServer) -> int:
+    """The sum of all ranges that the server was asked for."""
+    return sum(request.nbytes for request in server.reads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECOVERED)
+def test_faults__that_pass_are_retried_and_every_attempt_is_charged(kind: str, name: str, server: BucketServer) -> None:
+    waits = Waits()
+    store = remote_store(kind, transfers(waits))
+    server.faults = list(RECOVERED[name])
+    assert read(kind, server, store) == CONTENT[1:]
+    charged = store.ledger.usage()[Purpose.EXPERT]
+    assert len(server.reads) == len(RECOVERED[name]) + 1 == len(waits.seconds) + 1
+    assert charged == requested_bytes(server) == NBYTES - 1 + store.counts.retried_bytes
+    assert server.sent_bytes <= charged + 20_000
+    assert store.counts.retries == len(RECOVERED[name])
+    if name.startswith("cut later"):
+        assert store.counts.retried_bytes < NBYTES - 900_000
+
+
+def test_retry_after__is_waited_for_where_it_can_be_seen(server: BucketServer) -> None:
+    for kind in ("s3", "http"):
+        waits = Waits()
+        server.faults = [status(503, Retry_After="7"), status(429, Retry_After="11")]
+        read(kind, server, remote_store(kind, transfers(waits)))
+        assert waits.seconds == [7, 11]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_faults__that_stay_are_one_error(kind: str, name: str, server: BucketServer) -> None:
+    faults, error, code = REFUSED[name]
+    requests = transfers(Waits())
+    if name == "always stalled":  # two are enough
+        requests._policy = type(requests._policy)(most_attempts=2)
+    store = remote_store(kind, requests)
+    server.faults = list(faults)
+    with pytest.raises(error) as caught:
+        read(kind, server, store)
+    assert caught.value.code == code
+    assert str(caught.value).startswith(str(root_of(kind, server)))
+    assert len(server.reads) == 1 or name in TRANSIENT
+    assert store.ledger.usage()[Purpose.EXPERT] == requested_bytes(server)
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+    assert not any(secret in shown for secret in ("test-secret-key", "Signature=", "X-Amz-", "AWS4-HMAC"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_versions__are_never_mixed(kind: str, server: BucketServer) -> None:
+    def replace(_request: Request, answer: Answer) -> Answer:
+        server.put("bucket/m/model.safetensors", OTHER)
+        answer.cut_after_bytes = 1_500_000
+        return answer
+
+    server.faults = [replace]
+    with pytest.raises(ConflictError) as caught:  # resumed, when another version was there
+        read(kind, server, remote_store(kind))
+    assert caught.value.code == "input.changed"
+    assert len(server.reads) == 2
+    assert read(kind, server, remote_store(kind)) == OTHER[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_budget__stops_retries_before_it_is_exceeded(kind: str, server: BucketServer) -> None:
+    ledger = Ledger()
+    ledger.expert_limit_bytes = NBYTES - 1
+    server.faults = [cut(2_000_000)]
+    with pytest.raises(LimitError) as caught:
+        read(kind, server, remote_store(kind, transfers(ledger=ledger)))
+    assert caught.value.code == "budget.exceeded"
+    assert "used up by retries" in str(caught.value)
+    assert ledger.usage()[Purpose.EXPERT] == requested_bytes(server) == NBYTES - 1
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs", "az"])
+@pytest.mark.parametrize(("code", "expected"), [(403, "storage.permission"), (503, "storage.unavailable")])
+def test_listings__fail_as_reads_do(kind: str, code: int, expected: str, server: BucketServer) -> None:
+    server.listing_fault = status(code)
+    with pytest.raises(StorageError) as caught:
+        remote_store(kind).stat(root_of(kind, server) / "m")
+    assert caught.value.code == expected
+    assert f"{code} " in str(caught.value)
+    assert len(server.requests) == (1 if code == 403 else 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts__that_do_not_answer_are_given_up_soon(kind: str, server: BucketServer) -> None:
+    store, root = remote_store(kind, requests := transfers()), root_of(kind, server)
+    server.__exit__(None, None, None)
+    with pytest.raises(StorageError) as caught:
+        store.list(root / "m")
+    assert caught.value.code == "storage.connection"
+    assert "3 attempts" in str(caught.value)
+    assert requests.counts.requests >= 3
+
+
+def test_signed_locations__that_expired_are_looked_up_again(server: BucketServer) -> None:
+    with FaultServer({"signed": CONTENT}, [status(403), cut(1_000_000), status(403)]) as other:
+        server.redirects["bucket/m/model.safetensors"] = f"{other.url}/signed?token=secret"
+        store = remote_store("http")
+        file = store.open(root_of("http", server) / "m/model.safetensors")
+        buffer = bytearray(NBYTES)
+        file.read_into(0, memoryview(buffer), Purpose.EXPERT)
+        assert bytes(buffer) == CONTENT
+        assert [request.method for request in server.requests] == ["HEAD"] * 3
+        assert store.counts == RequestCounts(requests=7, retries=3, retried_bytes=store.counts.retried_bytes)
+        other.faults = [status(403), status(403)]
+        with pytest.raises(StorageError) as caught:
+            file.read_into(0, memoryview(buffer), Purpose.EXPERT)
+        assert caught.value.code == "storage.permission"
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+        other.put("signed", OTHER)
+        other.faults = [status(403)]
+        with pytest.raises(ConflictError):
+            file.read_into(0, memoryview(buffer), Purpose.EXPERT)

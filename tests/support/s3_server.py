@@ -1,0 +1,69 @@
+"""moto's S3 on the loopback: the true conditions of object stores, in threads of this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Final
+from urllib.parse import urlsplit
+
+ACCESS_KEY: Final = "test-access-key"
+SECRET_KEY: Final = "test-secret-key"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """A running server, and how files get there."""
+
+    url: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings by which the tools of AWS find it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
+
+    def make_bucket(self, bucket: str) -> None:
+        connection = HTTPConnection(urlsplit(self.url).netloc, timeout=30)
+        connection.request("PUT", f"/{bucket}")
+        status = connection.getresponse().status
+        connection.close()
+        assert status == 200, status
+
+    def put(self, bucket: str, files: Mapping[str, bytes]) -> None:
+        """Store objects by their keys, or other versions of them."""
+        import obstore
+        from obstore.store import S3Store
+
+        store = S3Store(
+            bucket,
+            endpoint=self.url,
+            region="us-east-1",
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET_KEY,
+            client_options={"allow_http": True},
+        )
+        for key, content in files.items():
+            obstore.put(store, key, content)
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """Run moto's S3 on a free port of 127.0.0.1."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield S3Server(f"http://{host}:{port}")
+    finally:
+        server.stop()
