@@ -57,7 +57,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or leaves anything in the user's catalog."""
+    """No test reads or leaves anything in the user's catalog, asks the Hub, or reads the user's cache of it."""
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("MERGEPIPE_HOME", str(home))
+    monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return home

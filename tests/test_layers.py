@@ -33,7 +33,7 @@ LAYERS = (
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
-ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore")
+ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, Unsuppo
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.recipe import Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 METHODS = did_you_mean("", list(operator_specs()))
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, text: str) -> Recipe:
     path = folder / "recipe.yml"
     path.write_text(text, encoding="utf-8")
-    (recipe,) = load_recipes(Location.local(path), LocalStore())
+    (recipe,) = load_recipes(Location.local(path), Stores())
     return recipe
 
 
@@ -176,7 +176,7 @@ def test_load_recipe__expands_home_and_keeps_absolute_paths(folder: Path, monkey
 def test_load_recipes__takes_paths_from_the_recipes_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "recipe.yml").write_text(LINEAR, encoding="utf-8")
     monkeypatch.chdir(folder.parent)
-    (recipe,) = load_recipes(Location.local(Path(folder.name) / "recipe.yml"), LocalStore())
+    (recipe,) = load_recipes(Location.local(Path(folder.name) / "recipe.yml"), Stores())
     assert [m.path.local_path for m in recipe.models] == [folder / "a", folder / "b"]
 
 
@@ -207,7 +207,6 @@ def with_weight(value: str) -> str:
 
 AT_WEIGHT = "recipe.yml:7 models[1].parameters.weight"
 AT_NORMALIZE = "recipe.yml:15 parameters.normalize"
-HUB_HINT = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
 REFERENCE_HINT = "give the folder of the model as it is to be merged"
 
 BAD: list[tuple[str, list[str]]] = [
@@ -549,13 +548,19 @@ def test_load_recipe__tells_exactly_what_is_wrong(folder: Path, text: str, expec
     assert type(error) is (UnsupportedError if only_unsupported else RecipeError)
 
 
-@pytest.mark.parametrize("name", ["org/name", "org/name@main", "TheOrg/Some-Model_7B.v2"])
-def test_load_recipe__asks_to_download_what_looks_like_a_hub_id(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "revision"), [("org/name", ""), ("org/name@v1", " --revision v1"), ("org/name:folder", "")]
+)
+def test_load_recipe__says_how_to_get_a_hub_id_without_a_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     error = refusal(folder, LINEAR.replace("./b", name))
     assert type(error) is NotFoundError
     assert lines(error) == [
-        f"recipe.model.not-found | recipe.yml:5 models[1].model: there is no '{name}' in the recipe's folder, "
-        f"and models must be local; {HUB_HINT}"
+        f"recipe.model.not-found | recipe.yml:5 models[1].model: there is no folder '{name}', and as a model of the "
+        "Hub: HF_HUB_OFFLINE is set, and the local cache of the Hub does not hold it; where there is a network, run "
+        f"`hf download org/name{revision} --local-dir name`, and name that folder"
     ]
 
 

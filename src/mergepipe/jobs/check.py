@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mergepipe.engine.execute import OutputPlan
+from mergepipe.recipes.parse.recipe import ModelInput
+from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs import Inputs
@@ -15,7 +17,7 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
     return CheckReport(
         recipe=str(recipe.path),
         operator=recipe.operator.name,
-        models=tuple(_use_of(inputs, index, model.text) for index, model in enumerate(recipe.inputs())),
+        models=tuple(_use_of(inputs, index, _shown(model)) for index, model in enumerate(recipe.inputs())),
         merged_tensors=resolution.n_merged,
         copied=tuple((task.name, task.reason) for task in resolution.tasks if task.action is Action.COPY),
         dropped=resolution.dropped,
@@ -26,6 +28,11 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
         shards=len(output.shards),
         notices=inputs.notices,
     )
+
+
+def _shown(model: ModelInput) -> str:
+    """Return a model as the recipe names it, with where that is if it is on another machine."""
+    return model.text if model.path.is_local else f"{model.text} ({reference_text(model)})"
 
 
 def _use_of(inputs: Inputs, model: int, text: str) -> ModelUse:

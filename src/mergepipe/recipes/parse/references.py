@@ -1,20 +1,19 @@
-"""Resolve model references of a recipe to local paths."""
+"""Resolve model references of a recipe to locations."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from mergepipe.errors import NotFoundError, RecipeError, StorageError
+from mergepipe.checkpoints.model_names import ModelName, resolve_model_name
+from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.recipe import ModelInput, Setting
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location, is_remote
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(?:@[A-Za-z0-9_./-]+)?")
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "revision", "override_architecture")
 _REFUSED_KEYS = ("revision", "override_architecture")
 
@@ -93,7 +92,7 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
 def _exists(reader: DocumentReader, text: str) -> bool:
     try:
         return _why_missing(reader.store, _absolute(text, reader.source.path.parent), text) is None
-    except RecipeError:  # it is no location; what is wrong with it is said where it is opened
+    except MergePipeError:  # what is wrong with it is said where it is opened
         return False
 
 
@@ -105,8 +104,9 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
         return folder / text
     else:
         try:
-            path = _absolute(text, folder)
-            if not _is_there(reader, text, path, key_path):
+            name = resolve_model_name(text, lambda candidate: _exists(reader, candidate))
+            path = name.remote or _absolute(name.path, folder)
+            if not _is_there(reader, name, text, path, key_path):
                 return path
         except RecipeError as error:
             problem = error.problems[0]
@@ -184,20 +184,27 @@ def _absolute(text: str, folder: Location) -> Location:
     return Location.local(path) if path.is_absolute() else folder / PurePosixPath(path)
 
 
-def _is_there(reader: DocumentReader, text: str, path: Location, key_path: KeyPath) -> bool:
+def _is_there(reader: DocumentReader, name: ModelName, text: str, path: Location, key_path: KeyPath) -> bool:
     """Whether there is anything; reports that there is nothing."""
-    shown = shortened(text)
-    reason = _why_missing(reader.store, path, shown)
+    shown, where = shortened(text), reader.source.where(*key_path)
+    hint = f"looked for {shortened(str(path), 200)}"
+    try:
+        reason = _why_missing(reader.store, path, shown) if path.is_local else _why_missing_remotely(reader.store, path)
+    except NotFoundError as error:
+        reason, hint = error.problems[0].message, error.problems[0].hint
+    except MergePipeError as error:  # access, or the network: nothing is known of the recipe
+        raise type(error)(
+            *(replace(problem, where=f"{where}: {problem.where}") for problem in error.problems)
+        ) from error
     if reason is None:
         return True
-    if _HUB_ID.fullmatch(text):
-        message = f"there is no '{shown}' in the recipe's folder, and models must be local"
-        hint = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
-    else:
-        message, hint = reason, f"looked for {shortened(str(path), 200)}"
-    where = reader.source.where(*key_path)
+    message = f"there is no folder '{shown}', and as a model of the Hub: {reason}" if name.is_hub_id else reason
     reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
     return False
+
+
+def _why_missing_remotely(store: Store, location: Location) -> str | None:
+    return None if store.stat(location) is not None else f"there is no '{location}'"
 
 
 def _why_missing(store: Store, path: Location, shown: str) -> str | None:

@@ -23,7 +23,7 @@ from typing import Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+from mergepipe.storage.remote.retry import TRANSIENT_STATUSES, Failure, FailureKind, RequestFailed
 
 STALL_SECONDS: Final = 30.0
 CONNECT_SECONDS: Final = 10.0
@@ -83,6 +83,20 @@ class HeadAnswer:
     is_folder: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An answer of any status with its body. Names of `headers` are in lower case.
+
+    `address` is where it came from, `elsewhere` where it redirects to, if it does.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = field(repr=False)
+    address: Address
+    elsewhere: Address | None = None
+
+
 class HttpClient:
     """A pool of kept connections, used from many threads; one request at a time on each.
 
@@ -125,6 +139,22 @@ class HttpClient:
             answer.receive(buffer)
         finally:
             answer.discard()
+
+    def exchange(self, method: str, address: Address, limit_bytes: int) -> Exchange:
+        """Send a request whose refusals the caller understands; only relative redirects are followed.
+
+        Raises:
+            RequestFailed: no answer came, it asks to come again later, or its body has more than `limit_bytes`.
+        """
+        for _ in range(_MOST_REDIRECTS + 1):
+            answer = self._ask(method, address)
+            target = answer.redirect_target()
+            following = None if target is None else _redirected_or_discard(answer, address, target)
+            if target is None or following is None or urlsplit(target).netloc:
+                return answer.exchange(limit_bytes, following)
+            answer.discard()
+            address = following
+        raise RequestFailed(Failure(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects"))
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -291,6 +321,25 @@ class _Answer:
                 raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
             done += count
 
+    def exchange(self, limit_bytes: int, elsewhere: Address | None) -> Exchange:
+        """Read the whole body, of at most `limit_bytes`."""
+        try:
+            self.refuse_transient()
+            body = self._response.read(limit_bytes + 1)
+        except (OSError, HTTPException) as error:
+            raise _transfer_failure(error, 0) from None
+        finally:
+            self.discard()
+        if len(body) > limit_bytes:
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, f"an answer of more than {limit_bytes} bytes"))
+        headers = {name.lower(): value for name, value in self._response.getheaders()}
+        return Exchange(self._response.status, headers, body, self.address, elsewhere)
+
+    def refuse_transient(self) -> None:
+        """Raise RequestFailed where the server asks to come again later."""
+        if self._response.status in TRANSIENT_STATUSES:
+            self.check_status()
+
     def discard(self) -> None:
         """Keep the connection if little of the body is left, else close it."""
         response = self._response
@@ -311,6 +360,14 @@ def _close_all(idle: dict[tuple[str, str], list[HTTPConnection]]) -> None:
         for connection in connections:
             connection.close()
     idle.clear()
+
+
+def _redirected_or_discard(answer: _Answer, address: Address, target: str) -> Address:
+    try:
+        return _redirected(address, target)
+    except RequestFailed:
+        answer.discard()
+        raise
 
 
 def bare_etag(etag: str) -> str:

@@ -1,0 +1,212 @@
+"""A stand-in for the Hugging Face Hub on the loopback: pins, listings, and signed locations on another port.
+
+It speaks what the Hub's own client sends: model information with blobs, trees, and the resolving of files. Small files
+are answered by a relative redirect, large ones by one to a location that is signed and expires, as the Hub does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from mergepipe.storage.remote.hub_listing import git_blob_id
+from support.fault_server import Answer, Fault, FaultServer, Link, Request, no_fault
+
+_API = re.compile(r"api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", re.DOTALL)
+_RESOLVE = re.compile(r"([^/]+/[^/]+)/resolve/([^/]+)/(.+)", re.DOTALL)
+_SMALL = "api/resolve-cache/models"
+_SMALL_FILE = re.compile(rf"{_SMALL}/([^/]+/[^/]+)/([^/]+)/(.+)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class _Model:
+    """Commits of one model with their files, and the branches that lead to them."""
+
+    commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+
+
+class HubServer(FaultServer):
+    """Models and the rules of access to them; large files lie on the server `cdn`. Safe to change while it serves.
+
+    Files that end in `.safetensors`, and those of `large_bytes` or more, are kept as large files. `fault` changes any
+    answer of the Hub itself; the `faults` of `cdn` those for ranges of large files.
+    """
+
+    def __init__(self, large_bytes: int = 1 << 20, link: Link | None = None) -> None:
+        super().__init__({}, link=link)
+        self.cdn = _ContentServer(link)
+        self._large_bytes = large_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all models, rules, faults and requests."""
+        self.token = "hf_right"
+        self.private: set[str] = set()
+        self.gated: set[str] = set()
+        self.expires = ""  # the time that signed locations name, in seconds since the epoch
+        self.fault: Fault = no_fault
+        self._models: dict[str, _Model] = {}
+        for server in (self, self.cdn):
+            server.requests.clear()
+            server.faults.clear()
+            server.sent_bytes = 0
+
+    def commit(self, model: str, files: Mapping[str, bytes], branch: str = "main") -> str:
+        """Commit files as the whole content of a branch; return the commit."""
+        held = self._models.setdefault(model, _Model())
+        state = json.dumps([len(held.commits), branch, sorted(files)])
+        commit = hashlib.sha1(state.encode(), usedforsecurity=False).hexdigest()
+        held.commits[commit] = dict(files)
+        held.branches[branch] = commit
+        return commit
+
+    def model_files(self, model: str, revision: str = "main") -> Mapping[str, bytes]:
+        """The files of a branch or commit."""
+        held = self._models[model]
+        return held.commits[held.branches.get(revision, revision)]
+
+    def expire_locations(self) -> None:
+        """Refuse all locations that were signed so far."""
+        self.cdn.signature += 1
+
+    @property
+    def resolves(self) -> list[Request]:
+        """The requests for the location of a file."""
+        return [request for request in self.requests if "/resolve/" in request.path]
+
+    @property
+    def content_bytes(self) -> int:
+        """The bytes sent of large files, once no answer is under way."""
+        while self.cdn.is_answering:
+            time.sleep(0.001)
+        return self.cdn.sent_bytes
+
+    def is_large(self, path: str, content: bytes) -> bool:
+        return path.endswith(".safetensors") or len(content) >= self._large_bytes
+
+    def answer(self, request: Request) -> Answer:
+        """The right answer, or what the fault makes of it."""
+        return self.fault(request, self._right_answer(request))
+
+    def _right_answer(self, request: Request) -> Answer:
+        if token_of(request) not in ("", self.token):
+            return _refusal(401, "", "Invalid credentials in Authorization header")
+        if match := _API.fullmatch(request.path):
+            model, question, revision = match.groups()
+            return self._allowed(request, model, revision) or self._information(model, question, revision)
+        if match := _RESOLVE.fullmatch(request.path):
+            model, revision, file = match.groups()
+            return self._allowed(request, model, revision) or self._resolved(request, model, revision, file)
+        if match := _SMALL_FILE.fullmatch(request.path):
+            model, commit, file = match.groups()
+            return self._allowed(request, model, commit) or self._small_file(request, model, commit, file)
+        return _refusal(404, "", "Not found")
+
+    def _allowed(self, request: Request, model: str, revision: str) -> Answer | None:
+        """The refusal of a request, if it is refused; what is private looks like what is missing."""
+        is_known = token_of(request) == self.token
+        if model not in self._models or (model in self.private and not is_known):
+            return _refusal(404 if is_known else 401, "RepoNotFound", "Repository not found")
+        held = self._models[model]
+        if held.branches.get(revision, revision) not in held.commits:
+            return _refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        if model in self.gated and "resolve" in request.path:
+            message = f"Access to model {model} is restricted and you are not in the authorized list."
+            return _refusal(403 if is_known else 401, "GatedRepo", message)
+        return None
+
+    def _information(self, model: str, question: str, revision: str) -> Answer:
+        held = self._models[model]
+        commit = held.branches.get(revision, revision)
+        files = [self._described(path, content) for path, content in held.commits[commit].items()]
+        if question == "revision":
+            siblings = [{"rfilename": path, **facts} for path, facts in files]
+            return _json({"id": model, "sha": commit, "gated": model in self.gated, "siblings": siblings})
+        return _json([_tree_entry(path, facts) for path, facts in files])
+
+    def _described(self, path: str, content: bytes) -> tuple[str, dict[str, object]]:
+        facts: dict[str, object] = {"size": len(content), "blobId": git_blob_id(content)}
+        if self.is_large(path, content):
+            facts["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        return path, facts
+
+    def _resolved(self, request: Request, model: str, revision: str, file: str) -> Answer:
+        held = self._models[model]
+        commit = held.branches.get(revision, revision)
+        content = held.commits[commit].get(file)
+        if content is None:
+            return _refusal(404, "EntryNotFound", "Entry not found")
+        headers = {"X-Repo-Commit": commit}
+        if not self.is_large(file, content):
+            place = f"/{_SMALL}/{model}/{commit}/{quote(file)}"
+            return Answer(307, headers={**headers, "Location": place})
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self.cdn.files:
+            self.cdn.put(digest, content)
+        location = f"{self.cdn.url}/{digest}?signature={self.cdn.signature}&name={quote(file, safe='')}"
+        if self.expires:
+            location += f"&Expires={self.expires}"
+        linked = {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content)), "Location": location}
+        return Answer(302, headers={**headers, **linked})
+
+    def _small_file(self, request: Request, model: str, commit: str, file: str) -> Answer:
+        content = self._models[model].commits[commit][file]
+        blob_id = git_blob_id(content)
+        if blob_id not in self.files:
+            self.put(blob_id, content)
+        answer = self.file_answer(request, blob_id)
+        answer.headers.update({"X-Repo-Commit": commit, "ETag": f'"{blob_id}"'})
+        return answer
+
+
+class _ContentServer(FaultServer):
+    """Serves files by their digests, to whoever has a location that is signed and has not expired."""
+
+    def __init__(self, link: Link | None) -> None:
+        super().__init__({}, link=link)
+        self.signature = 0
+
+    @property
+    def is_answering(self) -> bool:
+        return self._n_active > 0
+
+    def answer(self, request: Request) -> Answer:
+        if request.query.get("signature") != str(self.signature) or token_of(request):
+            return Answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+        return self.file_answer(request, request.path)
+
+
+def token_of(request: Request) -> str:
+    """The token that came with a request, empty for none."""
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _tree_entry(path: str, facts: Mapping[str, object]) -> dict[str, object]:
+    """A file as the listing of a tree has it, which names digests otherwise than the information about a model."""
+    entry = {"type": "file", "path": path, "size": facts["size"], "oid": facts["blobId"]}
+    lfs = facts.get("lfs")
+    return {**entry, "lfs": {"oid": lfs["sha256"], **lfs}} if isinstance(lfs, dict) else entry
+
+
+def _json(value: object) -> Answer:
+    return Answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+
+def _refusal(status: int, code: str, message: str) -> Answer:
+    headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
+    return Answer(status, json.dumps({"error": message}).encode(), headers)
+
+
+@contextmanager
+def hub_server(large_bytes: int = 1 << 20, link: Link | None = None) -> Iterator[HubServer]:
+    """Serve a `HubServer` and its large files on two ports of the loopback while the context lasts."""
+    with HubServer(large_bytes, link) as server, server.cdn:
+        yield server
