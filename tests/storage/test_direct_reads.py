@@ -25,10 +25,10 @@ OWN = "our own files: home, catalog, staging, outputs"
 LEFT = "inputs that do not come through a store yet"
 ALLOWED = {
     "catalog/database.py": ("regular.regular_status", OWN),
-    "catalog/manifests.py": ("is_dir os.walk regular.read_small stat", LEFT),
-    "catalog/models.py": ("is_dir is_file os.path.realpath stat", LEFT),
+    "catalog/manifests.py": ("is_dir os.walk", OWN),
     "catalog/rebuild.py": ("exists os.path.realpath", OWN),
     "catalog/salvage.py": ("exists", OWN),
+    "catalog/snapshots.py": ("os.path.realpath", OWN),
     "catalog/usage.py": ("stat", OWN),
     "cli/__init__.py": ("os.open", "/dev/null"),
     "cli/commands/sweep.py": ("exists is_dir is_file is_symlink", OWN),

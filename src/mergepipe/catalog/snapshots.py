@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_unchanged_input
-from mergepipe.catalog.models import path_text
+from mergepipe.catalog.models import bad_path, utf8_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import RealizedBytes
+from mergepipe.storage.contract import Store
 
 MIN_PREFIX_DIGITS = 4
 _COLUMNS = """
@@ -23,8 +25,21 @@ _COLUMNS = """
 _EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
 
 
+def path_text(path: Path) -> str:
+    """Return the path of a snapshot with links resolved, in the form that is stored.
+
+    Raises:
+        UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
+    """
+    try:
+        return utf8_text(os.path.realpath(path))
+    except ValueError:
+        raise bad_path(path) from None
+
+
 def record(
     connection: sqlite3.Connection,
+    store: Store,
     snapshot_record: SnapshotRecord,
     path: Path,
     *,
@@ -42,7 +57,7 @@ def record(
     connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
     key = _insert(connection, snapshot_record, path, created)
     for position, source in enumerate(snapshot_record.inputs):
-        sid = known_sids.get(position) or sid_of_unchanged_input(source)
+        sid = known_sids.get(position) or sid_of_unchanged_input(store, source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (key, position, source.role, source.model, str(source.path), source.content_id, source.read_bytes, sid),
