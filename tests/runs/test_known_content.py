@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reuse_cases import N_EXPERTS, RECIPES, Bench, make_bench
+from reuse_cases import RECIPES, Bench, Recipe, make_bench
 
 import mergepipe
 from mergepipe import api
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.checkpoints.file_digests import read_digests, with_digests
+from mergepipe.errors import ConflictError
 from mergepipe.options import RunOptions
 from mergepipe.reports import AnalyzeReport
+from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.local import LocalStore
 
 Statistics = dict[str, bytes]
@@ -142,14 +146,11 @@ def test_analyze__the_same_name_with_other_content_gets_its_own(bench: Bench, is
 
 
 def test_analyze__digests_are_those_of_the_files(bench: Bench) -> None:
-    import hashlib
-
     store = LocalStore()
     with Catalog.open(bench.home) as catalog:
         for name in ("base", "expert1", "expert2"):
             (file,) = catalog.with_known_digests(open_checkpoint(store, bench.folder / name)).files
             assert file.sha256 == hashlib.sha256(bench.only_file(name).read_bytes()).hexdigest()
-        assert N_EXPERTS > 2
         assert catalog.with_known_digests(open_checkpoint(store, bench.folder / "expert3")).files[0].sha256 is None
 
 
@@ -164,3 +165,93 @@ def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -
     assert probed.tensors != before.tensors
     analyse(bench, "expert1", "expert2")
     assert mergepipe.plan(bench.write(recipe), budget="50%", home=bench.home).tensors == before.tensors
+
+
+# --- reuse ---
+
+
+def put_elsewhere(bench: Bench, put: Put, *names: str) -> Bench:
+    """Put models into another folder, with the same catalog."""
+    other = Bench(bench.folder / "elsewhere")
+    other.folder.mkdir()
+    for name in names:
+        put(bench, name, f"elsewhere/{name}")
+    return other
+
+
+@pytest.mark.parametrize("put", [move, copy])
+@pytest.mark.parametrize("is_known_before", [False, True])
+def test_merge__of_models_elsewhere_reuses_blocks(bench: Bench, put: Put, is_known_before: bool) -> None:
+    recipe = RECIPES["ties"]
+    if not is_known_before:  # the digests become known after the merge
+        shutil.rmtree(bench.home)
+    bench.merge(recipe, "first")
+    if not is_known_before:
+        digest_in_passing(bench, "base", "expert1", "expert2")
+    elsewhere = put_elsewhere(bench, put, "base", "expert1", "expert2")
+    options = {"home": bench.home}
+    assert elsewhere.merge(recipe, "unknown", **options).reused_bytes == 0
+    digest_in_passing(elsewhere, "base", "expert1", "expert2", home=bench.home)
+    report = elsewhere.merge(recipe, "second", **options)
+    assert (report.expert_bytes, report.reused_bytes > 0) == (0, True)
+    assert elsewhere.digest("second") == bench.digest("first")
+    report = elsewhere.merge(recipe, "third", **options)
+    assert report.expert_bytes == 0
+
+
+def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> None:
+    """Record the digests of models, as an analysis does."""
+    store = LocalStore()
+    with Catalog.open(home or bench.home) as catalog:
+        for name in names:
+            checkpoint = open_checkpoint(store, bench.folder / name)
+            catalog.register_model(with_digests(checkpoint, read_digests(store, checkpoint, 1)))
+
+
+def test_merge__of_models_elsewhere_continues_kept_sums(bench: Bench) -> None:
+    two = Recipe("task_arithmetic", {"normalize": False})
+    three = Recipe("task_arithmetic", {"normalize": False}, experts=(1, 2, 3))
+    bench.merge(two, "two", keep_accumulators=True)
+    names = ("base", "expert1", "expert2", "expert3")
+    elsewhere = put_elsewhere(bench, copy, *names)
+    digest_in_passing(elsewhere, *names[:3], home=bench.home)
+    report = elsewhere.merge(three, "three", home=bench.home)
+    scratch = elsewhere.scratch(three, "scratch", home=bench.home)
+    assert elsewhere.digest("three") == elsewhere.digest("scratch")
+    assert report.expert_bytes < scratch.expert_bytes / 2
+
+
+def test_merge__reuses_a_snapshot_that_moved_with_its_inputs(bench: Bench) -> None:
+    recipe = RECIPES["linear"]
+    bench.merge(recipe, "first")
+    elsewhere = put_elsewhere(bench, move, "base", "expert1", "expert2", "first")
+    api.rebuild_catalog([elsewhere.folder], home=bench.home)
+    digest_in_passing(elsewhere, "base", "expert1", "expert2", home=bench.home)
+    assert elsewhere.merge(recipe, "second", home=bench.home).expert_bytes == 0
+    assert elsewhere.digest("second") == elsewhere.digest("first")
+
+
+def test_merge__reuses_nothing_of_exchanged_experts(bench: Bench) -> None:
+    recipe = RECIPES["linear"]
+    bench.merge(recipe, "first")
+    for source, target in (("expert1", "aside"), ("expert2", "expert1"), ("aside", "expert2")):
+        move(bench, source, target)
+    digest_in_passing(bench, "expert1", "expert2")
+    assert bench.merge(recipe, "second").reused_bytes == 0
+    bench.scratch(recipe, "scratch")
+    assert bench.digest("second") == bench.digest("scratch") != bench.digest("first")
+
+
+def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) -> None:
+    plan = mergepipe.plan(bench.write(RECIPES["task_arithmetic"]), budget="50%", home=bench.home)
+    options = RunOptions(home=bench.home)
+    copy(bench, "expert1", "again")
+    shutil.rmtree(bench.folder / "expert1")
+    move(bench, "again", "expert1")
+    with pytest.raises(ConflictError):
+        mergepipe.run(plan, bench.folder / "out", options=options)
+    digest_in_passing(bench, "expert1")
+    mergepipe.run(plan, bench.folder / "out", options=options)
+    manifest = read_manifest_value(bench.folder / "out")
+    assert manifest.inputs[1].files[0].sha256 is not None
+    assert api.verify(bench.folder / "out").is_sound

@@ -24,7 +24,7 @@ from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_parameters
+from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
@@ -106,6 +106,7 @@ def make_plan(
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
     With `speeds` steps are priced in seconds.
     """
+    inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
     if inputs.intermediates:
         name = models[min(inputs.intermediates)].text
@@ -127,7 +128,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
-    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else (), link)
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -220,8 +221,8 @@ def run_plan(
         NotFoundError: an input is gone.
     """
     store = LocalStore()
-    inputs = _open_planned(plan, store)
     with closing(CatalogLink(settings.home)) as link:
+        inputs = _open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
@@ -235,11 +236,12 @@ def read_plan(path: Path) -> Plan:
     return parse_plan(read_small(path, PLAN_BYTES), path)
 
 
-def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
+def _open_planned(plan: Plan, store: LocalStore, link: CatalogLink) -> Inputs:
     recipe = reload_recipe(plan.recipe, {model.model: Path(model.path) for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
+    inputs = with_known_digests(inputs, link)
     bound = zip(plan.models, inputs.checkpoints, strict=True)
     problems = [problem for model, found in bound for problem in _changes(model, found)]
     if _vocabulary(inputs) != plan.vocabulary:
@@ -255,12 +257,17 @@ def _vocabulary(inputs: Inputs) -> str | None:
 
 
 def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
-    """List the files that changed since the plan was made."""
-    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in checkpoint.files}
-    then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
+    """List the files that changed since the plan was made. Equal SHA-256 digests say that one did not."""
+    then = {file.name: file for file in model.files}
+    now = {file.name: file for file in checkpoint.files}
+    same = {
+        name
+        for name in now.keys() & then.keys()
+        if (now[name].size_bytes, now[name].header_digest) == (then[name].size_bytes, then[name].header_digest)
+        and (now[name].version == then[name].version or now[name].sha256 == then[name].sha256 is not None)
+    }
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [
         Problem("plan.input-changed", f"{model.path}/{name}", "changed since the plan was made", hint)
-        for name in sorted(now.keys() | then.keys())
-        if now.get(name) != then.get(name)
+        for name in sorted((now.keys() | then.keys()) - same)
     ]

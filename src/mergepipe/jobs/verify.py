@@ -247,7 +247,7 @@ def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[
     """Check the kept sums, if any, by their recorded digests."""
     if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
         return
-    kept = read_totals(directory, manifest)
+    kept = read_totals(LocalStore(), directory, manifest)
     if kept is None:
         yield _damage("small-file", ACCUMULATORS_NAME, 0, 0, "the kept sums are not what was written")
         return
