@@ -17,12 +17,15 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.file_digests import content_digest, with_digests
+from mergepipe.storage.location import Location
 
 
 def digested(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with the digests of its files as they are now."""
     files = [checkpoint.root / file.name for file in checkpoint.files]
-    return with_digests(checkpoint, {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+    return with_digests(
+        checkpoint, {file.name: hashlib.sha256(file.local_path.read_bytes()).hexdigest() for file in files}
+    )
 
 
 def test_statistics__are_those_of_a_copy_once_both_digests_are_known(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_model_for__knows_a_version_that_is_a_digest_at_any_place(tmp_path: Path
         elsewhere = replace(make_checkpoint(tmp_path / "elsewhere"), files=remote)
         found = catalog.model_for(elsewhere)
         assert found is not None
-        assert found.path == tmp_path / "elsewhere"
+        assert found.path == Location.local(tmp_path / "elsewhere")
         assert "a.weight" in catalog.statistics(found, base)
         unknown = replace(remote[0], version=f"sha256:{'0' * 64}")
         assert catalog.model_for(replace(elsewhere, files=(unknown,))) is None
@@ -107,7 +110,7 @@ def test_register_model__a_content_id_that_contradicts_a_digest_wins(tmp_path: P
 def test_content_digest__is_of_the_weights_and_how_they_are_read(tmp_path: Path) -> None:
     checkpoint = digested(make_checkpoint(tmp_path / "one"))
     (file,) = checkpoint.files
-    renamed = replace(checkpoint, path=tmp_path, files=(replace(file, name="other", version="9"),))
+    renamed = replace(checkpoint, path=Location.local(tmp_path), files=(replace(file, name="other", version="9"),))
     assert content_digest(renamed) == content_digest(checkpoint) is not None
     two = replace(file, name="z", sha256="1" * 64)
     assert content_digest(replace(checkpoint, files=(file, two))) == content_digest(
@@ -196,7 +199,7 @@ def make_checkpoint_of(file: Path) -> Checkpoint:
     content, status = file.read_bytes(), file.stat()
     made = make_checkpoint(file.parent.parent / "model", content)
     assert file.stat() == status
-    return replace(made, path=file.parent, root=file.parent)
+    return replace(made, path=Location.local(file.parent), root=Location.local(file.parent))
 
 
 def seed_of(content: bytes) -> int:

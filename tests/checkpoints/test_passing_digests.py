@@ -16,6 +16,7 @@ from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, Pass
 from mergepipe.core.blocks import DTYPES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 U8 = DTYPES["U8"]
 HEADER_BYTES = 10
@@ -27,7 +28,7 @@ def write(path: Path, sizes: list[tuple[bool, int]]) -> tuple[list[TensorEntry],
     offset, shown = HEADER_BYTES, []
     for number, (is_shown, size) in enumerate(sizes):
         if is_shown:
-            shown.append(TensorEntry(str(number), U8, (size,), path, offset, size))
+            shown.append(TensorEntry(str(number), U8, (size,), Location.local(path), offset, size))
         offset += size
     content = np.random.default_rng(offset).bytes(offset)
     path.write_bytes(content)
@@ -40,8 +41,8 @@ def test_finish__is_the_digest_of_the_file_or_nothing(
     sizes: list[tuple[bool, int]], piece: int, waiting_bytes: int, order: random.Random
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path, store = Path(folder) / "file", LocalStore()
-        shown, content = write(path, sizes)
+        path, store = Location.local(Path(folder) / "file"), LocalStore()
+        shown, content = write(path.local_path, sizes)
         file = store.open(path)
         digests = PassingDigests({path: file}, shown, waiting_bytes)
         pieces = [(entry, first) for entry in shown for first in range(0, entry.nbytes, piece)]

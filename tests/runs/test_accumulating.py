@@ -23,6 +23,7 @@ from mergepipe.runs.reuse.accumulators import (
 )
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 ADDITIVE = ("task_arithmetic", "linear_sum", "dare_linear")
 WEIGHTS = (0.6, 0.3, 0.2, 0.1)
@@ -161,9 +162,9 @@ def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> 
         replace(each, blake3=blake3(older).hexdigest(16)) if each.name == record.name else each
         for each in manifest.sidecars
     )
-    assert read_totals(LocalStore(), record.parent, manifest) is not None
+    assert read_totals(LocalStore(), Location.local(record.parent), manifest) is not None
     record.write_bytes(older)
-    assert read_totals(LocalStore(), record.parent, replace(manifest, sidecars=records)) is None
+    assert read_totals(LocalStore(), Location.local(record.parent), replace(manifest, sidecars=records)) is None
 
 
 def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench) -> None:

@@ -14,6 +14,7 @@ from reuse_cases import RECIPES, Bench, Recipe, make_bench
 import mergepipe
 from mergepipe import api
 from mergepipe.catalog.catalog import Catalog
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.errors import ConflictError
@@ -21,6 +22,7 @@ from mergepipe.options import RunOptions
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 Statistics = dict[str, bytes]
 UNSAMPLED_FROM_THE_END = 20_001
@@ -31,11 +33,14 @@ def analyse(bench: Bench, *experts: str, base: str = "base", home: Path | None =
     return api.analyze(bench.folder / base, [bench.folder / each for each in experts], options=options)
 
 
+def opened(bench: Bench, name: str) -> Checkpoint:
+    return open_checkpoint(LocalStore(), Location.local(bench.folder / name))
+
+
 def statistics(bench: Bench, expert: str, base: str = "base", home: Path | None = None) -> Statistics:
     """What the catalog knows of a pair, by tensor."""
-    store = LocalStore()
     with Catalog.open(home or bench.home) as catalog:
-        rows = [catalog.model_for(open_checkpoint(store, bench.folder / name)) for name in (expert, base)]
+        rows = [catalog.model_for(opened(bench, name)) for name in (expert, base)]
         if rows[0] is None or rows[1] is None:
             return {}
         return {name: each.blocks_B.tobytes() for name, each in catalog.statistics(rows[0], rows[1]).items()}
@@ -97,7 +102,7 @@ def test_analyze__knows_a_model_by_its_content(bench: Bench, put: Put, moves_bas
     assert statistics(bench, "again", base) == {}
     report = analyse(bench, "again", base=base)
     (expert,) = report.experts
-    assert (expert.same_as, expert.analyzed_tensors) == (bench.folder / "expert1", 0)
+    assert (expert.same_as, expert.analyzed_tensors) == (str(bench.folder / "expert1"), 0)
     assert (report.base_bytes, report.expert_bytes) == (0, 0)
     assert size <= report.analysis_bytes <= (size + 32 * 3 * 4096) * (1 + moves_base)
     expect_of_scratch(bench, "again", base=base)
@@ -107,7 +112,7 @@ def test_analyze__knows_a_model_by_its_content(bench: Bench, put: Put, moves_bas
 
 def test_analyze__knows_a_bare_file_of_the_same_bytes(bench: Bench) -> None:
     bare(bench, "expert1", "again.safetensors")
-    assert analyse(bench, "again.safetensors").experts[0].same_as == bench.folder / "expert1"
+    assert analyse(bench, "again.safetensors").experts[0].same_as == str(bench.folder / "expert1")
 
 
 def test_analyze__takes_a_changed_byte_for_what_it_is(bench: Bench) -> None:
@@ -146,12 +151,11 @@ def test_analyze__the_same_name_with_other_content_gets_its_own(bench: Bench, is
 
 
 def test_analyze__digests_are_those_of_the_files(bench: Bench) -> None:
-    store = LocalStore()
     with Catalog.open(bench.home) as catalog:
         for name in ("base", "expert1", "expert2"):
-            (file,) = catalog.with_known_digests(open_checkpoint(store, bench.folder / name)).files
+            (file,) = catalog.with_known_digests(opened(bench, name)).files
             assert file.sha256 == hashlib.sha256(bench.only_file(name).read_bytes()).hexdigest()
-        assert catalog.with_known_digests(open_checkpoint(store, bench.folder / "expert3")).files[0].sha256 is None
+        assert catalog.with_known_digests(opened(bench, "expert3")).files[0].sha256 is None
 
 
 def test_plan__of_a_moved_model_uses_statistics_once_it_is_known(bench: Bench) -> None:
@@ -204,7 +208,7 @@ def digest_in_passing(bench: Bench, *names: str, home: Path | None = None) -> No
     store = LocalStore()
     with Catalog.open(home or bench.home) as catalog:
         for name in names:
-            checkpoint = open_checkpoint(store, bench.folder / name)
+            checkpoint = opened(bench, name)
             catalog.register_model(with_digests(checkpoint, read_digests(store, checkpoint, 1)))
 
 

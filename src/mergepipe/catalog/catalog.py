@@ -25,7 +25,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.storage.contract import Store
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.stores import Stores
 
 
 class Catalog:
@@ -50,7 +50,7 @@ class Catalog:
             StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
             UnsupportedError: `catalog.newer`.
         """
-        return cls(open_database(home, timeout_seconds=timeout_seconds), store or LocalStore())
+        return cls(open_database(home, timeout_seconds=timeout_seconds), store or Stores())
 
     def __enter__(self) -> Catalog:
         return self

@@ -17,6 +17,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.location import Location, is_remote
 
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _SID_DIGITS = 32
@@ -37,7 +38,7 @@ class RecordedInput:
 
     role: str
     model: str
-    path: Path
+    path: str
     content_id: str | None
     read_bytes: int
     files: tuple[RecordedFile, ...]
@@ -90,7 +91,7 @@ def _recorded_input(fields: _Fields) -> RecordedInput:
     return RecordedInput(
         role=fields.text("role"),
         model=fields.text("model"),
-        path=Path(fields.text("path")),
+        path=fields.text("path"),
         content_id=fields.optional_text("content_id"),
         read_bytes=fields.size("read_bytes"),
         files=tuple(
@@ -161,7 +162,7 @@ def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = store.read_small(path, MANIFEST_BYTES)
+        raw = store.read_small(Location.local(path), MANIFEST_BYTES)
     except NotFoundError as error:
         raise NotFoundError.of("manifest.missing", path, "no such file") from error
     return parse_manifest(raw, path)
@@ -170,12 +171,15 @@ def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
 def sid_of_unchanged_input(store: Store, source: RecordedInput) -> str | None:
     """Return the sid of an input that is a snapshot whose files are unchanged; None otherwise."""
     try:
-        root = source.path if is_folder(store, source.path) else source.path.parent
+        if is_remote(source.path):
+            return None
+        path = Location.parse(source.path)
+        root = path if is_folder(store, path) else path.parent
         for file in source.files:
             status = store.stat(root / file.name)
             if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
                 return None
-        return read_manifest(store, root).sid
+        return read_manifest(store, root.local_path).sid
     except MergePipeError:  # missing, unreadable or not a snapshot
         return None
 

@@ -7,7 +7,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from mergepipe.catalog.contents import (
     FileDigest,
@@ -25,7 +24,8 @@ from mergepipe.checkpoints.file_digests import content_digest, with_digests
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.contract import Store, is_file, is_folder
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
 _SELECT = """
@@ -34,7 +34,7 @@ _SELECT = """
 """
 
 
-def location_text(store: Store, location: Path) -> str:
+def location_text(store: Store, location: Location) -> str:
     """Return a location with links resolved, in the form that is stored.
 
     Raises:
@@ -54,7 +54,7 @@ def utf8_text(text: str) -> str:
     return text
 
 
-def bad_path(path: Path) -> MergePipeError:
+def bad_path(path: object) -> MergePipeError:
     """Make the error for a path that cannot be stored."""
     return UnsupportedError.of(
         "catalog.path-encoding", ascii(str(path)), "paths that are not UTF-8 are not recorded", "rename it"
@@ -70,8 +70,8 @@ def model_row(store: Store, checkpoint: Checkpoint, content_id: str | None) -> M
     files = tuple(sorted(checkpoint.files, key=lambda file: file.name))
     return ModelRow(
         id=_model_id(path, files),
-        path=Path(path),
-        kind=_kind_of(store, Path(path)),
+        path=Location.parse(path),
+        kind=_kind_of(store, checkpoint),
         content_id=content_id,
         n_tensors=len(checkpoint.tensors),
         n_parameters=sum(parameters.values()),
@@ -110,10 +110,12 @@ def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
     return digest_of([path, [[f.name, f.size_bytes, f.version, f.header_digest] for f in files]])
 
 
-def _kind_of(store: Store, path: Path) -> ModelKind:
-    if not is_folder(store, path):
+def _kind_of(store: Store, checkpoint: Checkpoint) -> ModelKind:
+    path = checkpoint.path
+    if path != checkpoint.root:
         return ModelKind.FILE
-    return ModelKind.SNAPSHOT if is_file(store, path / MANIFEST_NAME) else ModelKind.DIRECTORY
+    is_snapshot = path.is_local and is_file(store, path / MANIFEST_NAME)
+    return ModelKind.SNAPSHOT if is_snapshot else ModelKind.DIRECTORY
 
 
 def has_its_id(model: ModelRow) -> bool:
@@ -258,6 +260,8 @@ def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
 
 def staleness(store: Store, model: ModelRow) -> StaleModel | None:
     """Compare the row with the present sizes and versions of the files; None if they agree."""
+    if not model.path.is_local:
+        return None  # whoever opens it compares the versions
     for file in model.files:
         try:
             status = store.stat(model.root / file.name)
@@ -308,7 +312,7 @@ def from_columns(row: tuple[object, ...]) -> ModelRow:
             raise ValueError("a NUL in a path")
         return ModelRow(
             id=str(model_id),
-            path=Path(str(path)),
+            path=Location.parse(str(path)),
             kind=ModelKind(str(kind)),
             content_id=None if content_id is None else str(content_id),
             n_tensors=int(str(n_tensors)),

@@ -10,6 +10,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.errors import Problem
 from mergepipe.snapshots.manifest import RealizedBytes
+from mergepipe.storage.location import Location
 
 
 class ModelKind(StrEnum):
@@ -29,7 +30,7 @@ class ModelRow:
     """
 
     id: str
-    path: Path
+    path: Location
     kind: ModelKind
     content_id: str | None
     n_tensors: int
@@ -40,7 +41,7 @@ class ModelRow:
     content_digest: str | None = None
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Location:
         """The directory that file names are relative to."""
         return self.path.parent if self.kind is ModelKind.FILE else self.path
 
@@ -69,11 +70,11 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input of a snapshot; `sid` is set if the input was itself a snapshot."""
+    """One input of a snapshot, `path` as recorded; `sid` is set if the input was itself a snapshot."""
 
     role: str
     model: str
-    path: Path
+    path: str
     content_id: str | None
     read_bytes: int
     sid: str | None
@@ -104,7 +105,7 @@ class LineageNode:
     depth: int
     role: str
     model: str
-    path: Path
+    path: str
     sid: str | None
     operator: str | None
     read_bytes: int | None

@@ -60,7 +60,7 @@ def record(
         sid = known_sids.get(position) or sid_of_unchanged_input(store, source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (key, position, source.role, source.model, str(source.path), source.content_id, source.read_bytes, sid),
+            (key, position, source.role, source.model, source.path, source.content_id, source.read_bytes, sid),
         )
 
 
@@ -181,7 +181,7 @@ def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageN
     newest[root.sid] = root
     nodes: list[LineageNode] = []
     expanded: set[str] = set()
-    pending = [LineageNode(0, "snapshot", str(root.path), root.path, root.sid, root.operator, None)]
+    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, root.operator, None)]
     while pending:
         node = pending.pop()
         snapshot = newest.get(node.sid) if node.sid is not None else None
@@ -221,7 +221,7 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
             manifest_digest=str(manifest_digest),
             realized=RealizedBytes(*(int(str(size)) for size in sizes)),
             inputs=tuple(
-                InputRow(str(role), str(model), Path(source), content_id, int(read_bytes), source_sid)
+                InputRow(str(role), str(model), str(source), content_id, int(read_bytes), source_sid)
                 for role, model, source, content_id, read_bytes, source_sid in edges
             ),
         )

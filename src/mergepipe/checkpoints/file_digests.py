@@ -17,6 +17,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.storage.buffers import aligned_buffer
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import is_remote
 from mergepipe.storage.ranges import read_exact, request_bytes
 
 CHUNK_BYTES = 8 << 20
@@ -40,7 +41,7 @@ def content_digest(checkpoint: Checkpoint) -> str | None:
 
 
 def _is_outside(file: FileFingerprint) -> bool:
-    return PurePosixPath(file.name).is_absolute()
+    return PurePosixPath(file.name).is_absolute() or is_remote(file.name)
 
 
 def with_digests(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Checkpoint:

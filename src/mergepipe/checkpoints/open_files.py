@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
 
 _SPARE_FILES = 64
 
 
 @contextlib.contextmanager
 def open_files(
-    store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()
-) -> Iterator[Mapping[Path, RangeFile]]:
+    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
+) -> Iterator[Mapping[Location, RangeFile]]:
     """Open files for direct reads, and close them all at the end.
 
     Raises:
@@ -26,7 +26,7 @@ def open_files(
     ordered = sorted(set(paths))
     allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
-        files: dict[Path, RangeFile] = {}
+        files: dict[Location, RangeFile] = {}
         for path in ordered:
             files[path] = store.open(path, direct=True)
             stack.callback(files[path].close)
@@ -51,11 +51,11 @@ def check_unchanged(store: Store, checkpoints: Iterable[Checkpoint]) -> None:
             raise _changed(path)
 
 
-def _changed(path: Path) -> MergePipeError:
+def _changed(path: Location) -> MergePipeError:
     return ConflictError.of("input.changed", path, "changed while it was being read", "run again")
 
 
-def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Path, FileFingerprint]]:
+def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, FileFingerprint]]:
     for checkpoint in checkpoints:
         for file in checkpoint.files:
             yield checkpoint.root / file.name, file

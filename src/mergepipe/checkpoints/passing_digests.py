@@ -6,7 +6,6 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.file_digests import CHUNK_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 WAITING_BYTES = 64 << 20
@@ -28,8 +28,8 @@ class PassingDigests:
     of which that is more than an eighth gets no digest. Safe to use from many threads.
     """
 
-    def __init__(self, files: Mapping[Path, RangeFile], shown: Iterable[TensorEntry], waiting_bytes: int) -> None:
-        ranges: dict[Path, set[tuple[int, int]]] = {path: set() for path in files}
+    def __init__(self, files: Mapping[Location, RangeFile], shown: Iterable[TensorEntry], waiting_bytes: int) -> None:
+        ranges: dict[Location, set[tuple[int, int]]] = {path: set() for path in files}
         for entry in shown:
             if entry.nbytes and entry.file in ranges:
                 ranges[entry.file].add((entry.offset, entry.offset + entry.nbytes))
@@ -42,7 +42,7 @@ class PassingDigests:
         if digest is not None and len(content):
             digest.show(entry.offset + first, content)
 
-    def finish(self) -> dict[Path, str]:
+    def finish(self) -> dict[Location, str]:
         """Return the digests of the files that passed by, by path."""
         finished = {path: digest.finish() for path, digest in self._digests.items()}
         return {path: digest for path, digest in finished.items() if digest is not None}

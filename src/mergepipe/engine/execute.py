@@ -46,6 +46,7 @@ from mergepipe.snapshots.shards import DurableProgress, ShardLayout, ShardWriter
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES
 
 OnStatistics = Callable[[MergeTask, int, TensorStatistics], None]
@@ -125,7 +126,7 @@ def execute_merge(
     work: MergeWork,
     output: OutputPlan,
     directory: Path,
-    files: Mapping[Path, RangeFile],
+    files: Mapping[Location, RangeFile],
     options: EngineOptions,
     ledger: Ledger,
     on_tick: Callable[[], None],
@@ -168,7 +169,7 @@ def execute_merge(
 
 
 def execute_analysis(
-    work: AnalysisWork, files: Mapping[Path, RangeFile], options: EngineOptions, on_tick: Callable[[], None]
+    work: AnalysisWork, files: Mapping[Location, RangeFile], options: EngineOptions, on_tick: Callable[[], None]
 ) -> None:
     """Read every task's tensors once and report the statistics of each expert.
 

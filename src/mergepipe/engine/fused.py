@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:
@@ -76,7 +76,7 @@ class MergedTensor:
         """Bytes of all inputs; of inputs that are read as a unit, all of them again: more than is requested."""
         return sum(source_cost_bytes(source, span) for source in (self.task.base, *self.task.experts))
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps what computed inputs keep."""
         is_copy = self.task.action is Action.COPY
         work = TensorWork(

@@ -31,11 +31,13 @@ from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
 from mergepipe.runs.speeds import BY_BYTES, PriceRequest
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Speeds
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
@@ -128,7 +130,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
-    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else (), link)
+    earlier = EarlierSnapshots(Stores(), reuse_candidates(link, replaced) if request.reuse else (), link)
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -167,9 +169,9 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
+def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
     """Plan the recipe at a path."""
-    store = LocalStore()
+    store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
@@ -177,7 +179,7 @@ def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
 
 
 def run_budgeted(
-    recipe: Path,
+    recipe: Location,
     out: Path,
     request: PlanRequest,
     settings: MergeSettings,
@@ -190,7 +192,7 @@ def run_budgeted(
     Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
     without reuse, unless something was read of the experts already.
     """
-    store = LocalStore()
+    store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
@@ -220,7 +222,7 @@ def run_plan(
         ConflictError: `plan.input-changed`, an input is not what it was.
         NotFoundError: an input is gone.
     """
-    store = LocalStore()
+    store = Stores()
     with closing(CatalogLink(settings.home)) as link:
         inputs = _open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
@@ -236,8 +238,8 @@ def read_plan(path: Path) -> Plan:
     return parse_plan(read_small(path, PLAN_BYTES), path)
 
 
-def _open_planned(plan: Plan, store: LocalStore, link: CatalogLink) -> Inputs:
-    recipe = reload_recipe(plan.recipe, {model.model: Path(model.path) for model in plan.models})
+def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
+    recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made

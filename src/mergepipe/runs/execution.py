@@ -29,8 +29,8 @@ from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, 
 from mergepipe.runs.reuse.keys import KEYS_NAME, NamedKeys, SourceNames
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
-from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
 
 Replaced = Mapping[str, tuple[MergeTask, BlockFunction]]
 """Maps a tensor to the task and the block function that replace the recipe's."""
@@ -59,7 +59,7 @@ class MergeResult:
 class Execution:
     """One merge into `directory`, or into an `overlay` there. `tick` is called about ten times a second."""
 
-    store: LocalStore
+    store: Store
     engine: EngineOptions
     directory: Path
     output: OutputPlan
@@ -69,7 +69,7 @@ class Execution:
     overlay: OverlayWriter | None = None
 
     def run(
-        self, work: MergeWork, files: Mapping[Path, RangeFile], sources: ReuseSources, progress: DurableProgress
+        self, work: MergeWork, files: Mapping[Location, RangeFile], sources: ReuseSources, progress: DurableProgress
     ) -> MergeResult:
         """Merge, and write the sums if they are kept.
 
@@ -104,7 +104,9 @@ class Execution:
             if sources.keeps_accumulators and totals:
                 replaced, about = self._accumulate(work, totals, replaced, opened)
                 small |= about
-                opened |= stack.enter_context(open_files(self.store, {self.directory / ACCUMULATORS_NAME}))
+                opened |= stack.enter_context(
+                    open_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)})
+                )
             work = replace(work, reusable=reuse.reusable)
             digests = self._execute(work, self.output, replaced, opened, progress, self.overlay)
         return MergeResult(digests, reuse, small, tuple({each.sid for each in kept.values()}))
@@ -112,11 +114,11 @@ class Execution:
     def _opened(
         self,
         stack: contextlib.ExitStack,
-        files: Mapping[Path, RangeFile],
+        files: Mapping[Location, RangeFile],
         snapshots: EarlierSnapshots,
         reuse: Reuse,
         kept: Mapping[str, KeptSum],
-    ) -> tuple[dict[Path, RangeFile], Reuse, dict[str, KeptSum]]:
+    ) -> tuple[dict[Location, RangeFile], Reuse, dict[str, KeptSum]]:
         """Open the files of earlier snapshots, except those that were replaced or removed since they were matched."""
         wanted = reuse.files | {each.entry.file for each in kept.values()}
         gone = {path for path in wanted if self.store.stat(path) is None}
@@ -132,7 +134,7 @@ class Execution:
         work: MergeWork,
         totals: Mapping[str, RunningTotal],
         replaced: Replaced,
-        files: Mapping[Path, RangeFile],
+        files: Mapping[Location, RangeFile],
     ) -> tuple[Replaced, dict[str, bytes]]:
         """Write the sums; return the tasks that round them to the output, and the small files that record them."""
         summed = [task for task in self.output.tasks if task.name in totals]
@@ -147,7 +149,7 @@ class Execution:
         work: MergeWork,
         output: OutputPlan,
         replaced: Replaced,
-        files: Mapping[Path, RangeFile],
+        files: Mapping[Location, RangeFile],
         progress: DurableProgress | None,
         overlay: OverlayWriter | None = None,
     ) -> tuple[TensorDigest, ...]:

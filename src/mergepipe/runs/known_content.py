@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from mergepipe.engine.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Recognised:
 
     base: Checkpoint
     experts: tuple[Checkpoint, ...]
-    twins: Mapping[int, Path]
+    twins: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Recogniser:
             MergePipeError: as `read_digests`, and as the catalog.
         """
         base_rows = self._candidates(base)
-        twins: dict[int, Path] = {}
+        twins: dict[int, str] = {}
         checked = list(experts)
         for index, expert in enumerate(experts):
             rows = self._candidates(expert)
@@ -71,7 +71,7 @@ class Recogniser:
             base_rows = self._candidates(base)
             found = self.catalog.register_model(checked[index]).content_digest
             if pair[0] is not rows[0] and found == pair[0].content_digest:
-                twins[index] = pair[0].path
+                twins[index] = str(pair[0].path)
         return Recognised(base, tuple(checked), twins)
 
     def _candidates(self, checkpoint: Checkpoint) -> tuple[ModelRow, ...]:
@@ -93,7 +93,7 @@ def _pairs(experts: Sequence[ModelRow], bases: Sequence[ModelRow]) -> Iterator[t
     return ((expert, base) for expert in experts for base in bases if (expert, base) != (experts[0], bases[0]))
 
 
-def _sampled_files(checkpoint: Checkpoint) -> set[Path]:
+def _sampled_files(checkpoint: Checkpoint) -> set[Location]:
     return files_of(sample.tensor for sample in samples(checkpoint))
 
 
@@ -108,7 +108,7 @@ class DigestTap:
         self,
         checkpoints: Sequence[Checkpoint],
         tasks: Sequence[MergeTask],
-        files: Mapping[Path, RangeFile],
+        files: Mapping[Location, RangeFile],
         memory_bytes: int,
     ) -> None:
         self._checkpoints = checkpoints
@@ -146,8 +146,8 @@ class DigestTap:
 
 
 def _unknown_files(
-    checkpoints: Sequence[Checkpoint], files: Mapping[Path, RangeFile]
-) -> Iterator[tuple[Path, RangeFile]]:
+    checkpoints: Sequence[Checkpoint], files: Mapping[Location, RangeFile]
+) -> Iterator[tuple[Location, RangeFile]]:
     for checkpoint in checkpoints:
         for file in checkpoint.files:
             path = checkpoint.root / file.name
@@ -155,12 +155,12 @@ def _unknown_files(
                 yield path, files[path]
 
 
-def _passes_by(file: RangeFile, path: Path, shown: Sequence[TensorEntry]) -> bool:
+def _passes_by(file: RangeFile, path: Location, shown: Sequence[TensorEntry]) -> bool:
     read = {(entry.offset, entry.nbytes) for entry in shown if entry.file == path}
     return sum(nbytes for _, nbytes in read) >= file.size_bytes * (1 - MOST_READ_AGAIN_FRACTION)
 
 
-def _with_paths(checkpoint: Checkpoint, digests: Mapping[Path, str]) -> Checkpoint:
+def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
     known = {file.name: checkpoint.root / file.name for file in checkpoint.files}
     return with_digests(checkpoint, {name: digests[path] for name, path in known.items() if path in digests})
 

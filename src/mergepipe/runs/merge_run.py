@@ -58,9 +58,9 @@ from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -94,7 +94,7 @@ class MergeSettings:
 class IntermediateWriter:
     """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
 
-    def __init__(self, out: Path, settings: MergeSettings, store: LocalStore) -> None:
+    def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
@@ -126,7 +126,7 @@ def publish_merge(
     plan: Plan | None,
     out: Path,
     settings: MergeSettings,
-    store: LocalStore,
+    store: Store,
     link: CatalogLink,
     started: float,
     on_progress: ProgressCallback | None,
@@ -209,7 +209,7 @@ def _pack_candidate(inputs: Inputs, model: int) -> PackCandidate:
 
 
 def _reuse_sources(
-    plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink
+    plan: Plan | None, out: Path, settings: MergeSettings, store: Store, link: CatalogLink
 ) -> ReuseSources:
     """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
     if plan is not None:
@@ -228,7 +228,7 @@ class _Run:
         inputs: Inputs,
         plan: Plan | None,
         output: OutputPlan,
-        store: LocalStore,
+        store: Store,
         link: CatalogLink,
         settings: MergeSettings,
         started: float,
@@ -307,7 +307,7 @@ class _Run:
             write_durably(path, content, self._store.ledger)
         return manifest
 
-    def _content_ids(self, files: Mapping[Path, RangeFile]) -> dict[int, str]:
+    def _content_ids(self, files: Mapping[Location, RangeFile]) -> dict[int, str]:
         """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
         if not self._operator.is_random:
             return {}
@@ -319,7 +319,7 @@ class _Run:
         found = {model: self._content_id(model, files) for model in wanted if model not in known}
         return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
 
-    def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
+    def _content_id(self, model: int, files: Mapping[Location, RangeFile]) -> str:
         """Return a model's content id; that of an unwritten intermediate is derived from its inputs."""
         checkpoint = self._inputs.checkpoints[model]
         is_made = model in self._inputs.intermediates
@@ -358,7 +358,7 @@ class _Run:
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
 
-    def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
+    def _open_files(self) -> AbstractContextManager[Mapping[Location, RangeFile]]:
         sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
         encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
         paths = files_of(sources) | files_of(encoded)

@@ -26,8 +26,9 @@ from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 _ONE_FILE = 1 << 62
 _HINT = "put the input back as it was"
@@ -58,7 +59,7 @@ def recorded_plan(manifest: Manifest) -> Plan | None:
     return replace(plan, tensors=tensors, reuse=(), planned_bytes=limit, budget_bytes=limit)
 
 
-def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = None) -> Inputs:
+def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete.
 
     Raises:
@@ -68,12 +69,12 @@ def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = N
     gone = [
         Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
         for record in manifest.inputs
-        for path in referenced_paths(record.path)
+        for path in referenced_paths(record.path, store)
         if store.stat(path) is None
     ]
     if gone:
         raise NotFoundError(*gone)
-    recipes = reload_recipes(manifest.recipe, {record.model: Path(record.path) for record in manifest.inputs})
+    recipes = reload_recipes(manifest.recipe, store, {record.model: record.path for record in manifest.inputs})
     inputs = open_recipes(recipes, store, ("*",), stage)  # the original merge accepted every dropped tensor
     leaves = tuple(inputs.leaves())
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
@@ -121,7 +122,7 @@ def rebuild_tensors(
         NotFoundError, ConflictError: as `open_recorded`.
         ConflictError: `input.changed`, an input changed during the run.
     """
-    store = LocalStore()
+    store = Stores()
     settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
     with IntermediateWriter(directory / "made", settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
@@ -143,7 +144,7 @@ def rebuild_tensors(
     return tuple(rebuilt)
 
 
-def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes:
+def rebuild_keys(manifest: Manifest, inputs: Inputs, store: Store) -> bytes:
     """Recompute the block keys of a snapshot from its opened inputs, with the versions and digests that it recorded."""
     by_name = {task.name: task for task in inputs.resolution.tasks}
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
@@ -162,7 +163,7 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
     return block_keys(work, tasks, SourceNames.of(store, checkpoints)).to_bytes()
 
 
-def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
+def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
     """Collect the files that the tasks and the content ids read."""
     encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
     paths = files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
@@ -178,7 +179,7 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
 
 
 def _work(
-    manifest: Manifest, inputs: Inputs, tasks: tuple[MergeTask, ...], files: Mapping[Path, RangeFile]
+    manifest: Manifest, inputs: Inputs, tasks: tuple[MergeTask, ...], files: Mapping[Location, RangeFile]
 ) -> MergeWork:
     experts = inputs.expert_models if operator_named(manifest.operator).is_random else ()
     ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}

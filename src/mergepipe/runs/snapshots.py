@@ -20,8 +20,8 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.stores import Stores
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
         if not _has_manifest(path):
             raise
         created = modified_at(path / MANIFEST_NAME)
-        return _of_manifest(read_manifest(LocalStore(), path), path.absolute(), created)
+        return _of_manifest(read_manifest(Stores(), path), path.absolute(), created)
 
 
 def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
@@ -61,7 +61,7 @@ def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
     except NotFoundError:
         if not _has_manifest(Path(reference)):
             raise
-        read_manifest(LocalStore(), Path(reference))  # which says so where it is no snapshot's
+        read_manifest(Stores(), Path(reference))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {reference}`"
         raise NotFoundError.of(
             "snapshot.not-recorded", reference, "a snapshot that is not in the catalog", hint
@@ -162,7 +162,7 @@ def _of_manifest(found: SnapshotRecord, path: Path, created: datetime) -> Snapsh
         analysis_bytes=found.realized.analysis,
         output_bytes=found.realized.output,
         inputs=tuple(
-            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(LocalStore(), i))
+            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(Stores(), i))
             for i in found.inputs
         ),
         is_present=True,

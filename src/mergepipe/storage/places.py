@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mergepipe.errors import StorageError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 
-def resolved(store: Store, location: Path) -> Path:
-    """Follow the links in a location; of one that cannot be looked at, those in the folders above it that can."""
+def resolved(store: Store, location: Location) -> Location:
+    """Follow the links in a location; of one that cannot be looked at, those in the folders above it that can.
+
+    Locations of other machines have none.
+    """
+    if not location.is_local:
+        return location
     try:
         real = store.real_path(location)
     except StorageError:

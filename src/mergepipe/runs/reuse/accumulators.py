@@ -31,7 +31,8 @@ from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, he
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
 ACCUMULATORS_RECORD_NAME = "mergepipe.accumulators.json"
@@ -192,7 +193,9 @@ def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
     (shard,) = output.shards
     entries, offset = {}, len(shard.header)
     for spec in shard.tensors:
-        entries[spec.name] = KeptTotal(spec.name, F32, spec.shape, directory / shard.name, offset, spec.nbytes)
+        entries[spec.name] = KeptTotal(
+            spec.name, F32, spec.shape, Location.local(directory / shard.name), offset, spec.nbytes
+        )
         offset += spec.nbytes
     return entries
 
@@ -221,7 +224,7 @@ class KeptTotals:
     """The kept sums of an earlier snapshot, bound by digests in its manifest."""
 
     store: Store
-    path: Path
+    path: Location
     sid: str
     sums: Mapping[str, Sum]
     entries: Mapping[str, KeptTotal]
@@ -254,13 +257,13 @@ class KeptTotals:
         first = min(entry.offset for entry in self.entries.values())
         file = PlacedFile(0, self.path.name, self.store.size_bytes(self.path), first, tensors)
         layout = SnapshotLayout((file,), self.table.block_elements)
-        scan = scan_snapshot(LocalStore(), self.path.parent, layout, threads, lambda _: None)
+        scan = scan_snapshot(Stores(), self.path.parent, layout, threads, lambda _: None)
         ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
         expected = dict(zip(self.entries, self.table.tensors, strict=True))
         return tuple(e.name for e, found in zip(rows, scan.blocks, strict=True) if tuple(found) != expected[e.name])
 
 
-def read_totals(store: Store, directory: Path, manifest: Manifest) -> KeptTotals | None:
+def read_totals(store: Store, directory: Location, manifest: Manifest) -> KeptTotals | None:
     """Read the record of a snapshot's kept sums; None if there are none or the manifest does not match."""
     path = directory / ACCUMULATORS_NAME
     records = {record.name: record for record in manifest.sidecars}
@@ -278,7 +281,7 @@ def read_totals(store: Store, directory: Path, manifest: Manifest) -> KeptTotals
         return None
 
 
-def _parsed(store: Store, path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
+def _parsed(store: Store, path: Location, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
     """Parse a record that the manifest vouches for, and compare the file's header with it."""
     if record["format"] != ACCUMULATORS_FORMAT:
         return None

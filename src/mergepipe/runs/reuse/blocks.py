@@ -29,6 +29,7 @@ from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import FileStatus, Store, is_file
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES, MANIFEST_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
 MAX_CANDIDATES = 64
@@ -60,7 +61,7 @@ class Reuse:
         return {name: each.reusable for name, each in self.known.items()}
 
     @property
-    def files(self) -> set[Path]:
+    def files(self) -> set[Location]:
         """The files that blocks are copied from."""
         return {each.reusable.entry.file for each in self.known.values()}
 
@@ -69,7 +70,7 @@ class Reuse:
         """Ids of the snapshots that blocks are copied from."""
         return tuple(sorted({each.snapshot.sid for each in self.known.values()}))
 
-    def without(self, lost: Collection[Path]) -> Reuse:
+    def without(self, lost: Collection[Location]) -> Reuse:
         """Return the reuse without blocks of the given files."""
         return Reuse({n: each for n, each in self.known.items() if each.reusable.entry.file not in lost})
 
@@ -171,8 +172,8 @@ class EarlierSnapshots:
     def __init__(self, store: Store, paths: Iterable[Path], link: CatalogLink) -> None:
         self.store = store
         self._link = link
-        self._paths = list(dict.fromkeys(resolved(store, path) for path in paths))[:MAX_CANDIDATES]
-        self._read: dict[Path, EarlierSnapshot | None] = {}
+        self._paths = list(dict.fromkeys(resolved(store, Location.local(path)) for path in paths))[:MAX_CANDIDATES]
+        self._read: dict[Location, EarlierSnapshot | None] = {}
 
     def __iter__(self) -> Iterator[EarlierSnapshot]:
         for path in self._paths:
@@ -183,7 +184,7 @@ class EarlierSnapshots:
                 yield earlier
 
 
-def _read_snapshot(store: Store, path: Path, link: CatalogLink) -> EarlierSnapshot | None:
+def _read_snapshot(store: Store, path: Location, link: CatalogLink) -> EarlierSnapshot | None:
     try:
         if not is_file(store, path / KEYS_NAME):
             return None
@@ -201,14 +202,17 @@ def _read_snapshot(store: Store, path: Path, link: CatalogLink) -> EarlierSnapsh
 
 def _recorded_files(store: Store, manifest: Manifest, link: CatalogLink) -> tuple[RecordedFile, ...]:
     """Return the files of a snapshot's inputs whose content is known, from its manifest or from the catalog."""
-    return tuple(
-        recorded
-        for source in manifest.inputs
-        for path in referenced_paths(source.path)
-        for file in source.files
-        for root in (path, path.parent)  # of a directory, and of a bare file
-        if (recorded := _recorded_file(str(resolved(store, root / file.name)), file, link)) is not None
-    )
+    try:
+        return tuple(
+            recorded
+            for source in manifest.inputs
+            for path in referenced_paths(source.path, store)
+            for file in source.files
+            for root in (path, path.parent)  # of a directory, and of a bare file
+            if (recorded := _recorded_file(str(resolved(store, root / file.name)), file, link)) is not None
+        )
+    except (MergePipeError, ValueError):  # a place that cannot be looked at, or that no path leads to
+        return ()
 
 
 def _recorded_file(location: str, file: FileRecord, link: CatalogLink) -> RecordedFile | None:
@@ -221,20 +225,20 @@ def _recorded_file(location: str, file: FileRecord, link: CatalogLink) -> Record
     return RecordedFile(found, found.place if file.sha256 is None else found.name)
 
 
-def changed_files(files: Iterable[Path], snapshots: EarlierSnapshots) -> set[Path]:
+def changed_files(files: Iterable[Location], snapshots: EarlierSnapshots) -> set[Location]:
     """Return the files that changed since the snapshots were read."""
     known = {path: status for snapshot in snapshots for path, status in snapshot.statuses.items()}
     return {file for file in files if file in known and _status(snapshots.store, file) != known[file]}
 
 
-def _status(store: Store, path: Path) -> FileStatus | None:
+def _status(store: Store, path: Location) -> FileStatus | None:
     try:
         return store.stat(path)
     except StorageError:
         return None
 
 
-def _table(store: Store, directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
+def _table(store: Store, directory: Location, manifest: Manifest, name: str, n_files: int) -> BlockTable:
     """Read a block table and check it against the manifest."""
     path = directory / name
     raw = store.read_small(path, BLOCK_TABLE_BYTES)
@@ -248,12 +252,12 @@ def _table(store: Store, directory: Path, manifest: Manifest, name: str, n_files
 class EarlierSnapshot:
     """An earlier snapshot with its block keys and block digests, and the inputs that are known by content."""
 
-    path: Path
+    path: Location
     manifest: Manifest
     checkpoint: Checkpoint
     keys: BlockTable
     digests: BlockTable
-    statuses: Mapping[Path, FileStatus]
+    statuses: Mapping[Location, FileStatus]
     inputs: tuple[RecordedFile, ...]
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from mergepipe.operators.registry import is_built_in
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.block_digests import BlockTable
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
 KEYS_NAME = "mergepipe.keys"
@@ -106,8 +106,8 @@ class RecordedFile:
 class SourceNames:
     """Names the stored bytes of tensors by file and position in the file."""
 
-    files: Mapping[Path, SourceFile]
-    names: Mapping[Path, FileName]
+    files: Mapping[Location, SourceFile]
+    names: Mapping[Location, FileName]
 
     @classmethod
     def of(cls, store: Store, checkpoints: Iterable[Checkpoint]) -> SourceNames:
