@@ -206,11 +206,11 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):
         os.utime(bench.only_file(model), ns=(time, time))
     bench.merge(SUM, "out", keep_accumulators=True)
-    manifest = read_manifest_value(bench.folder / "out")
+    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     assert bench.merge(SUM, "again").expert_bytes == 0
-    assert "version" in str(read_manifest_value(bench.folder / "again").run["reused_by"])
+    assert "version" in str(read_manifest_value(LocalStore(), Location.local(bench.folder / "again")).run["reused_by"])
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home, reuse=False)
     mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
     assert keeping.verify(bench.folder / "planned").is_sound

@@ -256,6 +256,6 @@ def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) 
         mergepipe.run(plan, bench.folder / "out", options=options)
     digest_in_passing(bench, "expert1")
     mergepipe.run(plan, bench.folder / "out", options=options)
-    manifest = read_manifest_value(bench.folder / "out")
+    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     assert manifest.inputs[1].files[0].sha256 is not None
     assert api.verify(bench.folder / "out").is_sound

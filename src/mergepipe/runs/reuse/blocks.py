@@ -23,12 +23,12 @@ from mergepipe.recipes.parse.references import referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY, NamedKeys, RecordedFile, SourceFile
+from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
-from mergepipe.snapshots.manifest import MANIFEST_NAME, FileRecord, Manifest
-from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.manifest import FileRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import FileStatus, Store, is_file
-from mergepipe.storage.limits import BLOCK_TABLE_BYTES, MANIFEST_BYTES
+from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
@@ -191,7 +191,7 @@ def _read_snapshot(store: Store, path: Location, link: CatalogLink) -> EarlierSn
         # Before the contents: a snapshot replaced during this read is then recognised as changed.
         files = [path / entry.name for entry in store.list(path)]
         statuses = {file: status for file in files if (status := _status(store, file)) is not None}
-        manifest = manifest_of_json(store.read_small(path / MANIFEST_NAME, MANIFEST_BYTES), path / MANIFEST_NAME)
+        manifest = read_manifest_value(store, path)
         checkpoint = open_checkpoint(store, path)
         keys = _table(store, path, manifest, KEYS_NAME, 0)
         digests = _table(store, path, manifest, BLOCKS_NAME, len(manifest.files))
