@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
+import jsonschema
 import pytest
 from reuse_cases import RECIPES, Bench, Recipe, make_bench
 
@@ -21,6 +24,7 @@ from mergepipe.errors import ConflictError
 from mergepipe.options import RunOptions
 from mergepipe.reports import AnalyzeReport
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 
@@ -259,3 +263,11 @@ def test_run__a_plan_holds_for_a_copy_put_in_the_place_of_a_model(bench: Bench) 
     manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     assert manifest.inputs[1].files[0].sha256 is not None
     assert api.verify(bench.folder / "out").is_sound
+
+
+def test_manifest__with_digests_keeps_to_its_schema(bench: Bench) -> None:
+    bench.merge(RECIPES["linear"], "out")
+    content = json.loads((bench.folder / "out" / MANIFEST_NAME).read_bytes())
+    assert {"sha256"} <= {key for source in content["inputs"] for file in source["files"] for key in file}
+    schema = resources.files("mergepipe").joinpath("schemas/manifest.schema.json").read_bytes()
+    jsonschema.validate(content, json.loads(schema))
