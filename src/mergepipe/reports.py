@@ -98,12 +98,16 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True)
 class AnalyzedExpert:
-    """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot."""
+    """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
+
+    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used.
+    """
 
     model: str
     analyzed_tensors: int
     comparable_tensors: int
     incomparable: tuple[str, ...]
+    same_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.migrations import MIGRATIONS, TABLES, Migration, migrate, schema_version
 from mergepipe.catalog.rows import Evidence
 from mergepipe.errors import UnsupportedError
+from mergepipe.storage.local import LocalStore
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -75,7 +76,7 @@ def test_migrate__a_new_step_keeps_the_rows(home: Path) -> None:
     with database.read_transaction() as connection:
         assert schema_version(connection) == _NEXT.number
         assert connection.execute("SELECT DISTINCT substr(note, 1, 5) FROM models").fetchall() == [("seen:",)]
-    expect_golden(Catalog(database))
+    expect_golden(Catalog(database, LocalStore()))
     database.close()
     with pytest.raises(UnsupportedError):
         Catalog.open(home)

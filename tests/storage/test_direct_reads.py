@@ -25,10 +25,10 @@ OWN = "our own files: home, catalog, staging, outputs"
 LEFT = "inputs that do not come through a store yet"
 ALLOWED = {
     "catalog/database.py": ("regular.regular_status", OWN),
-    "catalog/manifests.py": ("is_dir os.walk regular.read_small stat", LEFT),
-    "catalog/models.py": ("is_file os.path.realpath stat", LEFT),
+    "catalog/manifests.py": ("is_dir os.walk", OWN),
     "catalog/rebuild.py": ("exists os.path.realpath", OWN),
     "catalog/salvage.py": ("exists", OWN),
+    "catalog/snapshots.py": ("os.path.realpath", OWN),
     "catalog/usage.py": ("stat", OWN),
     "cli/__init__.py": ("os.open", "/dev/null"),
     "cli/commands/sweep.py": ("exists is_dir is_file is_symlink", OWN),
@@ -38,11 +38,9 @@ ALLOWED = {
     "deltastore/pack/originals.py": ("lstat os.open os.walk resolve", "originals that are removed on this machine"),
     "deltastore/pack/progress.py": ("stat", OWN),
     "deltastore/writer.py": ("regular.read_head", OWN),
-    "jobs/explain.py": ("is_file", LEFT),
     "jobs/gc.py": ("exists is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/materialise.py": ("resolve", OWN),
     "jobs/pack.py": ("is_symlink resolve", "originals that are removed on this machine"),
-    "jobs/plan.py": ("regular.read_small", LEFT),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",
         "a snapshot that is repaired in place",
@@ -52,11 +50,8 @@ ALLOWED = {
     "planning/plan_file.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/merge_run.py": ("resolve", OWN),
     "runs/resume.py": ("is_dir is_file stat", OWN),
-    "runs/reuse/accumulators.py": ("is_file regular.read_small stat", LEFT),
-    "runs/reuse/blocks.py": ("is_file iterdir os.path.realpath regular.read_small stat", LEFT),
-    "runs/reuse/keys.py": ("os.path.realpath", LEFT),
     "runs/sidecars.py": ("read_text", "a template of the package"),
-    "runs/snapshots.py": ("exists is_dir is_file regular.read_small", LEFT),
+    "runs/snapshots.py": ("exists is_dir is_file", OWN),
     "runs/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),
     "snapshots/journal.py": ("regular.read_small", OWN),
     "snapshots/staging.py": (

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.catalog import models, snapshots, tensor_statistics
+from mergepipe.catalog import contents, models, snapshots, tensor_statistics
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database
-from mergepipe.catalog.manifests import parse_manifest, read_manifest
+from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
 from mergepipe.catalog.rows import (
     CatalogStats,
     Evidence,
@@ -23,6 +24,8 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.snapshots.manifest import Manifest
+from mergepipe.storage.contract import Store
+from mergepipe.storage.stores import Stores
 
 
 class Catalog:
@@ -32,12 +35,13 @@ class Catalog:
     locked, damaged or inaccessible.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, store: Store) -> None:
         self._database = database
+        self._store = store
 
     @classmethod
-    def open(cls, home: Path, *, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
-        """Open the catalog under `home`; create or migrate it if needed.
+    def open(cls, home: Path, *, store: Store | None = None, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Catalog:
+        """Open the catalog under `home`; create or migrate it if needed. Models are looked at through `store`.
 
         Raises:
             ConflictError: `catalog.locked`.
@@ -46,7 +50,7 @@ class Catalog:
             StorageError: `catalog.permission`, `catalog.no-space`, `catalog.io`.
             UnsupportedError: `catalog.newer`.
         """
-        return cls(open_database(home, timeout_seconds=timeout_seconds))
+        return cls(open_database(home, timeout_seconds=timeout_seconds), store or Stores())
 
     def __enter__(self) -> Catalog:
         return self
@@ -68,19 +72,55 @@ class Catalog:
     # --- models ---
 
     def register_model(self, checkpoint: Checkpoint, content_id: str | None = None) -> ModelRow:
-        """Record a checkpoint in its present state, or find its row; a content id unknown so far is added.
+        """Record a checkpoint in its present state, or find its row; what was unknown of its content is added.
+
+        Digests that its fingerprints hold are recorded for the versions of its files. If they say that another model
+        has the same content, the two share all that is known of either.
 
         Raises:
             UnsupportedError: `catalog.path-encoding`.
         """
-        row = models.model_row(checkpoint, content_id)
         with self._database.write_transaction() as connection:
-            return models.register(connection, row)
+            known = models.known_digests(connection, self._store, checkpoint)
+            digests = models.digests_of(self._store, known)
+            contents.record_digests(connection, digests)
+            row = models.model_row(self._store, known, content_id)
+            registered = models.register(connection, row, digests)
+            if row.content_digest is not None and registered.content_digest is None:
+                self._share(connection, registered, row.content_digest)
+            return models.model_with_id(connection, registered.id)
 
     def model_for(self, checkpoint: Checkpoint) -> ModelRow | None:
-        """Find the row of exactly this checkpoint: same path, same files, same sizes, times and headers."""
+        """Find the row of exactly this checkpoint: same path and versions of files, or the same digests of them.
+
+        One that is known by its digests alone is registered.
+        """
         with self._database.read_transaction() as connection:
-            return models.find(connection, models.model_row(checkpoint, None).id)
+            known = models.known_digests(connection, self._store, checkpoint)
+            row = models.model_row(self._store, known, None)
+            present = models.find(connection, row.id)
+            if present is not None or row.content_digest is None:
+                return present
+            is_known = contents.content_with_digest(connection, row.content_digest) is not None
+        return self.register_model(known) if is_known else None
+
+    def twins(self, checkpoint: Checkpoint, content_id: str) -> tuple[ModelRow, ...]:
+        """Return models of known digest that look like this checkpoint: headers, sizes and content id are equal.
+
+        Whether they are the same, only the digests of this one's files say.
+        """
+        with self._database.read_transaction() as connection:
+            return models.twins(connection, models.model_row(self._store, checkpoint, None), content_id)
+
+    def with_known_digests(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Add to a checkpoint's fingerprints the digests that are on record for these versions of its files."""
+        with self._database.read_transaction() as connection:
+            return models.known_digests(connection, self._store, checkpoint)
+
+    def known_sha256(self, location: str, version: str, size_bytes: int) -> str | None:
+        """Return the SHA-256 that a version of a file had, or has, at a location with links resolved."""
+        with self._database.read_transaction() as connection:
+            return contents.known_sha256(connection, location, version, size_bytes)
 
     def models(self) -> tuple[ModelRow, ...]:
         """Return every model, oldest first; a path whose files changed has several."""
@@ -89,12 +129,19 @@ class Catalog:
 
     def stale_models(self) -> tuple[StaleModel, ...]:
         """Return the models whose files are missing or have another size or version now."""
-        return tuple(stale for row in self.models() if (stale := models.staleness(row)) is not None)
+        return tuple(stale for row in self.models() if (stale := models.staleness(self._store, row)) is not None)
 
     def forget_models(self, rows: Iterable[ModelRow]) -> int:
         """Remove models with all their statistics; return how many there were."""
         with self._database.write_transaction() as connection:
             return models.forget(connection, rows)
+
+    @staticmethod
+    def _share(connection: sqlite3.Connection, model: ModelRow, digest: str) -> None:
+        """Record a model's digest; share all that is known with the content that has it already."""
+        keys = models.set_digest(connection, model, digest)
+        if keys is not None:
+            tensor_statistics.merge_contents(connection, *keys)
 
     # --- statistics ---
 
@@ -158,9 +205,7 @@ class Catalog:
         if created.tzinfo is None:
             raise ValueError("`created` needs a time zone")
         snapshot_record = parse_manifest(manifest.to_json(), path)
-        with self._database.write_transaction() as connection:
-            snapshots.record(connection, snapshot_record, path, created=created, keep_created=False)
-            return snapshots.one_snapshot(connection, path)
+        return self._record(snapshot_record, path, created, keep_created=False)
 
     def adopt_snapshot(self, path: Path, *, created: datetime) -> SnapshotRow:
         """Index a snapshot from its stored manifest; `created` is used if the catalog has no earlier record.
@@ -171,9 +216,11 @@ class Catalog:
             StorageError: it cannot be read.
             UnsupportedError: `manifest.version`, `catalog.path-encoding`.
         """
-        snapshot_record = read_manifest(path)
+        return self._record(read_manifest(self._store, path), path, created, keep_created=True)
+
+    def _record(self, record: SnapshotRecord, path: Path, created: datetime, *, keep_created: bool) -> SnapshotRow:
         with self._database.write_transaction() as connection:
-            snapshots.record(connection, snapshot_record, path, created=created, keep_created=True)
+            snapshots.record(connection, self._store, record, path, created=created, keep_created=keep_created)
             return snapshots.one_snapshot(connection, path)
 
     def snapshots(self) -> tuple[SnapshotRow, ...]:

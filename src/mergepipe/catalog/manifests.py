@@ -15,10 +15,9 @@ from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.location import is_remote
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location, is_remote
 
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _SID_DIGITS = 32
@@ -152,7 +151,7 @@ class _Fields:
         return _Fields(value, self.where)
 
 
-def read_manifest(directory: Path) -> SnapshotRecord:
+def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
     """Read the manifest of a snapshot on storage.
 
     Raises:
@@ -163,26 +162,25 @@ def read_manifest(directory: Path) -> SnapshotRecord:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = read_small(path, MANIFEST_BYTES)
+        raw = store.read_small(Location.local(path), MANIFEST_BYTES)
     except NotFoundError as error:
         raise NotFoundError.of("manifest.missing", path, "no such file") from error
     return parse_manifest(raw, path)
 
 
-def sid_of_unchanged_input(source: RecordedInput) -> str | None:
+def sid_of_unchanged_input(store: Store, source: RecordedInput) -> str | None:
     """Return the sid of an input that is a snapshot whose files are unchanged; None otherwise."""
     try:
         if is_remote(source.path):
             return None
-        path = Path(source.path)
-        root = path if path.is_dir() else path.parent
+        path = Location.parse(source.path)
+        root = path if is_folder(store, path) else path.parent
         for file in source.files:
-            path = root / file.name
-            status = path.stat()
-            if (status.st_size, version_of(path, status)) != (file.size_bytes, file.version):
+            status = store.stat(root / file.name)
+            if status is None or (status.size_bytes, status.version) != (file.size_bytes, file.version):
                 return None
-        return read_manifest(root).sid
-    except (OSError, MergePipeError):  # missing, unreadable or not a snapshot
+        return read_manifest(store, root.local_path).sid
+    except MergePipeError:  # missing, unreadable or not a snapshot
         return None
 
 

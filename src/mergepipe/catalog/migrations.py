@@ -88,8 +88,84 @@ _SCHEMA_1 = (
 # Version 1 identified models by the modification times of their files, which is not reliable: start anew.
 _SCHEMA_2 = ("DELETE FROM models", "DELETE FROM tensor_names")
 
-MIGRATIONS = (Migration(1, _SCHEMA_1), Migration(2, _SCHEMA_2))
-TABLES = ("models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "tensor_statistics")
+# Statistics belong to contents, which any number of models may have: each model of version 2 has its own.
+_SCHEMA_3 = (
+    "CREATE TEMP TABLE old_models AS SELECT * FROM models",
+    "CREATE TEMP TABLE old_pairs AS SELECT * FROM pairs",
+    "CREATE TEMP TABLE old_statistics AS SELECT * FROM tensor_statistics",
+    "DROP TABLE tensor_statistics",
+    "DROP TABLE pairs",
+    "DROP TABLE models",
+    """
+    CREATE TABLE contents (
+        pk INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        digest TEXT UNIQUE,
+        content_id TEXT
+    )
+    """,
+    """
+    CREATE TABLE models (
+        pk INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        content INTEGER NOT NULL REFERENCES contents,
+        path TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        n_tensors INTEGER NOT NULL,
+        n_parameters INTEGER NOT NULL,
+        tensor_bytes INTEGER NOT NULL,
+        dtypes TEXT NOT NULL,
+        files TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX models_by_content ON models (content)",
+    """
+    CREATE TABLE pairs (
+        pk INTEGER PRIMARY KEY,
+        expert INTEGER NOT NULL REFERENCES contents ON DELETE CASCADE,
+        base INTEGER NOT NULL REFERENCES contents ON DELETE CASCADE,
+        UNIQUE (expert, base)
+    )
+    """,
+    "CREATE INDEX pairs_by_base ON pairs (base)",
+    """
+    CREATE TABLE tensor_statistics (
+        pk INTEGER PRIMARY KEY,
+        pair INTEGER NOT NULL REFERENCES pairs ON DELETE CASCADE,
+        tensor INTEGER NOT NULL REFERENCES tensor_names,
+        is_probe INTEGER NOT NULL CHECK (is_probe IN (0, 1)),
+        packed BLOB NOT NULL,
+        UNIQUE (pair, tensor)
+    )
+    """,
+    """
+    CREATE TABLE file_digests (
+        location TEXT NOT NULL,
+        version TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        sha256 TEXT NOT NULL,
+        PRIMARY KEY (location, version, size_bytes)
+    ) WITHOUT ROWID
+    """,
+    "INSERT INTO contents (pk, id, content_id) SELECT pk, id, content_id FROM old_models",
+    """
+    INSERT INTO models (pk, id, content, path, kind, n_tensors, n_parameters, tensor_bytes, dtypes, files)
+    SELECT pk, id, pk, path, kind, n_tensors, n_parameters, tensor_bytes, dtypes, files FROM old_models
+    """,
+    "INSERT INTO pairs (pk, expert, base) SELECT pk, expert, base FROM old_pairs",
+    """
+    INSERT INTO tensor_statistics (pk, pair, tensor, is_probe, packed)
+    SELECT pk, pair, tensor, is_probe, packed FROM old_statistics
+    """,
+    "DROP TABLE old_models",
+    "DROP TABLE old_pairs",
+    "DROP TABLE old_statistics",
+)
+
+MIGRATIONS = (Migration(1, _SCHEMA_1), Migration(2, _SCHEMA_2), Migration(3, _SCHEMA_3))
+TABLES = (
+    "contents", "file_digests", "models", "pairs", "snapshot_inputs", "snapshots", "tensor_names", "tensor_statistics",
+)  # fmt: skip
 
 
 def schema_version(connection: sqlite3.Connection) -> int:

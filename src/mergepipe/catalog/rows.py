@@ -25,7 +25,8 @@ class ModelKind(StrEnum):
 class ModelRow:
     """One checkpoint in the state in which it was registered. `id` digests the resolved path and file fingerprints.
 
-    `dtypes` pairs each dtype's name with the number of parameters stored in it.
+    `content_digest` (see `checkpoints.file_digests`) is None where it is unknown. Models of the same one share their
+    statistics and their `content_id`. `dtypes` pairs each dtype's name with the number of parameters stored in it.
     """
 
     id: str
@@ -37,6 +38,7 @@ class ModelRow:
     tensor_bytes: int
     dtypes: tuple[tuple[str, int], ...]
     files: tuple[FileFingerprint, ...]
+    content_digest: str | None = None
 
     @property
     def root(self) -> Location:

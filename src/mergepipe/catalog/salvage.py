@@ -25,9 +25,12 @@ _BATCH = 256
 
 @dataclass(slots=True)
 class Salvage:
-    """Sound index rows of the damaged catalog; models and names by their primary keys."""
+    """Sound index rows of the damaged catalog; contents and names by their primary keys.
 
-    models: dict[int, ModelRow] = field(default_factory=dict)
+    Of a content its id and one of its models are used; what it is known by elsewhere is not, for no checksum proves it.
+    """
+
+    contents: dict[int, tuple[str, ModelRow]] = field(default_factory=dict)
     pairs: dict[int, tuple[int, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     snapshot_paths: list[Path] = field(default_factory=list)
@@ -63,12 +66,13 @@ def _copy_into(folder: Path, damaged: Path) -> Path:
 
 def _indexes(connection: sqlite3.Connection) -> Salvage:
     sound_rows = Salvage()
-    columns = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"
-    for pk, *values in _readable(connection, "models", columns):
+    columns = "id, content, path, kind, n_tensors, n_parameters, tensor_bytes, dtypes, files"
+    ids = {_key(pk): str(content) for pk, content in _readable(connection, "contents", "id")}
+    for _, model, content, path, kind, *rest in _readable(connection, "models", columns):
         with contextlib.suppress(CorruptError):
-            row = models.from_columns(tuple(values))
-            if models.has_its_id(row):
-                sound_rows.models[_key(pk)] = row
+            row = models.from_columns((model, path, kind, None, *rest, None))
+            if models.has_its_id(row) and _key(content) in ids:
+                sound_rows.contents.setdefault(_key(content), (ids[_key(content)], row))
     for pk, expert, base in _readable(connection, "pairs", "expert, base"):
         sound_rows.pairs[_key(pk)] = (_key(expert), _key(base))
     for pk, name in _readable(connection, "tensor_names", "name"):
@@ -109,14 +113,14 @@ def _store(catalog: Catalog, sound_rows: Salvage, batch: list[tuple[object, ...]
     statistics_by_pair: defaultdict[tuple[int, int, Evidence], dict[str, TensorStatistics]] = defaultdict(dict)
     for _, pair, tensor, is_probe, packed in batch:
         expert, base = sound_rows.pairs.get(_key(pair), (0, 0))
-        if expert not in sound_rows.models or base not in sound_rows.models or not isinstance(packed, bytes):
+        if expert not in sound_rows.contents or base not in sound_rows.contents or not isinstance(packed, bytes):
             continue
         evidence = Evidence.PROBE if is_probe else Evidence.EXACT
         name = sound_rows.names.get(_key(tensor), "")
-        row = PackedRow(0, sound_rows.models[expert].id, sound_rows.models[base].id, name, evidence, packed)
+        row = PackedRow(0, sound_rows.contents[expert][0], sound_rows.contents[base][0], name, evidence, packed)
         with contextlib.suppress(CorruptError, UnsupportedError):
             statistics_by_pair[expert, base, evidence][name] = row.unpacked()
     for (expert, base, evidence), statistics in statistics_by_pair.items():
-        pair_rows = (catalog.restore(sound_rows.models[expert]), catalog.restore(sound_rows.models[base]))
-        catalog.put_many(*pair_rows, statistics, evidence=evidence)
+        expert_row, base_row = (catalog.restore(sound_rows.contents[each][1]) for each in (expert, base))
+        catalog.put_many(expert_row, base_row, statistics, evidence=evidence)
     return sum(len(statistics) for statistics in statistics_by_pair.values())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.manifests import SnapshotRecord, sid_of_unchanged_input
-from mergepipe.catalog.models import path_text
+from mergepipe.catalog.models import bad_path, utf8_text
 from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import RealizedBytes
-from mergepipe.storage.location import Location
+from mergepipe.storage.contract import Store
 
 MIN_PREFIX_DIGITS = 4
 _COLUMNS = """
@@ -24,8 +25,21 @@ _COLUMNS = """
 _EDGE_COLUMNS = "role, model, path, content_id, read_bytes, sid"
 
 
+def path_text(path: Path) -> str:
+    """Return the path of a snapshot with links resolved, in the form that is stored.
+
+    Raises:
+        UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
+    """
+    try:
+        return utf8_text(os.path.realpath(path))
+    except ValueError:
+        raise bad_path(path) from None
+
+
 def record(
     connection: sqlite3.Connection,
+    store: Store,
     snapshot_record: SnapshotRecord,
     path: Path,
     *,
@@ -40,10 +54,10 @@ def record(
     known_sids, known_created = _earlier_records(connection, snapshot_record.manifest_digest)
     if keep_created and known_created is not None:
         created = known_created
-    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(Location.local(path)),))
+    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
     key = _insert(connection, snapshot_record, path, created)
     for position, source in enumerate(snapshot_record.inputs):
-        sid = known_sids.get(position) or sid_of_unchanged_input(source)
+        sid = known_sids.get(position) or sid_of_unchanged_input(store, source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (key, position, source.role, source.model, source.path, source.content_id, source.read_bytes, sid),
@@ -75,7 +89,7 @@ def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, pat
         """,
         (
             snapshot_record.sid,
-            path_text(Location.local(path)),
+            path_text(path),
             snapshot_record.operator,
             created.astimezone(UTC).isoformat(timespec="microseconds"),
             snapshot_record.plan_digest,
@@ -127,9 +141,7 @@ def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipe
 
 
 def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(Location.local(path)),)
-    ).fetchone()
+    row = connection.execute(f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(path),)).fetchone()
     return None if row is None else _snapshot(connection, row)
 
 

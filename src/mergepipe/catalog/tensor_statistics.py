@@ -6,16 +6,18 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mergepipe.catalog.models import key_of
+from mergepipe.catalog.models import content_key_and_id
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.catalog.statistics_bytes import pack, unpack
 from mergepipe.errors import CorruptError
 from mergepipe.operators.statistics import TensorStatistics
 
+_CONTENT_OF_MODEL = "SELECT content FROM models WHERE id = ?"
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row as stored."""
+    """One row as stored; `expert_id` and `base_id` are those of the contents."""
 
     pk: int
     expert_id: str
@@ -43,7 +45,7 @@ class PackedRow:
 
 
 def subject_of(expert_id: str, base_id: str, tensor: str) -> str:
-    """Describe whose statistics these are: part of the checksum, so that rows cannot be exchanged."""
+    """Describe which contents' statistics these are: part of the checksum, so that rows cannot be exchanged."""
     return f"tensor {tensor} of model {expert_id} against {base_id}"
 
 
@@ -55,20 +57,50 @@ def put(
     evidence: Evidence,
 ) -> int:
     """Store statistics of some tensors; return how many rows were written. Probes never replace exact ones."""
-    pair = _pair_key(connection, key_of(connection, expert), key_of(connection, base))
-    is_probe = int(evidence is Evidence.PROBE)
-    written = 0
-    for tensor, of_tensor in statistics.items():
-        packed = pack(of_tensor, subject_of(expert.id, base.id, tensor))
-        written += connection.execute(
-            """
-            INSERT INTO tensor_statistics (pair, tensor, is_probe, packed) VALUES (?, ?, ?, ?)
-            ON CONFLICT (pair, tensor) DO UPDATE SET is_probe = excluded.is_probe, packed = excluded.packed
-            WHERE excluded.is_probe <= tensor_statistics.is_probe
-            """,
-            (pair, _name_key(connection, tensor), is_probe, packed),
-        ).rowcount
-    return written
+    expert_key, expert_id = content_key_and_id(connection, expert)
+    base_key, base_id = content_key_and_id(connection, base)
+    pair = _pair_key(connection, expert_key, base_key)
+    return sum(
+        _put_row(connection, pair, tensor, evidence, pack(of_tensor, subject_of(expert_id, base_id, tensor)))
+        for tensor, of_tensor in statistics.items()
+    )
+
+
+def _put_row(connection: sqlite3.Connection, pair: int, tensor: str, evidence: Evidence, packed: bytes) -> int:
+    return connection.execute(
+        """
+        INSERT INTO tensor_statistics (pair, tensor, is_probe, packed) VALUES (?, ?, ?, ?)
+        ON CONFLICT (pair, tensor) DO UPDATE SET is_probe = excluded.is_probe, packed = excluded.packed
+        WHERE excluded.is_probe <= tensor_statistics.is_probe
+        """,
+        (pair, _name_key(connection, tensor), int(evidence is Evidence.PROBE), packed),
+    ).rowcount
+
+
+def merge_contents(connection: sqlite3.Connection, own: int, other: int) -> None:
+    """Give the models and the statistics of content `own` to `other`, of the same digest, and remove it."""
+    pairs = connection.execute("SELECT pk, expert, base FROM pairs WHERE ? IN (expert, base)", (own,)).fetchall()
+    for pk, expert, base in pairs:
+        expert, base = (other if each == own else each for each in (expert, base))
+        target = _pair_key(connection, expert, base)
+        expert_id, base_id = (_id_of_content(connection, each) for each in (expert, base))
+        for row in list(_rows_where(connection, "s.pair = ?", (pk,))):
+            if row.is_sound:
+                packed = pack(row.unpacked(), subject_of(expert_id, base_id, row.tensor))
+                _put_row(connection, target, row.tensor, row.evidence, packed)
+    connection.execute(
+        """
+        UPDATE contents SET content_id = coalesce(content_id, (SELECT content_id FROM contents WHERE pk = ?))
+        WHERE pk = ?
+        """,
+        (own, other),
+    )
+    connection.execute("UPDATE models SET content = ? WHERE content = ?", (other, own))
+    connection.execute("DELETE FROM contents WHERE pk = ?", (own,))
+
+
+def _id_of_content(connection: sqlite3.Connection, key: int) -> str:
+    return str(connection.execute("SELECT id FROM contents WHERE pk = ?", (key,)).fetchone()[0])
 
 
 def _pair_key(connection: sqlite3.Connection, expert: int, base: int) -> int:
@@ -88,32 +120,19 @@ def rows_of(
     connection: sqlite3.Connection, expert: ModelRow, base: ModelRow, evidence: Iterable[Evidence]
 ) -> Iterator[PackedRow]:
     """Yield the rows of one pair, in the order in which they were first stored."""
-    kinds = {int(kind is Evidence.PROBE) for kind in evidence}
-    rows = connection.execute(
-        """
-        SELECT s.pk, n.name, s.is_probe, s.packed
-        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
-        WHERE s.pair = (
-            SELECT p.pk FROM pairs AS p JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
-            WHERE e.id = ? AND b.id = ?
-        )
-        ORDER BY s.tensor
-        """,
-        (expert.id, base.id),
-    )
-    for pk, tensor, is_probe, packed in rows:
-        if is_probe in kinds:
-            yield PackedRow(pk, expert.id, base.id, str(tensor), _evidence(is_probe), _packed(packed))
+    kinds = set(evidence)
+    of_pair = f"p.expert = ({_CONTENT_OF_MODEL}) AND p.base = ({_CONTENT_OF_MODEL})"
+    rows = _rows_where(connection, f"{of_pair} ORDER BY s.tensor", (expert.id, base.id))
+    return (row for row in rows if row.evidence in kinds)
 
 
 def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow) -> dict[str, Evidence]:
     """Return the kind of evidence of the rows of one pair, by tensor."""
     rows = connection.execute(
-        """
+        f"""
         SELECT n.name, s.is_probe
-        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
-        JOIN pairs AS p ON p.pk = s.pair JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
-        WHERE e.id = ? AND b.id = ?
+        FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor JOIN pairs AS p ON p.pk = s.pair
+        WHERE p.expert = ({_CONTENT_OF_MODEL}) AND p.base = ({_CONTENT_OF_MODEL})
         """,
         (expert.id, base.id),
     )
@@ -122,12 +141,18 @@ def evidence_of(connection: sqlite3.Connection, expert: ModelRow, base: ModelRow
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[PackedRow]:
     """Yield every row of every pair."""
+    return _rows_where(connection, "1", ())
+
+
+def _rows_where(connection: sqlite3.Connection, condition: str, values: tuple[str | int, ...]) -> Iterator[PackedRow]:
     rows = connection.execute(
-        """
+        f"""
         SELECT s.pk, e.id, b.id, n.name, s.is_probe, s.packed
         FROM tensor_statistics AS s JOIN tensor_names AS n ON n.pk = s.tensor
-        JOIN pairs AS p ON p.pk = s.pair JOIN models AS e ON e.pk = p.expert JOIN models AS b ON b.pk = p.base
-        """
+        JOIN pairs AS p ON p.pk = s.pair JOIN contents AS e ON e.pk = p.expert JOIN contents AS b ON b.pk = p.base
+        WHERE {condition}
+        """,
+        values,
     )
     for pk, expert_id, base_id, tensor, is_probe, packed in rows:
         yield PackedRow(pk, str(expert_id), str(base_id), str(tensor), _evidence(is_probe), _packed(packed))

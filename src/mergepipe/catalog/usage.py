@@ -14,7 +14,10 @@ _SIDE_FILES = ("", "-wal")
 def catalog_stats(connection: sqlite3.Connection, path: Path) -> CatalogStats:
     """Count rows and bytes; `file_bytes` includes the WAL."""
     described, pairs = connection.execute(
-        "SELECT coalesce(sum(e.tensor_bytes), 0), count(*) FROM pairs AS p JOIN models AS e ON e.pk = p.expert"
+        """
+        SELECT coalesce(sum((SELECT max(m.tensor_bytes) FROM models AS m WHERE m.content = p.expert)), 0), count(*)
+        FROM pairs AS p
+        """
     ).fetchone()
     probed = _count(connection, "tensor_statistics WHERE is_probe = 1")
     return CatalogStats(

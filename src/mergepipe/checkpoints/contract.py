@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.prices import DecodingPrices
@@ -279,13 +280,18 @@ class FileFingerprint:
     """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint.
 
     Two that are equal, of the same path, are of the same bytes: `version` (see `storage.file_version`) changes whenever
-    those do. Two that differ in their versions alone may be of the same bytes or not.
+    those do. Two that differ in their versions alone are of the same bytes if both tell the same `sha256`; it is None
+    where nobody has taken it, and no part of the comparison of two fingerprints.
     """
 
     name: str
     size_bytes: int
     version: str
     header_digest: str  # BLAKE3-128 (32 hex digits) of the safetensors length prefix + header
+    sha256: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha256", sha256_of_version(self.version) or self.sha256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.inputs import open_path
+from mergepipe.runs.known_content import DigestTap, Recogniser, complete_digests
 from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -60,19 +62,28 @@ def run_analysis(
     store = Stores()
     base_checkpoint = open_path(store, request.base)
     checkpoints = [open_path(store, path, base_checkpoint) for path in request.experts]
-    with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home) as catalog:
+    with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home, store=store) as catalog:
+
+        def report_progress(notices: tuple[str, ...] = ()) -> None:
+            if on_progress is not None:
+                on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
+
+        total = 0
+        recogniser = Recogniser(catalog, link, store, engine.threads, report_progress)
+        recognised = recogniser.recognise(
+            catalog.with_known_digests(base_checkpoint), [catalog.with_known_digests(each) for each in checkpoints]
+        )
+        base_checkpoint, checkpoints = recognised.base, list(recognised.experts)
         base_row = catalog.register_model(base_checkpoint)
         subjects = [_subject(catalog, base_checkpoint, base_row, each, request) for each in checkpoints]
         evidence = Evidence.PROBE if request.probe_fraction else Evidence.EXACT
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=request.probe_fraction > 0)
-        total = sum(task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks)
+        total = store.ledger.total_bytes() + sum(
+            task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
+        )
         candidates = [PackCandidate(str(path), each) for path, each in zip(request.experts, checkpoints, strict=True)]
         pack_request = request_packs(base_checkpoint, candidates, tasks, request.pack)
-
-        def report_progress(notices: tuple[str, ...] = ()) -> None:
-            if on_progress is not None:
-                on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
         report_progress(refusal_notices(pack_request))
         everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
@@ -80,22 +91,35 @@ def run_analysis(
         with pack_request.open_packer(engine.threads, report_progress) as packer, opening as files:
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
+            read_whole = () if request.probe_fraction else tasks
+            digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
             if tasks:
+                tap = None if request.probe_fraction else digests.beside(packer.tap)
                 work = AnalysisWork(
-                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
-                    packer.tap,
-                )  # fmt: skip
+                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction, tap
+                )
                 execute_analysis(work, files, engine, report_progress)
-            check_unchanged(store, (base_checkpoint, *checkpoints))
+            digested = digests.finish()
+            check_unchanged(store, digested)
             packer.finish()
             recorder.flush()
             packed = packer.publish()
+        if tasks and not request.probe_fraction:
+            usage = store.ledger.usage()
+            read_bytes = usage[Purpose.BASE] + usage[Purpose.EXPERT]
+            complete_digests(catalog, store, digested, engine.threads, int(read_bytes * MOST_READ_AGAIN_FRACTION))
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=request.base,
         experts=tuple(
-            AnalyzedExpert(str(path), len(subject.missing), len(subject.comparable), subject.incomparable)
-            for path, subject in zip(request.experts, subjects, strict=True)
+            AnalyzedExpert(
+                str(path),
+                len(subject.missing),
+                len(subject.comparable),
+                subject.incomparable,
+                recognised.twins.get(index),
+            )
+            for index, (path, subject) in enumerate(zip(request.experts, subjects, strict=True))
         ),
         home=request.home,
         base_bytes=usage[Purpose.BASE],

@@ -24,7 +24,7 @@ from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_parameters
+from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
@@ -36,7 +36,6 @@ from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Speeds
-from mergepipe.storage.regular import read_small
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
@@ -97,6 +96,7 @@ def plan_request(
 
 
 def make_plan(
+    store: Store,
     inputs: Inputs,
     request: PlanRequest,
     link: CatalogLink,
@@ -108,6 +108,7 @@ def make_plan(
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
     With `speeds` steps are priced in seconds.
     """
+    inputs = with_known_digests(inputs, link)
     models = inputs.recipe.inputs()
     if inputs.intermediates:
         name = models[min(inputs.intermediates)].text
@@ -129,7 +130,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
-    earlier = EarlierSnapshots(Stores(), reuse_candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -174,7 +175,7 @@ def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(inputs, request, link, speeds=speeds)
+        return make_plan(store, inputs, request, link, speeds=speeds)
 
 
 def run_budgeted(
@@ -199,7 +200,7 @@ def run_budgeted(
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
         with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(inputs, wanted, link, out if settings.force else None, speeds)
+            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds)
             planned = store.ledger.usage()
             return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
@@ -222,26 +223,27 @@ def run_plan(
         NotFoundError: an input is gone.
     """
     store = Stores()
-    inputs = _open_planned(plan, store)
     with closing(CatalogLink(settings.home)) as link:
+        inputs = _open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Location) -> Plan:
     """Read a stored plan.
 
     Raises:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    return parse_plan(read_small(path, PLAN_BYTES), path)
+    return parse_plan(Stores().read_small(path, PLAN_BYTES), path)
 
 
-def _open_planned(plan: Plan, store: Store) -> Inputs:
+def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
     recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
+    inputs = with_known_digests(inputs, link)
     bound = zip(plan.models, inputs.checkpoints, strict=True)
     problems = [problem for model, found in bound for problem in _changes(model, found)]
     if _vocabulary(inputs) != plan.vocabulary:
@@ -257,12 +259,17 @@ def _vocabulary(inputs: Inputs) -> str | None:
 
 
 def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
-    """List the files that changed since the plan was made."""
-    now = {file.name: (file.size_bytes, file.version, file.header_digest) for file in checkpoint.files}
-    then = {file.name: (file.size_bytes, file.version, file.header_digest) for file in model.files}
+    """List the files that changed since the plan was made. Equal SHA-256 digests say that one did not."""
+    then = {file.name: file for file in model.files}
+    now = {file.name: file for file in checkpoint.files}
+    same = {
+        name
+        for name in now.keys() & then.keys()
+        if (now[name].size_bytes, now[name].header_digest) == (then[name].size_bytes, then[name].header_digest)
+        and (now[name].version == then[name].version or now[name].sha256 == then[name].sha256 is not None)
+    }
     hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
     return [
         Problem("plan.input-changed", f"{model.path}/{name}", "changed since the plan was made", hint)
-        for name in sorted(now.keys() | then.keys())
-        if now.get(name) != then.get(name)
+        for name in sorted((now.keys() | then.keys()) - same)
     ]

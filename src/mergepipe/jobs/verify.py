@@ -103,8 +103,8 @@ def verify_snapshot(
 
 def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
-    manifest = read_manifest_value(path)
     store, done, directory = Stores(), [0], Location.local(path)
+    manifest = read_manifest_value(store, directory)
     damages: list[Damage] = []
     table: BlockTable | None = None
     try:
@@ -256,7 +256,7 @@ def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[
     """Check the kept sums, if any, by their recorded digests."""
     if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
         return
-    kept = read_totals(directory, manifest)
+    kept = read_totals(Stores(), Location.local(directory), manifest)
     if kept is None:
         yield _damage("small-file", ACCUMULATORS_NAME, 0, 0, "the kept sums are not what was written")
         return

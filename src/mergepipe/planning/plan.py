@@ -26,12 +26,16 @@ _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so no
 
 @dataclass(frozen=True, slots=True)
 class FileBinding:
-    """An input file as it was when planned. Not part of the digest: modification times differ between machines."""
+    """An input file as it was when planned. Not part of the digest: modification times differ between machines.
+
+    `sha256` is None, and not written, where it was unknown.
+    """
 
     name: str
     size_bytes: int
     version: str
     header_digest: str
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +414,13 @@ def _price_content(price: TimePrice) -> dict[str, object]:
 
 def _files_content(files: Iterable[FileBinding]) -> list[dict[str, object]]:
     return [
-        {"name": f.name, "size_bytes": f.size_bytes, "version": f.version, "header_digest": f.header_digest}
+        {
+            "name": f.name,
+            "size_bytes": f.size_bytes,
+            "version": f.version,
+            "header_digest": f.header_digest,
+            **({} if f.sha256 is None else {"sha256": f.sha256}),
+        }
         for f in files
     ]
 

@@ -142,7 +142,7 @@ def planned_models(
 
 def bindings(checkpoint: Checkpoint) -> tuple[FileBinding, ...]:
     """Bind the files of a checkpoint as they were when it was opened."""
-    return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest) for f in checkpoint.files)
+    return tuple(FileBinding(f.name, f.size_bytes, f.version, f.header_digest, f.sha256) for f in checkpoint.files)
 
 
 def _planned_model(role: str, model: PlanningModel, full_cost_bytes: int, planned_bytes: int) -> PlannedModel:

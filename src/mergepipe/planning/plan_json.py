@@ -206,7 +206,10 @@ def _reused_of(reused: JsonFields) -> ReusedSnapshot:
 
 
 def _file_of(file: JsonFields) -> FileBinding:
-    found = FileBinding(file.text("name"), file.size("size_bytes"), file.text("version"), file.text("header_digest"))
+    found = FileBinding(
+        file.text("name"), file.size("size_bytes"), file.text("version"), file.text("header_digest"),
+        file.text("sha256") if "sha256" in file.remaining() else None,
+    )  # fmt: skip
     file.done()
     return found
 

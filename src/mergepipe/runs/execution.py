@@ -26,7 +26,7 @@ from mergepipe.runs.reuse.accumulators import (
     total_output,
 )
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, find_reuse, limit_to_plan
-from mergepipe.runs.reuse.keys import KEYS_NAME, block_keys
+from mergepipe.runs.reuse.keys import KEYS_NAME, NamedKeys, SourceNames
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
 from mergepipe.storage.contract import RangeFile, Store
@@ -79,24 +79,28 @@ class Execution:
             MergePipeError: as `execute_merge`.
         """
         tasks = self.output.tasks
-        keys = block_keys(work, tasks, self.checkpoints)
+        names = SourceNames.of(self.store, self.checkpoints)
+        keys = NamedKeys(work, tasks, names)
         reuse = find_reuse(work, tasks, keys, sources.snapshots)
         if self.plan is not None:
             reuse = limit_to_plan(reuse, self.plan)
         totals: dict[str, RunningTotal] = {}
         if sources.keeps_accumulators or sources.continues_sums:
-            totals = running_totals(work, tasks, self.checkpoints)
+            totals = running_totals(work, tasks, names)
         if sources.keeps_accumulators:
             reuse = Reuse({name: known for name, known in reuse.known.items() if name not in totals})
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
-        kept = find_kept_sums(totals, sources.snapshots, self.store.ledger, self.engine.threads)
+        kept = find_kept_sums(
+            totals, sources.snapshots, self.store.ledger, self.engine.threads,
+            lambda earlier: running_totals(work, tasks, names.as_recorded(earlier.inputs)),
+        )  # fmt: skip
         with contextlib.ExitStack() as stack:
             opened, reuse, kept = self._opened(stack, files, sources.snapshots, reuse, kept)
             replaced: Replaced = {
                 t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept
             }
-            small = {KEYS_NAME: keys.to_bytes()}
+            small = {KEYS_NAME: keys.own.to_bytes()}
             if sources.keeps_accumulators and totals:
                 replaced, about = self._accumulate(work, totals, replaced, opened)
                 small |= about

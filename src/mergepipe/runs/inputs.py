@@ -25,6 +25,7 @@ from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.models import open_model
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -198,6 +199,22 @@ def _merged(task: MergeTask, operator: Operator) -> MergedTensor:
     given = task.parameters
     known = OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
     return MergedTensor(task, operator, known)
+
+
+def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:
+    """Add the digests that the catalog knows to the fingerprints of the files of all inputs."""
+
+    def known(checkpoint: Checkpoint) -> Checkpoint:
+        return link.use(lambda catalog: catalog.with_known_digests(checkpoint)) or checkpoint
+
+    return replace(
+        inputs,
+        checkpoints=tuple(map(known, inputs.checkpoints)),
+        intermediates={
+            index: replace(made, inputs=with_known_digests(made.inputs, link))
+            for index, made in inputs.intermediates.items()
+        },
+    )
 
 
 def open_path(store: Store, path: Location, base: Checkpoint | None = None) -> Checkpoint:

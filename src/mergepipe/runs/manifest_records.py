@@ -14,7 +14,10 @@ from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, Realize
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
 
-_REUSED_BY = "path, size, version (modification and change time, inode) and header digest of every file of the inputs"
+_REUSED_BY = (
+    "path, size, version (modification and change time, inode) and header digest of every file of the inputs, "
+    "or its SHA-256 where that is known"
+)
 
 
 def own_sum_bytes(directory: Path, usage: Usage) -> int:

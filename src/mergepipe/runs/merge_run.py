@@ -29,7 +29,7 @@ from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.coverage import coverage_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
-from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.runs.inputs import Inputs, PairStatistics, with_known_digests
 from mergepipe.runs.manifest_records import (
     file_records,
     own_sum_bytes,
@@ -136,11 +136,12 @@ def publish_merge(
 
     An exception that `before_publish` raises for the finished manifest prevents publishing.
     """
+    inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
-    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs, store) + SIDECAR_MARGIN_BYTES)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
@@ -212,10 +213,11 @@ def _reuse_sources(
 ) -> ReuseSources:
     """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
     if plan is not None:
-        snapshots = EarlierSnapshots(store, [Path(snapshot.path) for snapshot in plan.reuse])
+        places: tuple[Path, ...] = tuple(Path(snapshot.path) for snapshot in plan.reuse)
+        snapshots = EarlierSnapshots(store, places, link)
         return ReuseSources(snapshots, continues_sums=False, keeps_accumulators=False)
     places = reuse_candidates(link, out if settings.force else None) if settings.reuse else ()
-    return ReuseSources(EarlierSnapshots(store, places), settings.reuse, settings.keeps_accumulators)
+    return ReuseSources(EarlierSnapshots(store, places, link), settings.reuse, settings.keeps_accumulators)
 
 
 class _Run:
@@ -413,7 +415,7 @@ class _Run:
                 model=model.text,
                 path=reference_text(model),
                 files=tuple(
-                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest)
+                    FileRecord(file.name, file.size_bytes, file.version, file.header_digest, file.sha256)
                     for file in checkpoint.files
                 ),
                 content_id=known.get(id(checkpoint)) or None,

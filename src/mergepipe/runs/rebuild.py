@@ -22,7 +22,7 @@ from mergepipe.recipes.parse.references import reference_text, referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
-from mergepipe.runs.reuse.keys import block_keys
+from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
@@ -145,19 +145,22 @@ def rebuild_tensors(
 
 
 def rebuild_keys(manifest: Manifest, inputs: Inputs, store: Store) -> bytes:
-    """Recompute the block keys of a snapshot from its opened inputs, with the file versions that it recorded."""
+    """Recompute the block keys of a snapshot from its opened inputs, with the versions and digests that it recorded."""
     by_name = {task.name: task for task in inputs.resolution.tasks}
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
     pairs = zip(manifest.inputs, inputs.leaves(), strict=True)
     checkpoints = [
         replace(
-            checkpoint, files=tuple(FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3) for f in r.files)
+            checkpoint,
+            files=tuple(
+                FileFingerprint(f.name, f.size_bytes, f.version, f.header_blake3, f.sha256) for f in record.files
+            ),
         )
-        for r, (_, _, checkpoint) in pairs
+        for record, (_, _, checkpoint) in pairs
     ]
     with open_files(store, _paths(inputs, tasks)) as files:
         work = _work(manifest, inputs, tasks, files)
-    return block_keys(work, tasks, checkpoints).to_bytes()
+    return block_keys(work, tasks, SourceNames.of(store, checkpoints)).to_bytes()
 
 
 def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:

@@ -18,9 +18,11 @@ from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 T = TypeVar("T")
 
@@ -45,7 +47,7 @@ def show_snapshot(reference: str, home: Path) -> SnapshotReport:
         if not _has_manifest(path):
             raise
         created = modified_at(path / MANIFEST_NAME)
-        return _of_manifest(read_manifest(path), path.absolute(), created)
+        return _of_manifest(read_manifest(Stores(), path), path.absolute(), created)
 
 
 def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
@@ -60,7 +62,7 @@ def trace_lineage(reference: str, home: Path) -> tuple[LineageNode, ...]:
     except NotFoundError:
         if not _has_manifest(Path(reference)):
             raise
-        read_manifest(Path(reference))  # which says so where it is no snapshot's
+        read_manifest(Stores(), Path(reference))  # which says so where it is no snapshot's
         hint = f"run `mergepipe catalog rebuild {reference}`"
         raise NotFoundError.of(
             "snapshot.not-recorded", reference, "a snapshot that is not in the catalog", hint
@@ -99,7 +101,7 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
     return _recorded(reference, home).path
 
 
-def read_manifest_value(directory: Path) -> Manifest:
+def read_manifest_value(store: Store, directory: Location) -> Manifest:
     """Read the whole manifest of a snapshot.
 
     Raises:
@@ -108,7 +110,7 @@ def read_manifest_value(directory: Path) -> Manifest:
         StorageError: it cannot be read.
     """
     path = directory / MANIFEST_NAME
-    return manifest_of_json(read_small(path, MANIFEST_BYTES), path)
+    return manifest_of_json(store.read_small(path, MANIFEST_BYTES), path)
 
 
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
@@ -161,7 +163,7 @@ def _of_manifest(found: SnapshotRecord, path: Path, created: datetime) -> Snapsh
         analysis_bytes=found.realized.analysis,
         output_bytes=found.realized.output,
         inputs=tuple(
-            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(i))
+            SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(Stores(), i))
             for i in found.inputs
         ),
         is_present=True,

@@ -18,12 +18,13 @@ MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of an input, in the state in which it was read."""
+    """A file of an input, in the state in which it was read; a `sha256` that was unknown is None, and not written."""
 
     name: str
     size_bytes: int
     version: str
     header_blake3: str
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +149,8 @@ class Manifest:
     def to_json(self) -> bytes:
         """Encode as readable JSON with a stable order of keys."""
         content = {"format": MANIFEST_FORMAT, "sid": self.sid, **asdict(self)}
+        for file in (file for source in content["inputs"] for file in source["files"]):
+            if file["sha256"] is None:
+                del file["sha256"]
         content["digest"] = digest_of(content)
         return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -121,7 +121,10 @@ def _input(found: JsonFields) -> InputRecord:
 
 
 def _file(found: JsonFields) -> FileRecord:
-    return FileRecord(found.text("name"), found.size("size_bytes"), found.text("version"), found.text("header_blake3"))
+    return FileRecord(
+        found.text("name"), found.size("size_bytes"), found.text("version"), found.text("header_blake3"),
+        found.optional_text("sha256") if "sha256" in found.remaining() else None,
+    )  # fmt: skip
 
 
 def _output_file(found: JsonFields) -> OutputFileRecord:

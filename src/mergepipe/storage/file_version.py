@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
 _SECOND_NS = 1_000_000_000
 _PROCESS = secrets.token_hex(8)
+_CONTENT = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 def version_of(path: Path, status: os.stat_result) -> str:
@@ -21,6 +23,12 @@ def version_of(path: Path, status: os.stat_result) -> str:
     version = f"{status.st_mtime_ns}.{status.st_ctime_ns}.{status.st_ino}"
     repeats = status.st_ctime_ns == status.st_mtime_ns and status.st_ctime_ns % _SECOND_NS == 0
     return f"{version}.{_PROCESS}" if repeats and _is_read_only(path) else version
+
+
+def sha256_of_version(version: str) -> str | None:
+    """Return the digest of a file's bytes where its version is that (`sha256:` and 64 hex digits), else None."""
+    match = _CONTENT.fullmatch(version)
+    return None if match is None else match[1]
 
 
 def modified_at(path: Path) -> datetime:

@@ -81,6 +81,8 @@ def analyze_table(report: AnalyzeReport) -> str:
 def _analyzed_text(expert: AnalyzedExpert) -> str:
     known = expert.comparable_tensors - expert.analyzed_tensors
     parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
+    if expert.same_as is not None:
+        parts.append(f"known by content: statistics of {expert.same_as} are used")
     if expert.incomparable:
         parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
     return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 import mergepipe
-from mergepipe.checkpoints.contract import Checkpoint, KeptTotal, Unchanged
+from mergepipe.checkpoints.contract import KeptTotal, Unchanged
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.core.blocks import F32, element_count
 from mergepipe.core.canonical_json import canonical_json, digest_of
@@ -21,17 +21,17 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.runs.reuse.blocks import EarlierSnapshots
+from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots
 from mergepipe.runs.reuse.keys import SourceNames
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
 from mergepipe.snapshots.layout import PlacedFile, PlacedTensor, SnapshotLayout
 from mergepipe.snapshots.manifest import Manifest
 from mergepipe.snapshots.scan import scan_snapshot
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, header_of, table_of
+from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.storage.regular import read_small
 from mergepipe.storage.stores import Stores
 
 ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
@@ -72,11 +72,8 @@ class RunningTotal:
     experts: tuple[int, ...]
 
 
-def running_totals(
-    work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterable[Checkpoint]
-) -> dict[str, RunningTotal]:
-    """Return the sums of the tensors that are elementwise sums of identifiable contributions."""
-    names = SourceNames(checkpoints)
+def running_totals(work: MergeWork, tasks: Sequence[MergeTask], names: SourceNames) -> dict[str, RunningTotal]:
+    """Return the sums of the tensors that are elementwise sums of contributions with `names`."""
     found = ((task.name, _running_total(work, task, names)) for task in tasks)
     return {name: total for name, total in found if total is not None}
 
@@ -118,22 +115,28 @@ class KeptSum:
 
 
 def find_kept_sums(
-    totals: Mapping[str, RunningTotal], snapshots: EarlierSnapshots, ledger: Ledger, threads: int
+    totals: Mapping[str, RunningTotal],
+    snapshots: EarlierSnapshots,
+    ledger: Ledger,
+    threads: int,
+    totals_as_in: Callable[[EarlierSnapshot], Mapping[str, RunningTotal]],
 ) -> dict[str, KeptSum]:
     """Find for each tensor the kept sum of an earlier snapshot that covers the most additions.
 
-    Each sum used is read once here and compared with its digests.
+    `totals_as_in` gives `totals` under the names that an earlier snapshot has for the same contents. Each sum used is
+    read once here and compared with its digests.
 
     Raises:
         CorruptError: `accumulators.damaged`.
     """
     best: dict[str, tuple[KeptSum, KeptTotals]] = {}
     for earlier in snapshots if totals else ():
-        kept = read_totals(earlier.path, earlier.manifest)
+        kept = read_totals(snapshots.store, earlier.path, earlier.manifest)
         if kept is None:
             continue
-        for name, total in totals.items():
-            found = kept.find(name, total)
+        there = totals_as_in(earlier)
+        for name in totals:
+            found = kept.find(name, there[name])
             if found is not None and (name not in best or found.n_additions > best[name][0].n_additions):
                 best[name] = (found, kept)
     for kept in {id(kept): kept for _, kept in best.values()}.values():
@@ -220,7 +223,8 @@ def total_files(
 class KeptTotals:
     """The kept sums of an earlier snapshot, bound by digests in its manifest."""
 
-    path: Path
+    store: Store
+    path: Location
     sid: str
     sums: Mapping[str, Sum]
     entries: Mapping[str, KeptTotal]
@@ -251,31 +255,33 @@ class KeptTotals:
         rows = [entry for entry in self.entries.values() if entry.name in names]
         tensors = tuple(PlacedTensor(i, e.name, F32, e.shape, "", e.offset) for i, e in enumerate(rows))
         first = min(entry.offset for entry in self.entries.values())
-        file = PlacedFile(0, self.path.name, self.path.stat().st_size, first, tensors)
+        file = PlacedFile(0, self.path.name, self.store.size_bytes(self.path), first, tensors)
         layout = SnapshotLayout((file,), self.table.block_elements)
-        scan = scan_snapshot(Stores(), Location.local(self.path.parent), layout, threads, lambda _: None)
+        scan = scan_snapshot(Stores(), self.path.parent, layout, threads, lambda _: None)
         ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
         expected = dict(zip(self.entries, self.table.tensors, strict=True))
         return tuple(e.name for e, found in zip(rows, scan.blocks, strict=True) if tuple(found) != expected[e.name])
 
 
-def read_totals(directory: Path, manifest: Manifest) -> KeptTotals | None:
+def read_totals(store: Store, directory: Location, manifest: Manifest) -> KeptTotals | None:
     """Read the record of a snapshot's kept sums; None if there are none or the manifest does not match."""
     path = directory / ACCUMULATORS_NAME
     records = {record.name: record for record in manifest.sidecars}
-    if ACCUMULATORS_RECORD_NAME not in records or not path.is_file():
-        return None
     try:
+        if ACCUMULATORS_RECORD_NAME not in records or not is_file(store, path):
+            return None
         names = (ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
-        raw = {name: read_small(directory / name, BLOCK_TABLE_BYTES) for name in names}
+        raw = {name: store.read_small(directory / name, BLOCK_TABLE_BYTES) for name in names}
         if any(blake3(content).hexdigest(16) != records[name].blake3 for name, content in raw.items()):
             return None
-        return _parsed(path, manifest.sid, json.loads(raw[ACCUMULATORS_RECORD_NAME]), raw[ACCUMULATORS_BLOCKS_NAME])
+        return _parsed(
+            store, path, manifest.sid, json.loads(raw[ACCUMULATORS_RECORD_NAME]), raw[ACCUMULATORS_BLOCKS_NAME]
+        )
     except (MergePipeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
+def _parsed(store: Store, path: Location, sid: str, record: Any, blocks: bytes) -> KeptTotals | None:
     """Parse a record that the manifest vouches for, and compare the file's header with it."""
     if record["format"] != ACCUMULATORS_FORMAT:
         return None
@@ -287,8 +293,8 @@ def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | No
     table = block_table_of(blocks, path, 1, [element_count(shape) for shape in shapes.values()])
     found = {
         e.name: KeptTotal(e.name, e.dtype, e.shape, e.file, e.offset, e.nbytes)
-        for e in read_header(Stores(), Location.local(path)).entries
+        for e in read_header(store, path).entries
     }
     if {n: (e.dtype, e.shape) for n, e in found.items()} != {n: (F32, shape) for n, shape in shapes.items()}:
         return None
-    return KeptTotals(path, sid, sums, {name: found[name] for name in shapes}, table)
+    return KeptTotals(store, path, sid, sums, {name: found[name] for name in shapes}, table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,24 +17,22 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
 from mergepipe.engine.execute import MergeWork, can_reuse
 from mergepipe.engine.segments import Reusable
-from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Problem
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Problem, StorageError
 from mergepipe.planning.plan import Plan, ReusedSnapshot
+from mergepipe.recipes.parse.references import referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY
+from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY, NamedKeys, RecordedFile, SourceFile
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
-from mergepipe.snapshots.manifest import Manifest
+from mergepipe.snapshots.manifest import FileRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.contract import Store
-from mergepipe.storage.file_version import version_of
+from mergepipe.storage.contract import FileStatus, Store, is_file
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.places import resolved
 
 MAX_CANDIDATES = 64
-Identity = tuple[int, int, str]
-"""Device, size and version of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +92,23 @@ class Reuse:
                     raise CorruptError.of("reuse.damaged", entry.file, message, hint)
 
 
-def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: BlockTable, snapshots: EarlierSnapshots) -> Reuse:
-    """Find the blocks of `tasks` in earlier snapshots by their `keys`.
+def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: NamedKeys, snapshots: EarlierSnapshots) -> Reuse:
+    """Find the blocks of `tasks` in earlier snapshots by their `keys`, under the names of files that those have.
 
     For each tensor one snapshot is used: the one with the most blocks, the first of equals.
     """
     wanted = {
-        task.name: (task, blocks)
-        for task, blocks in zip(tasks, keys.tensors, strict=True)
+        task.name: (t, task)
+        for t, (task, blocks) in enumerate(zip(tasks, keys.own.tensors, strict=True))
         if any(key != NO_KEY for key in blocks)
     }
     found: dict[str, ReusableTensor] = {}
     open_names = set(wanted)
     for earlier in snapshots if open_names else ():
+        there = keys.as_recorded(earlier.inputs)
         for name in sorted(open_names):
-            task, blocks = wanted[name]
-            match = earlier.match(task, blocks, keys.block_elements)
+            t, task = wanted[name]
+            match = earlier.match(task, there.tensors[t], there.block_elements)
             if match is None or (name in found and match.n_elements <= found[name].n_elements):
                 continue
             if can_reuse(replace(work, reusable={name: match.reusable}), task):
@@ -168,58 +166,82 @@ def reuse_candidates(link: CatalogLink, replaced: Path | None = None) -> tuple[P
 class EarlierSnapshots:
     """Earlier snapshots with block keys, each read once, on first use.
 
-    A snapshot that cannot be read is skipped.
+    A snapshot that cannot be read is skipped. `link` tells the digests of the files that they were made from.
     """
 
-    def __init__(self, store: Store, paths: Iterable[Path]) -> None:
-        self._store = store
-        self._paths = list(dict.fromkeys(Path(os.path.realpath(path)) for path in paths))[:MAX_CANDIDATES]
-        self._read: dict[Path, EarlierSnapshot | None] = {}
+    def __init__(self, store: Store, paths: Iterable[Path], link: CatalogLink) -> None:
+        self.store = store
+        self._link = link
+        self._paths = list(dict.fromkeys(resolved(store, Location.local(path)) for path in paths))[:MAX_CANDIDATES]
+        self._read: dict[Location, EarlierSnapshot | None] = {}
 
     def __iter__(self) -> Iterator[EarlierSnapshot]:
         for path in self._paths:
             if path not in self._read:
-                self._read[path] = _read_snapshot(self._store, path)
+                self._read[path] = _read_snapshot(self.store, path, self._link)
             earlier = self._read[path]
             if earlier is not None:
                 yield earlier
 
 
-def _read_snapshot(store: Store, path: Path) -> EarlierSnapshot | None:
-    if not (path / KEYS_NAME).is_file():
-        return None
+def _read_snapshot(store: Store, path: Location, link: CatalogLink) -> EarlierSnapshot | None:
     try:
+        if not is_file(store, path / KEYS_NAME):
+            return None
         # Before the contents: a snapshot replaced during this read is then recognised as changed.
-        identities = {
-            Location.local(file): identity for file in path.iterdir() if (identity := _identity(file)) is not None
-        }
-        manifest = read_manifest_value(path)
-        checkpoint = open_checkpoint(store, Location.local(path))
-        keys = _table(path, manifest, KEYS_NAME, 0)
-        digests = _table(path, manifest, BLOCKS_NAME, len(manifest.files))
-        return EarlierSnapshot(path, manifest, checkpoint, keys, digests, identities)
-    except (MergePipeError, OSError):
+        files = [path / entry.name for entry in store.list(path)]
+        statuses = {file: status for file in files if (status := _status(store, file)) is not None}
+        manifest = read_manifest_value(store, path)
+        checkpoint = open_checkpoint(store, path)
+        keys = _table(store, path, manifest, KEYS_NAME, 0)
+        digests = _table(store, path, manifest, BLOCKS_NAME, len(manifest.files))
+    except MergePipeError:
         return None
+    return EarlierSnapshot(path, manifest, checkpoint, keys, digests, statuses, _recorded_files(store, manifest, link))
 
 
-def _identity(path: Path) -> Identity | None:
+def _recorded_files(store: Store, manifest: Manifest, link: CatalogLink) -> tuple[RecordedFile, ...]:
+    """Return the files of a snapshot's inputs whose content is known, from its manifest or from the catalog."""
     try:
-        status = path.stat()
-    except OSError:
+        return tuple(
+            recorded
+            for source in manifest.inputs
+            for path in referenced_paths(source.path, store)
+            for file in source.files
+            for root in (path, path.parent)  # of a directory, and of a bare file
+            if (recorded := _recorded_file(str(resolved(store, root / file.name)), file, link)) is not None
+        )
+    except (MergePipeError, ValueError):  # a place that cannot be looked at, or that no path leads to
+        return ()
+
+
+def _recorded_file(location: str, file: FileRecord, link: CatalogLink) -> RecordedFile | None:
+    known = file.sha256
+    if known is None:
+        known = link.use(lambda catalog: catalog.known_sha256(location, file.version, file.size_bytes))
+    if known is None:
         return None
-    return status.st_dev, status.st_size, version_of(path, status)
+    found = SourceFile(location, file.size_bytes, file.version, file.header_blake3, known)
+    return RecordedFile(found, found.place if file.sha256 is None else found.name)
 
 
-def changed_files(files: Iterable[Location], snapshots: Iterable[EarlierSnapshot]) -> set[Location]:
+def changed_files(files: Iterable[Location], snapshots: EarlierSnapshots) -> set[Location]:
     """Return the files that changed since the snapshots were read."""
-    known = {path: identity for snapshot in snapshots for path, identity in snapshot.identities.items()}
-    return {file for file in files if file in known and _identity(file.local_path) != known[file]}
+    known = {path: status for snapshot in snapshots for path, status in snapshot.statuses.items()}
+    return {file for file in files if file in known and _status(snapshots.store, file) != known[file]}
 
 
-def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
+def _status(store: Store, path: Location) -> FileStatus | None:
+    try:
+        return store.stat(path)
+    except StorageError:
+        return None
+
+
+def _table(store: Store, directory: Location, manifest: Manifest, name: str, n_files: int) -> BlockTable:
     """Read a block table and check it against the manifest."""
     path = directory / name
-    raw = read_small(path, BLOCK_TABLE_BYTES)
+    raw = store.read_small(path, BLOCK_TABLE_BYTES)
     records = (*manifest.sidecars, manifest.blocks)
     if not any(record.name == name and record.blake3 == blake3(raw).hexdigest(16) for record in records):
         raise CorruptError.of("reuse.table", path, "is not what the manifest records", "`mergepipe repair` it")
@@ -228,14 +250,15 @@ def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> Bloc
 
 @dataclass(frozen=True)
 class EarlierSnapshot:
-    """An earlier snapshot with its block keys and block digests."""
+    """An earlier snapshot with its block keys and block digests, and the inputs that are known by content."""
 
-    path: Path
+    path: Location
     manifest: Manifest
     checkpoint: Checkpoint
     keys: BlockTable
     digests: BlockTable
-    identities: Mapping[Location, Identity]
+    statuses: Mapping[Location, FileStatus]
+    inputs: tuple[RecordedFile, ...]
 
     @property
     def sid(self) -> str:

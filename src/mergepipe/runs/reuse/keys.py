@@ -1,15 +1,15 @@
 """Compute block keys: digests of everything that an output block depends on; equal keys mean equal bytes.
 
-A key covers the stored bytes of the base and of the contributing experts (by file, as it was when it was opened, and
-place in it), the rule with the coefficients in force in that block, the output's dtype, the random streams, and the
-version of the program. Different keys say nothing.
+A key covers the stored bytes of the base and of the contributing experts (by the SHA-256 of the file where it is known,
+else by its location and version, and by the place in it), the rule with the coefficients in force in that block, the
+output's dtype, the random streams, and the version of the program. Different keys say nothing.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -25,7 +25,9 @@ from mergepipe.operators.registry import is_built_in
 from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.block_digests import BlockTable
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.places import resolved
 
 KEYS_NAME = "mergepipe.keys"
 KEY_VERSION = 2
@@ -34,40 +36,105 @@ NO_KEY = bytes(16)  # of a block that reads no expert, or whose sources cannot b
 Described = Mapping[str, object]
 
 
-def block_keys(work: MergeWork, tasks: Sequence[MergeTask], checkpoints: Iterable[Checkpoint]) -> BlockTable:
-    """Compute the keys of all blocks of `tasks`, in order, on the plan's grid or the default one.
-
-    `checkpoints` are those whose files are read.
-    """
+def block_keys(work: MergeWork, tasks: Sequence[MergeTask], names: SourceNames) -> BlockTable:
+    """Compute the keys of all blocks of `tasks`, in order, on the plan's grid or the default one."""
     block_elements = DEFAULT_BLOCK_ELEMENTS if work.access is None else work.access.block_elements
-    files = SourceNames(checkpoints)
     keys = []
     for index, task in enumerate(tasks):
         runs = tuple(work.access.runs_of(index, task) if work.access else full_access(index, task))
-        keys.append(tuple(_Keys(work, files, block_elements, task, runs)))
+        keys.append(tuple(_Keys(work, names, block_elements, task, runs)))
     return BlockTable(block_elements, (), tuple(keys))
 
 
-class SourceNames:
-    """Identifies the stored bytes of tensors by file fingerprint and position in the file."""
+class NamedKeys:
+    """The keys of a merge under its own names of files, and under those that earlier snapshots recorded."""
 
-    def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
-        self._names: dict[Location, tuple[str, int, str, str]] = {}
+    def __init__(self, work: MergeWork, tasks: Sequence[MergeTask], names: SourceNames) -> None:
+        self.own = block_keys(work, tasks, names)
+        self._work = work
+        self._tasks = tasks
+        self._names = names
+        self._computed = {tuple(names.names.values()): self.own}
+
+    def as_recorded(self, files: Sequence[RecordedFile]) -> BlockTable:
+        """Return the keys under the names that an earlier snapshot has for the same contents."""
+        names = self._names.as_recorded(files)
+        wanted = tuple(names.names.values())
+        if wanted not in self._computed:
+            self._computed[wanted] = block_keys(self._work, self._tasks, names)
+        return self._computed[wanted]
+
+
+FileName: TypeAlias = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of an input: where it was and in which version, and the SHA-256 of its bytes if it is known."""
+
+    location: str
+    size_bytes: int
+    version: str
+    header_digest: str
+    sha256: str | None
+
+    @property
+    def place(self) -> FileName:
+        """Its name by location and version: equal ones mean equal bytes."""
+        return self.location, self.size_bytes, self.version, self.header_digest
+
+    @property
+    def content(self) -> FileName | None:
+        """Its name by content."""
+        return None if self.sha256 is None else ("sha256", self.sha256, self.header_digest)
+
+    @property
+    def name(self) -> FileName:
+        """What keys call it: by content where that is known."""
+        return self.content or self.place
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFile:
+    """A file of an earlier merge: `name` is what its keys call it."""
+
+    file: SourceFile
+    name: FileName
+
+
+@dataclass(frozen=True, slots=True)
+class SourceNames:
+    """Names the stored bytes of tensors by file and position in the file."""
+
+    files: Mapping[Location, SourceFile]
+    names: Mapping[Location, FileName]
+
+    @classmethod
+    def of(cls, store: Store, checkpoints: Iterable[Checkpoint]) -> SourceNames:
+        """Name the files of `checkpoints`, those that are read."""
+        files = {}
         for checkpoint in checkpoints:
             for file in checkpoint.files:
                 path = checkpoint.root / file.name
-                self._names[path] = (_real_text(path), file.size_bytes, file.version, file.header_digest)
+                location = str(resolved(store, path))
+                files[path] = SourceFile(location, file.size_bytes, file.version, file.header_digest, file.sha256)
+        return cls(files, {path: file.name for path, file in files.items()})
+
+    def as_recorded(self, earlier: Sequence[RecordedFile]) -> SourceNames:
+        """Call each file what an earlier merge calls the same content; unknown ones keep their names."""
+        by_place = {each.file.place: each.name for each in earlier}
+        by_content = {each.file.content: each.name for each in earlier if each.file.content is not None}
+
+        def name(file: SourceFile) -> FileName:
+            return by_place.get(file.place) or (file.content and by_content.get(file.content)) or file.name
+
+        return SourceNames(self.files, {path: name(file) for path, file in self.files.items()})
 
     def name(self, source: Source) -> tuple[str | int, ...] | None:
-        """File, size, version, header digest, offset and code; None for what is not one byte range of a known file."""
-        if not isinstance(source, TensorEntry) or source.file not in self._names:
+        """Name of the file, offset and code; None for what is not one byte range of a known file."""
+        if not isinstance(source, TensorEntry) or source.file not in self.names:
             return None
-        return (*self._names[source.file], source.offset, source.kernel_code)
-
-
-def _real_text(path: Location) -> str:
-    """The path with its links followed, elsewhere the location's text."""
-    return os.path.realpath(path.local_path) if path.is_local else str(path)
+        return (*self.names[source.file], source.offset, source.kernel_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +142,7 @@ class _Keys:
     """The keys of one tensor's blocks."""
 
     work: MergeWork
-    files: SourceNames
+    names: SourceNames
     block_elements: int
     task: MergeTask
     runs: tuple[Run, ...]
@@ -101,8 +168,8 @@ class _Keys:
         task = self.task
         if task.action is Action.COPY or not task.experts or not is_built_in(self.work.operator):
             return None
-        base = self.files.name(task.base)
-        if base is None or any(self.files.name(s) is None for s in task.experts if not isinstance(s, Unchanged)):
+        base = self.names.name(task.base)
+        if base is None or any(self.names.name(s) is None for s in task.experts if not isinstance(s, Unchanged)):
             return None
         return {
             "operator": self.work.operator.spec.name,
@@ -133,7 +200,7 @@ class _Keys:
         }
 
     def _expert(self, given: OperatorInput, e: int) -> list[object]:
-        return [self.files.name(self.task.experts[e]), given.stream_keys[e] if given.stream_keys else None]
+        return [self.names.name(self.task.experts[e]), given.stream_keys[e] if given.stream_keys else None]
 
     def _has_content_ids(self, given: OperatorInput, experts: Iterable[int]) -> bool:
         """Whether the content ids that key randomness are known."""

@@ -12,7 +12,7 @@ from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
-from mergepipe.runs.reuse.keys import block_keys
+from mergepipe.runs.reuse.keys import NamedKeys, SourceNames
 from mergepipe.runs.work import merge_work
 
 MAX_EARLIER_BUDGETS = 8
@@ -75,7 +75,8 @@ class ReusingPlanner:
         plan = self.ranking.plan(limit_bytes)
         tasks = self.tasks_of(plan)
         work = merge_work(plan.operator, tasks, plan, plan.seed, self.content_ids)
-        keys = block_keys(work, tasks, [checkpoint for _, _, checkpoint in self.inputs.leaves()])
+        store = self.snapshots.store
+        keys = NamedKeys(work, tasks, SourceNames.of(store, [checkpoint for _, _, checkpoint in self.inputs.leaves()]))
         reuse = find_reuse(work, tasks, keys, self.snapshots)
         return _with_reuse(plan, reuse, self.ranking)
 
