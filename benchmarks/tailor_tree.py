@@ -13,10 +13,10 @@ from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, P
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.copier import Copier
-from mergepipe.tailor.composition.copy_plan import CopyRange, Literal, Segment
-from mergepipe.tailor.composition.torch_writer import InertPickler, Size
-from mergepipe.tailor.composition.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
+from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.composition.copy.plan import CopyRange, Literal, Segment
+from mergepipe.tailor.composition.copy.writer import Copier
 
 LAYERS = 32
 _BYTES_PER_PARAMETER = 12  # masters and both moments; stage 3 stores no 16-bit weights

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -85,13 +86,24 @@ def called_imports_of(source: Path, tree: ast.AST) -> Iterator[Import]:
                 yield Import(source, name, node.lineno, is_lazy=True)
 
 
-def all_called_imports() -> list[Import]:
-    trees = ((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sources())
-    return [each for path, tree in trees for each in called_imports_of(path, tree)]
+@cache
+def _read_imports() -> tuple[tuple[Import, ...], tuple[Import, ...]]:
+    """What all modules import by statements, and by calls; trees are dropped at once, as they are large."""
+    by_statement: list[Import] = []
+    by_call: list[Import] = []
+    for path in sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        by_statement += imports_of(path, tree)
+        by_call += called_imports_of(path, tree)
+    return tuple(by_statement), tuple(by_call)
 
 
-def all_imports() -> list[Import]:
-    return [each for path in sources() for each in imports_of(path, ast.parse(path.read_text(encoding="utf-8")))]
+def all_imports() -> tuple[Import, ...]:
+    return _read_imports()[0]
+
+
+def all_called_imports() -> tuple[Import, ...]:
+    return _read_imports()[1]
 
 
 def imported_component(each: Import) -> str | None:

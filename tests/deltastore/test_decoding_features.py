@@ -16,12 +16,9 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.band_sample import choose_bands
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
-from mergepipe.deltastore.codec.decode_tiles import VECTOR_RESIDUALS, VECTOR_SYMBOLS
 from mergepipe.deltastore.codec.encode import encode_bands
-from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
-from mergepipe.deltastore.codec.rans import (
+from mergepipe.deltastore.codec.entropy.rans import (
     LANES,
     MAX_CONTEXTS,
     SKIPPED,
@@ -31,8 +28,11 @@ from mergepipe.deltastore.codec.rans import (
     fill_start_table,
     scale_counts,
 )
-from mergepipe.deltastore.codec.rans_vector_decoder import decode_head_symbols_vector, has_vector_decoder
+from mergepipe.deltastore.codec.entropy.rans_vector_decoder import decode_head_symbols_vector, has_vector_decoder
+from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
+from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import KEPT_BYTES, scratch
+from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS
 from mergepipe.errors import CorruptError
 from support.rounding import decode, encode
 

@@ -95,7 +95,7 @@ def test_can_reuse__a_part_only_where_blocks_do_not_wait_for_one_another(
 
 def test_elementwise_rule__goes_on_from_a_sum_bit_by_bit() -> None:
     from mergepipe.operators.base import RawBlock
-    from mergepipe.operators.elementwise import ElementwiseRule
+    from mergepipe.operators.rules.elementwise import ElementwiseRule
 
     rng = np.random.default_rng(2)
     n = 3000

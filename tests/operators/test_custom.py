@@ -33,10 +33,10 @@ MODELS: tuple[dict[str, Scalar], ...] = (
 Values = NDArray[np.float32]
 
 
-def clipped(base_N: Values, deltas_EN: Values, given: Given) -> Values:
+def clipped(base_N: Values, deltas_EN: Values, inputs: Given) -> Values:
     """Sum of deltas, each element clipped."""
-    weights_E = np.asarray(given["weight"], np.float32)
-    limit = np.float32(given["limit"])
+    weights_E = np.asarray(inputs["weight"], np.float32)
+    limit = np.float32(inputs["limit"])
     return np.asarray(base_N + np.clip(weights_E @ deltas_EN, -limit, limit))
 
 
@@ -59,12 +59,12 @@ def test_operator__makes_a_function_a_merge_method(clip_operator: custom.CustomO
         ("limit", False, 1e-2),
     ]
     family = make_family(np.random.default_rng(0), 100_000, F32, (F32, F32), 0.0)
-    given = OperatorInput({"limit": 1e-2}, {}, ({"weight": 0.5}, {"weight": 2.0}), 100_000, ())
-    found_N = apply_operator(clip_operator, given, StoredTensor(family, F32), [70_000])
+    inputs = OperatorInput({"limit": 1e-2}, {}, ({"weight": 0.5}, {"weight": 2.0}), 100_000, ())
+    found_N = apply_operator(clip_operator, inputs, StoredTensor(family, F32), [70_000])
     deltas_EN = family.experts_EN - family.base_N
     wanted_N = family.base_N + np.clip(0.5 * deltas_EN[0] + 2.0 * deltas_EN[1], -1e-2, 1e-2)
     np.testing.assert_allclose(found_N, wanted_N, atol=1e-7)
-    assert not operator_named("clip").influence(given, None).is_additive
+    assert not operator_named("clip").influence(inputs, None).is_additive
 
 
 def test_operator__keeps_the_contract(clip_operator: custom.CustomOperator) -> None:
@@ -84,9 +84,9 @@ def test_operator__refuses_a_result_of_another_kind() -> None:
     made = operator("doubles")(doubles)
     try:
         family = make_family(np.random.default_rng(0), 9, F32, (F32,), 0.0)
-        given = OperatorInput({}, {}, ({},), 9, ())
+        inputs = OperatorInput({}, {}, ({},), 9, ())
         with pytest.raises(UnsupportedError, match=r"returned float64 of shape \[9\], float32 of"):
-            apply_operator(made, given, StoredTensor(family, F32), [])
+            apply_operator(made, inputs, StoredTensor(family, F32), [])
     finally:
         remove_operator("doubles")
 
@@ -124,10 +124,10 @@ class ByThoseRead(Plain):
 
     spec: OperatorSpec
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return unknown_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return unknown_influence(len(inputs.experts))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         return ByThoseReadRule()
 
 

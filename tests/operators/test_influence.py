@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Reduced
-from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.registry import operator_named, operator_specs
+from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.operators.spec import Scope
 
 Scalar = float | bool
@@ -31,9 +31,9 @@ def operator_input(operator: str, **shared: Scalar) -> OperatorInput:
 PRODUCTS_E3 = np.array([[4.0, 1.0, 0.5]])
 
 
-def rule_of(operator: str, given: OperatorInput) -> ElementwiseRule:
+def rule_of(operator: str, inputs: OperatorInput) -> ElementwiseRule:
     reduced = Reduced(products_E3=PRODUCTS_E3) if operator == "slerp" else NOTHING_REDUCED
-    rule = operator_named(operator).block_function(given, reduced)
+    rule = operator_named(operator).block_function(inputs, reduced)
     assert isinstance(rule, ElementwiseRule)
     return rule
 
@@ -47,8 +47,8 @@ def test_influence__is_there_for_every_operator(operator: str) -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "dare_linear", "slerp", "passthrough"])
 def test_influence__has_the_coefficients_in_force(operator: str, normalize: bool) -> None:
-    given = operator_input(operator, normalize=normalize)
-    found, rule = operator_named(operator).influence(given, PRODUCTS_E3), rule_of(operator, given)
+    inputs = operator_input(operator, normalize=normalize)
+    found, rule = operator_named(operator).influence(inputs, PRODUCTS_E3), rule_of(operator, inputs)
     assert found.coefficients_E.tolist() == rule.coefficients_E.astype(np.float64).tolist()
     if found.is_additive:
         assert found.anchor_scale == rule.anchor_scale

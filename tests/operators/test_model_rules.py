@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BF16, F32, GRAIN_ELEMENTS, DType
 from mergepipe.errors import RecipeError, UnsupportedError
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Scalar
-from mergepipe.operators.ranked import survival_of
 from mergepipe.operators.registry import operator_named, operator_specs
-from mergepipe.operators.selecting import magnitude_cuts
+from mergepipe.operators.rules.ranked import survival_of
+from mergepipe.operators.rules.selective import magnitude_cuts
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.testing.in_memory import StoredTensor
 from mergepipe.testing.tensors import Family
@@ -51,7 +51,7 @@ class Rule:
         most = operator_specs()[self.name].max_experts
         return (3 if most is None else most) - (not self.has_base)
 
-    def given(self, shape: tuple[int, ...]) -> OperatorInput:
+    def inputs(self, shape: tuple[int, ...]) -> OperatorInput:
         """What the engine would say of one tensor of that shape."""
         spec = operator_specs()[self.name]
         defaults = {p.name: p.default for p in spec.parameters if p.scope is Scope.GLOBAL and p.default is not None}
@@ -108,13 +108,13 @@ def exact_family(seed: int, n: int, n_experts: int, *, as_deltas: bool = False, 
 def merged(
     rule: Rule, shape: tuple[int, ...], tensor: StoredTensor, cuts: Sequence[int] = (), grains: Sequence[int] = ()
 ) -> NDArray[Any]:
-    return apply_operator(operator_named(rule.name), rule.given(shape), tensor, cuts, grains)
+    return apply_operator(operator_named(rule.name), rule.inputs(shape), tensor, cuts, grains)
 
 
 def wanted(rule: Rule, shape: tuple[int, ...], family: Family) -> NDArray[np.float64]:
     base = family.base_N.astype(np.float64).reshape(shape)
     models = family.experts_EN.astype(np.float64).reshape(-1, *shape)
-    given_ = rule.given(shape)
+    given_ = rule.inputs(shape)
     each = given_.experts if rule.has_base else (given_.anchor, *given_.experts)
     models = models if rule.has_base else np.concatenate([base[None], models])
     return MERGES[rule.name](ModelCase(base, models, given_.globals, each, rule.has_base)).ravel()
@@ -245,7 +245,7 @@ def test_della__drops_by_rank_and_random_word(shape: tuple[int, ...], seed: int)
 def test_della__keeps_the_sum_of_magnitudes_and_prefers_the_large() -> None:
     rule = Rule("della_linear")
     given_ = replace(
-        rule.given((400, 500)), experts=({"weight": 1.0, "density": 0.5, "epsilon": 0.2},), stream_keys=(9,)
+        rule.inputs((400, 500)), experts=({"weight": 1.0, "density": 0.5, "epsilon": 0.2},), stream_keys=(9,)
     )
     family = exact_family(3, 200_000, 1)
     family = replace(family, base=np.zeros_like(family.base), experts=(family.experts[0] - family.base,))
@@ -259,7 +259,7 @@ def test_della__keeps_the_sum_of_magnitudes_and_prefers_the_large() -> None:
 
 
 def test_della__refuses_probabilities_out_of_range() -> None:
-    given_ = replace(Rule("della").given((10,)), experts=({"weight": 1.0, "density": 0.1, "epsilon": 0.15},))
+    given_ = replace(Rule("della").inputs((10,)), experts=({"weight": 1.0, "density": 0.1, "epsilon": 0.15},))
     with pytest.raises(RecipeError, match=r"epsilon: density 0.1 with epsilon 0.15 gives probabilities from -0.05 to"):
         operator_named("della").reduction(given_)
 
@@ -267,7 +267,7 @@ def test_della__refuses_probabilities_out_of_range() -> None:
 def test_della__refuses_a_block_that_cuts_a_row() -> None:
     tensor = StoredTensor(exact_family(0, 100, 3), F32)
     with pytest.raises(ValueError, match="inside a row of 10"):
-        next(survival_of(Rule("della").given((10, 10))).parts(tensor.block(tensor.spans([5])[1])))
+        next(survival_of(Rule("della").inputs((10, 10))).parts(tensor.block(tensor.spans([5])[1])))
 
 
 def test_della__of_density_one_drops_nothing_and_is_cut_anywhere() -> None:
@@ -275,7 +275,7 @@ def test_della__of_density_one_drops_nothing_and_is_cut_anywhere() -> None:
     tensor = StoredTensor(exact_family(0, 1000, 2), F32)
     for name in ("della", "della_linear"):
         operator = operator_named(name)
-        given_ = replace(Rule(name).given((10, 100)), experts=everyone, stream_keys=(1, 2))
+        given_ = replace(Rule(name).inputs((10, 100)), experts=everyone, stream_keys=(1, 2))
         assert operator.granularity(given_) == 1
         whole = apply_operator(operator, given_, tensor, [])
         np.testing.assert_array_equal(apply_operator(operator, given_, tensor, [37, 450]), whole)
@@ -285,13 +285,13 @@ def test_multislerp__refuses_directions_that_cancel() -> None:
     delta_N = np.ones(30, np.float32)
     third_N = np.zeros(30, np.float32)
     family = Family(F32, (F32,) * 3, np.zeros(30, np.float32), (delta_N, -delta_N, third_N))
-    given_ = replace(Rule("multislerp").given((30,)), experts=({"weight": 1.0},) * 3)
+    given_ = replace(Rule("multislerp").inputs((30,)), experts=({"weight": 1.0},) * 3)
     with pytest.raises(UnsupportedError, match="directions of the models cancel out"):
         apply_operator(operator_named("multislerp"), given_, StoredTensor(family, F32), [])
 
 
 def test_multislerp__returns_the_only_model() -> None:
-    given_ = replace(Rule("multislerp").given((500,)), experts=({"weight": 0.3},))
+    given_ = replace(Rule("multislerp").inputs((500,)), experts=({"weight": 0.3},))
     family = exact_family(0, 500, 1)
     assert operator_named("multislerp").reduction(given_, NOTHING_REDUCED) is None
     found_N = apply_operator(operator_named("multislerp"), given_, StoredTensor(family, F32), [])

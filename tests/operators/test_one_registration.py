@@ -14,9 +14,9 @@ import pytest
 import mergepipe
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import Operator, OperatorInput, Plain, Reduced
-from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.influence import Influence, Products, unknown_influence
 from mergepipe.operators.registry import add_operator, operator_named, operator_specs, remove_operator
+from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scope
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.testing.contracts import check_operator
@@ -38,12 +38,12 @@ class Halfway(Plain):
         (ParameterSpec("share", Scope.GLOBAL, "how far", default=0.5),),
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        share_E = np.full(len(given.experts), np.float32(given.globals["share"]), np.float64)
-        return Influence(share_E, np.ones(len(given.experts)), is_additive=True)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        share_E = np.full(len(inputs.experts), np.float32(inputs.globals["share"]), np.float64)
+        return Influence(share_E, np.ones(len(inputs.experts)), is_additive=True)
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> ElementwiseRule:
-        return ElementwiseRule(np.full(len(given.experts), given.globals["share"], np.float32))
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(np.full(len(inputs.experts), inputs.globals["share"], np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Untold(Halfway):
         "untold", "no word", "this test", BaseRole.REQUIRED, Halfway.spec.parameters
     )
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return unknown_influence(len(given.experts))
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return unknown_influence(len(inputs.experts))
 
 
 class Silent(Plain):
@@ -119,8 +119,8 @@ def test_add_operator__refuses_one_that_does_not_say_what_a_planner_may_know() -
 class Boastful(Halfway):
     """Claims to go all the way."""
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
-        return Influence(np.ones(len(given.experts)), np.ones(len(given.experts)), is_additive=True)
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(np.ones(len(inputs.experts)), np.ones(len(inputs.experts)), is_additive=True)
 
 
 def test_check_operator__finds_an_influence_that_is_not_true() -> None:

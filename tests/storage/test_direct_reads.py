@@ -46,7 +46,7 @@ ALLOWED = {
         "a snapshot that is repaired in place",
     ),
     "jobs/sweep.py": ("is_dir", OWN),
-    "kernels/compiled.py": ("glob read_bytes", "the kernels' own source"),
+    "kernels/compilation/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "planning/plan_file.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/merge_run.py": ("resolve", OWN),
     "runs/resume.py": ("is_dir is_file stat", OWN),

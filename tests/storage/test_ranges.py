@@ -31,8 +31,8 @@ from mergepipe.storage.output import OutputFile
 from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
 from mergepipe.storage.read_speed import measure_reading
 from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.composition.copier import FEWEST_BYTES, Copier
-from mergepipe.tailor.composition.copy_plan import CopyRange, FilePlan
+from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan
+from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
 from mergepipe.tailor.values import StateReader
 from support.faults import replaced
 from support.fetching import AlignedFile
@@ -184,7 +184,8 @@ SHORT_READS = {
 def test_package__reads_ranges_through_one_module() -> None:
     found: dict[str, set[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        code = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(code)) if any(name in code for name in ("read_into", "pread")) else ():
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             if is_call and node.func.attr in ("read_into", "pread", "preadv"):  # type: ignore[attr-defined]
                 found.setdefault(path.relative_to(SOURCE).as_posix(), set()).add(node.func.attr)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.composition_recipe import load_composition
+from mergepipe.tailor.composition.request.recipe import load_composition
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.partial_manifest import parse_manifest
 from mergepipe.tailor.saving.save_log import read_log

@@ -36,13 +36,13 @@ def merge_in_memory(
     case: MergeCase, tensor: StoredTensor, stream_keys: Sequence[int], cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
     """Merge a whole tensor as the case says; see `mergepipe.testing.in_memory.apply_operator`."""
-    given = operator_input(case, tensor.n_elements, stream_keys)
-    return apply_operator(operator_named(case.operator), given, tensor, cuts, grains)
+    inputs = operator_input(case, tensor.n_elements, stream_keys)
+    return apply_operator(operator_named(case.operator), inputs, tensor, cuts, grains)
 
 
 def apply_operator(
-    operator: Operator, given: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
+    operator: Operator, inputs: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
     """As that of `mergepipe.testing.in_memory`, with typed elements."""
-    merged = in_memory.apply_operator(operator, given, tensor, cuts, grains)
+    merged = in_memory.apply_operator(operator, inputs, tensor, cuts, grains)
     return merged.view(NUMPY_DTYPES[tensor.out_dtype.name])

@@ -48,11 +48,11 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, Packing
-from mergepipe.tailor.composition.assignment import assign, state_to_copy
 from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.composition.composition_plan import plan_composition
-from mergepipe.tailor.composition.composition_recipe import load_composition
-from mergepipe.tailor.composition.copy_plan import CopyRange
+from mergepipe.tailor.composition.copy.plan import CopyRange
+from mergepipe.tailor.composition.request.assignment import assign, state_to_copy
+from mergepipe.tailor.composition.request.recipe import load_composition
 from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.composition.staleness import StepPolicy
 from mergepipe.tailor.formats.dcp import DCP_FORMAT

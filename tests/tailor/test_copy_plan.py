@@ -20,10 +20,10 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
-from mergepipe.tailor.composition.archives import stale_checksums
-from mergepipe.tailor.composition.chunks import buffer_bytes_for, cut_chunks
-from mergepipe.tailor.composition.copier import FEWEST_BYTES, ChecksumRenewal, Copier
-from mergepipe.tailor.composition.copy_plan import (
+from mergepipe.tailor.composition.archives.checksums import stale_checksums
+from mergepipe.tailor.composition.copy.chunks import buffer_bytes_for, cut_chunks
+from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
+from mergepipe.tailor.composition.copy.plan import (
     CastRange,
     Checksum,
     CopyRange,
@@ -37,7 +37,7 @@ from mergepipe.tailor.composition.copy_plan import (
     patched_file,
     source_bytes,
 )
-from mergepipe.tailor.composition.dtype_cast import cast_bytes, values_of
+from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, ChecksumRenewal, Copier
 from support.faults import drop_from_page_cache
 from support.stores import MetadataStore
 from support.torch_bytes import torch_bytes

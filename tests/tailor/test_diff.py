@@ -18,7 +18,7 @@ from mergepipe.errors import LimitError, MergePipeError, MismatchError, NotFound
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition.compose import compose
-from mergepipe.tailor.composition.strategies import Strategy
+from mergepipe.tailor.composition.request.strategies import Strategy
 from support.training_trees import decay_groups, decoder_shapes, known_states, write_zero3, write_zero12
 
 

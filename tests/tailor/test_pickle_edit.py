@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.errors import CorruptError
-from mergepipe.tailor.composition.pickle_edit import edit_pickle
+from mergepipe.tailor.composition.archives.pickle_edit import edit_pickle
 from mergepipe.tailor.formats.pickle_node import PicklePath
 
 SCALARS = (

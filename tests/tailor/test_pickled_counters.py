@@ -12,8 +12,8 @@ from composing import FULL, Pair, make_pair, wrong_values
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.copier import Copier
-from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.archives.edited_archive import plan_edited
+from mergepipe.tailor.composition.copy.writer import Copier
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.formats.deepspeed import base_optimizer_path
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint

@@ -21,11 +21,11 @@ from mergepipe.core.blocks import BF16
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.tailor.composition.archives.torch_writer import InertPickler
+from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.composition.compose import compose
-from mergepipe.tailor.composition.copier import Copier
-from mergepipe.tailor.composition.copy_plan import Fill, Literal
-from mergepipe.tailor.composition.torch_writer import InertPickler
-from mergepipe.tailor.composition.zip_layout import MemberPlan, lay_out_archive, literal_member
+from mergepipe.tailor.composition.copy.plan import Fill, Literal
+from mergepipe.tailor.composition.copy.writer import Copier
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.pickle_node import Node
 from support.stores import MetadataStore

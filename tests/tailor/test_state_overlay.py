@@ -19,9 +19,9 @@ from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Framework, TrainingCheckpoint
+from mergepipe.tailor.composition.archives.edited_archive import plan_edited
 from mergepipe.tailor.composition.compose import CompositionReport
-from mergepipe.tailor.composition.copier import Copier
-from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.copy.writer import Copier
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint

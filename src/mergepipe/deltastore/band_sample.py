@@ -13,7 +13,7 @@ from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES
 from mergepipe.kernels.codec import decode_tile
-from mergepipe.kernels.compiled import Floats
+from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose

@@ -10,7 +10,7 @@ from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, Readable
 from mergepipe.checkpoints.directory import SIDECAR_NAMES
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import Piece
 from mergepipe.deltastore.header import (
     HEADER_NAME,

@@ -20,7 +20,7 @@ from mergepipe.deltastore.codec.block import (
 )
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Codec, Level, Piece
 from mergepipe.deltastore.index import CHECK_BYTES, digest
-from mergepipe.kernels.compiled import Floats
+from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.storage.prices import DecodingPrices, two_digits
 
 REPETITIONS = 7
@@ -42,11 +42,11 @@ def measure_decoding() -> DecodingPrices:
         Codec.RAW: EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}),
     }
     levels = [level for level in Level if level is not Level.NOTHING]
-    found = {
+    nanoseconds = {
         codec.name.lower(): tuple(_nanoseconds(block, level, base, BF16, bands) for level in levels)
         for codec, block in blocks.items()
     }
-    return DecodingPrices(found)
+    return DecodingPrices(nanoseconds)
 
 
 def _examples() -> tuple[Floats, Floats]:

@@ -15,7 +15,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, s
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
 from mergepipe.core.blocks import BF16, DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file

@@ -10,7 +10,7 @@ from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DType, Span, element_count
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index_reader import StoreSide

@@ -17,7 +17,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.deltastore.checkpoint import OpenedStore, open_store, read_store
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.byte_reader import corrupt
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.kernels.compiled import kernel
+from mergepipe.kernels.compilation.compiled import kernel
 
 _GRAIN = GRAIN_ELEMENTS
 

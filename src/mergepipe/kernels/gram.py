@@ -6,7 +6,7 @@ import numpy as np
 
 from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS, decode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.merge import decode_against
 
 _TILE = TILE_ELEMENTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.compiled import Floats, kernel
+from mergepipe.kernels.compilation.compiled import Floats, kernel
 
 TILE_COLUMNS = 1024  # a tile of results and four of the right factor fit into the L1 cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.kernels.codec import IS_DELTA, TILE_ELEMENTS, decode_tile, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, Bits64, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.philox import GROUP_ELEMENTS, fill_random_words
 
 KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_BAND, KEEP_NEAR, KEEP_VARIED = 0, 1, 2, 3, 4, 5

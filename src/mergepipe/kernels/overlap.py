@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergepipe.kernels.codec import TILE_ELEMENTS, encode_tile, itemsize_of
-from mergepipe.kernels.compiled import Bytes, Counts, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel
 from mergepipe.kernels.gram import decode_frame
 from mergepipe.kernels.select import count_changes
 

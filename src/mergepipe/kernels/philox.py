@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.compiled import Bits32, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, kernel
 
 # Elements are numbered in groups: element `e` owns word `(e % 64) // 16` of counter `16 * (e // 64) + e % 16`, so that
 # sixteen counters at a time fill four whole vectors in element order.

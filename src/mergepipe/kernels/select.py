@@ -6,7 +6,7 @@ import numpy as np
 
 from mergepipe.kernels.atoms import atom_of, atom_stop
 from mergepipe.kernels.codec import TILE_ELEMENTS
-from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Doubles, Floats, kernel
 from mergepipe.kernels.gram import decode_frame, fold, fold_product
 from mergepipe.kernels.merge import keep_band, keep_varied, variance_tile
 from mergepipe.kernels.transcendental import exp_tile, log_tile

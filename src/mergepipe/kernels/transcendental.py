@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.kernels.compiled import Doubles, kernel
+from mergepipe.kernels.compilation.compiled import Doubles, kernel
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.6931471803691238  # 32 bits: times a small integer it is exact

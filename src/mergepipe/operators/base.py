@@ -206,19 +206,19 @@ class Operator(Protocol):
         """Whether the stream keys are used."""
         ...
 
-    def granularity(self, given: OperatorInput) -> int:
+    def granularity(self, inputs: OperatorInput) -> int:
         """Cuts inside the tensor must fall on multiples of this many elements; 1 where any cut will do."""
         ...
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         """What must be known of the whole tensor next, `reduced` being known; None when blocks can be merged."""
         ...
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """What a planner may know; `unknown_influence` where nothing is said. `products_E3`: None where not known."""
         ...
 
-    def block_function(self, given: OperatorInput, reduced: Reduced) -> BlockFunction:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
         """The function for this tensor's blocks."""
         ...
 
@@ -232,10 +232,10 @@ class Plain:
     __slots__ = ()
     is_random = False
 
-    def granularity(self, given: OperatorInput) -> int:
+    def granularity(self, inputs: OperatorInput) -> int:
         """Any cut will do."""
         return 1
 
-    def reduction(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         """Nothing is needed."""
         return None

@@ -37,18 +37,18 @@ class CustomOperator(Plain):
     spec: OperatorSpec
     function: MergeFunction
 
-    def influence(self, given: OperatorInput, products_E3: Products | None) -> Influence:
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
         """Blocks may be omitted, as the function sees one element at a time; how far each delta goes is not known."""
-        return equal_influence(len(given.experts))
+        return equal_influence(len(inputs.experts))
 
-    def block_function(self, given: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> CustomRule:
+    def block_function(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> CustomRule:
         named = [p.name for p in self.spec.parameters if p.scope is Scope.MODEL and not p.ignored]
         of_models = {
-            name: np.array([float(p[name]) for p in given.experts])
+            name: np.array([float(p[name]) for p in inputs.experts])
             for name in named
-            if all(name in p for p in given.experts)
+            if all(name in p for p in inputs.experts)
         }
-        return CustomRule(self.spec.name, self.function, {**given.globals, **of_models}, len(given.experts))
+        return CustomRule(self.spec.name, self.function, {**inputs.globals, **of_models}, len(inputs.experts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +76,8 @@ class CustomRule:
         )  # fmt: skip
         merged_N = np.asarray(self.function(base_N, deltas_EN, self.parameters))
         if merged_N.dtype != np.float32 or merged_N.shape != (n,):
-            found = f"{merged_N.dtype} of shape {list(merged_N.shape)}"
-            message = f"the function returned {found}, float32 of shape [{n}] is needed"
+            returned = f"{merged_N.dtype} of shape {list(merged_N.shape)}"
+            message = f"the function returned {returned}, float32 of shape [{n}] is needed"
             raise UnsupportedError.of("operator.result", self.name, message, "return one float32 for each element")
         out_offset = block.out_offset + skip * ITEMSIZE_BY_KERNEL_CODE[block.out_code & ~DELTA_FLAG]
         encode_array(np.ascontiguousarray(merged_N), block.out, out_offset, block.out_code)
@@ -122,9 +122,9 @@ def load_entry_points() -> tuple[str, ...]:
     """
     before = set(operator_specs())
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
-        found = point.load()
-        if hasattr(found, "spec") and not has_operator(found.spec.name):
-            add_operator(found)
+        loaded = point.load()
+        if hasattr(loaded, "spec") and not has_operator(loaded.spec.name):
+            add_operator(loaded)
     return tuple(name for name in operator_specs() if name not in before)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
-from mergepipe.operators import linear, passthrough, ranked, selecting, slerp, sparse, spherical
 from mergepipe.operators.base import Operator
+from mergepipe.operators.rules import linear, passthrough, ranked, slerp, sparse, spherical
+from mergepipe.operators.rules import selective as selecting
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (

@@ -66,8 +66,8 @@ class TensorStatistics:
 
     def threshold_bits(self, density: float) -> int | None:
         """The exact cut for `density`, or None if it was not worked out."""
-        found = np.flatnonzero(self.densities_D == density)
-        return int(self.threshold_bits_D[found[0]]) if len(found) else None
+        position = np.flatnonzero(self.densities_D == density)
+        return int(self.threshold_bits_D[position[0]]) if len(position) else None
 
 
 def encode_octaves(energy_BO: NDArray[np.float64]) -> NDArray[np.uint8]:

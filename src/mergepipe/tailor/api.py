@@ -126,7 +126,7 @@ def recipe(
         RecipeError: not exactly one of `strategy` and `from_log`; a log without `at`; an unknown strategy.
         MergePipeError: as `recipe_text` and `recipe_from_log`.
     """
-    from mergepipe.tailor.composition.strategies import Strategy
+    from mergepipe.tailor.composition.request.strategies import Strategy
 
     if (strategy is None) == (from_log is None):
         raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
@@ -160,7 +160,7 @@ def recipe_text(
     """
     from mergepipe.core.bounds import shown_number
     from mergepipe.storage.stores import Stores
-    from mergepipe.tailor.composition.strategies import Strategy, find_checkpoints, strategy_recipe
+    from mergepipe.tailor.composition.request.strategies import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
@@ -181,8 +181,8 @@ def recipe_from_log(
     """
     from mergepipe.errors import NotFoundError
     from mergepipe.storage.stores import Stores
-    from mergepipe.tailor.composition.log_composition import composition_from_log_file
-    from mergepipe.tailor.composition.strategies import find_checkpoints
+    from mergepipe.tailor.composition.request.save_log import composition_from_log_file
+    from mergepipe.tailor.composition.request.strategies import find_checkpoints
 
     store = Stores()
     try:

@@ -30,7 +30,7 @@ class _Setting:
 
     shape: tuple[int, ...]
     family: Family
-    given: OperatorInput
+    inputs: OperatorInput
 
 
 def check_operator(
@@ -67,7 +67,7 @@ def _setting(
     for p in operator.spec.parameters:
         defaults[p.scope][p.name] = 0.5 if p.default is None else p.default
     each = models or [{}] * n_experts
-    given = OperatorInput(
+    inputs = OperatorInput(
         {**defaults[Scope.GLOBAL], **shared},
         {},
         tuple({**defaults[Scope.MODEL], **own} for own in each),
@@ -75,11 +75,11 @@ def _setting(
         _STREAM_KEYS[:n_experts],
         shape=shape,
     )
-    return _Setting(shape, make_family(np.random.default_rng(seed), n, F32, (F32,) * n_experts, special_share), given)
+    return _Setting(shape, make_family(np.random.default_rng(seed), n, F32, (F32,) * n_experts, special_share), inputs)
 
 
 def _check_cuts(operator: Operator, setting: _Setting) -> None:
-    n = setting.given.n_elements
+    n = setting.inputs.n_elements
     whole = _merge(operator, setting)
     parts = _merge(operator, setting, [1, 7, n // 3, n // 2, n - 1], [GRAIN_ELEMENTS, 2 * GRAIN_ELEMENTS])
     _same(whole, parts, operator, setting, "the result must not depend on how the tensor is cut")
@@ -88,8 +88,8 @@ def _check_cuts(operator: Operator, setting: _Setting) -> None:
 
 def _check_threads(operator: Operator, setting: _Setting) -> None:
     tensor = StoredTensor(setting.family, BF16)
-    step = operator.granularity(setting.given)
-    cuts = [cut // step * step for cut in range(0, setting.given.n_elements, max(1, setting.given.n_elements // 16))]
+    step = operator.granularity(setting.inputs)
+    cuts = [cut // step * step for cut in range(0, setting.inputs.n_elements, max(1, setting.inputs.n_elements // 16))]
     function = _block_function(operator, setting, tensor)
     with ThreadPoolExecutor(N_THREADS) as pool:
         list(pool.map(function, [tensor.block(span) for span in tensor.spans(cuts)]))
@@ -100,9 +100,9 @@ def _check_threads(operator: Operator, setting: _Setting) -> None:
 def _check_omission(operator: Operator, setting: _Setting) -> None:
     family = setting.family
     tensor = StoredTensor(family, BF16, present=range(1, len(family.experts)))
-    omitted = apply_operator(operator, setting.given, tensor, [])
+    omitted = apply_operator(operator, setting.inputs, tensor, [])
     unchanged = Family(family.base_dtype, family.expert_dtypes, family.base, (family.base, *family.experts[1:]))
-    as_base = apply_operator(operator, setting.given, StoredTensor(unchanged, BF16), [])
+    as_base = apply_operator(operator, setting.inputs, StoredTensor(unchanged, BF16), [])
     _same(as_base, omitted, operator, setting, "an omitted expert must count as one that equals the base")
 
 
@@ -110,26 +110,26 @@ def _check_numbers(operator: Operator, setting: _Setting) -> None:
     """NaN, infinities, zeros of both signs: any result will do, the same for any cuts."""
     rng = np.random.default_rng(9)
     dtypes = setting.family.expert_dtypes
-    hard = _Setting(setting.shape, make_family(rng, setting.given.n_elements, F32, dtypes, 0.2), setting.given)
+    hard = _Setting(setting.shape, make_family(rng, setting.inputs.n_elements, F32, dtypes, 0.2), setting.inputs)
     with np.errstate(all="ignore"):
-        whole, parts = _merge(operator, hard), _merge(operator, hard, [5, hard.given.n_elements // 2])
+        whole, parts = _merge(operator, hard), _merge(operator, hard, [5, hard.inputs.n_elements // 2])
     _same(whole, parts, operator, hard, "NaN and infinities must not make the result depend on cuts")
 
 
 def _check_influence(operator: Operator, setting: _Setting) -> None:
     """What a planner is told is of every expert, and true where it claims an exact form."""
-    influence, n_experts = operator.influence(setting.given, None), len(setting.given.experts)
+    influence, n_experts = operator.influence(setting.inputs, None), len(setting.inputs.experts)
     name = operator.spec.name
     shapes = {influence.coefficients_E.shape, influence.energy_factor_E.shape}
     assert shapes == {(n_experts,)}, f"{name}: the influence must have one entry for each of {n_experts} experts"
     if influence.trims:
-        request = operator.reduction(setting.given)
+        request = operator.reduction(setting.inputs)
         law = "an operator that trims must ask for a magnitude cut, or nothing"
         assert request is None or isinstance(request, MagnitudeCut), f"{name}: {law}"
     if not influence.is_additive:
         return
     tensor = StoredTensor(setting.family, F32)
-    merged_N = apply_operator(operator, setting.given, tensor, [])
+    merged_N = apply_operator(operator, setting.inputs, tensor, [])
     base_N = setting.family.base_N.astype(np.float64)
     deltas_EN = (setting.family.experts_EN - setting.family.base_N).astype(np.float64)
     parts_PN = np.vstack([influence.anchor_scale * base_N, influence.coefficients_E[:, None] * deltas_EN])
@@ -147,17 +147,17 @@ def _check_empty(
 
 
 def _block_function(operator: Operator, setting: _Setting, tensor: StoredTensor) -> BlockFunction:
-    needs, n_experts = Needs(operator, setting.given), len(setting.given.experts)
+    needs, n_experts = Needs(operator, setting.inputs), len(setting.inputs.experts)
     reduced, request = needs.next(NOTHING_REDUCED)
     if request is not None:
-        first = make_reduction(request, setting.given.n_elements, n_experts)
+        first = make_reduction(request, setting.inputs.n_elements, n_experts)
         staged = StagedReduction(needs, first, n_experts, reduced)
         reduced = run_reduction(staged, [tensor.block(span) for span in tensor.spans([])])
-    return operator.block_function(setting.given, reduced)
+    return operator.block_function(setting.inputs, reduced)
 
 
 def _merge(operator: Operator, setting: _Setting, cuts: Sequence[int] = (), grains: Sequence[int] = ()) -> NDArray[Any]:
-    return apply_operator(operator, setting.given, StoredTensor(setting.family, BF16), cuts, grains)
+    return apply_operator(operator, setting.inputs, StoredTensor(setting.family, BF16), cuts, grains)
 
 
 def _same(first: NDArray[Any], second: NDArray[Any], operator: Operator, setting: _Setting, law: str) -> None:

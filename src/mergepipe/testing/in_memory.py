@@ -100,21 +100,21 @@ def run_reduction(reduction: Reduction, blocks: Sequence[RawBlock], sample: Sequ
 
 
 def apply_operator(
-    operator: Operator, given: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
+    operator: Operator, inputs: OperatorInput, tensor: StoredTensor, cuts: Sequence[int], grains: Sequence[int] = ()
 ) -> NDArray[Any]:
     """Merge a whole tensor block by block, last block first; reductions see it cut at `grains`.
 
     Cuts that the operator does not allow are moved to the next lower one that it does.
     """
-    step = operator.granularity(given)
+    step = operator.granularity(inputs)
     cuts, grains = [cut // step * step for cut in cuts], [grain // step * step for grain in grains]
-    needs = Needs(operator, given)
+    needs = Needs(operator, inputs)
     reduced, request = needs.next(NOTHING_REDUCED)
     if request is not None:
-        first = make_reduction(request, tensor.n_elements, len(given.experts))
-        staged = StagedReduction(needs, first, len(given.experts), reduced)
+        first = make_reduction(request, tensor.n_elements, len(inputs.experts))
+        staged = StagedReduction(needs, first, len(inputs.experts), reduced)
         reduced = run_reduction(staged, [tensor.block(span) for span in reversed(tensor.spans(grains))])
-    function = operator.block_function(given, reduced)
+    function = operator.block_function(inputs, reduced)
     for span in reversed(tensor.spans(cuts)):
         function(tensor.block(span))
     return tensor.result

@@ -16,7 +16,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.tailor.api import compose
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, Packing, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.log_composition import composition_from_log_file
+from mergepipe.tailor.composition.request.save_log import composition_from_log_file
 from mergepipe.tailor.formats.dcp import DCP_FORMAT, unpack_piece
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.hf_optimizer import HF_FORMAT

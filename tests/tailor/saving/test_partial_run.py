@@ -13,7 +13,7 @@ import pytest
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.log_composition import composition_from_log_file
+from mergepipe.tailor.composition.request.save_log import composition_from_log_file
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, LocalShard, Ranks, SingleRank

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mergepipe.deltastore.codec.element_codes import Integers
+from mergepipe.deltastore.codec.tiles.element_codes import Integers
 
 
 @dataclass(frozen=True, slots=True)

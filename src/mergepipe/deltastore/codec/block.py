@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BF16, DType, DTypeKind
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.byte_equality import bytes_equal
-from mergepipe.deltastore.codec.byte_reader import corrupt
-from mergepipe.deltastore.codec.bytewise import decode_bytewise, encode_bytewise
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
 from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands
+from mergepipe.deltastore.codec.generic.byte_equality import bytes_equal
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
+from mergepipe.deltastore.codec.generic.bytewise import decode_bytewise, encode_bytewise
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.codec import decode_tile
-from mergepipe.kernels.compiled import Floats
+from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 
 RawBytes = NDArray[np.uint8]

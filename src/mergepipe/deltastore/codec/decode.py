@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_unpacking import HAS_PDEP
-from mergepipe.deltastore.codec.byte_reader import corrupt
-from mergepipe.deltastore.codec.decode_tiles import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
+from mergepipe.deltastore.codec.entropy.rans import SKIPPED, TOTAL, Bits16, padded_length
+from mergepipe.deltastore.codec.entropy.rans_vector_decoder import has_vector_decoder
+from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import PIECES_OF, Level, Piece
 from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, FAULT, FOUND, MESSAGES, NEEDED, POSITION, Fault
-from mergepipe.deltastore.codec.rans import SKIPPED, TOTAL, Bits16, padded_length
-from mergepipe.deltastore.codec.rans_vector_decoder import has_vector_decoder
+from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.kernels.compiled import Bytes, Counts, Floats
+from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats
 
 BAND_PIECES = (Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.REST)
 SPARE_BYTES = 1024

@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.bands import Bands
-from mergepipe.deltastore.codec.bit_packing import pack_streams, residual_piece
-from mergepipe.deltastore.codec.byte_reader import concatenate_bytes
-from mergepipe.deltastore.codec.contexts import Contexts
-from mergepipe.deltastore.codec.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_WIDTHS, WIDTHS_PER_CLASS
-from mergepipe.deltastore.codec.encode_tiles import count_sample, encode_tiles
+from mergepipe.deltastore.codec.entropy.contexts import Contexts
+from mergepipe.deltastore.codec.entropy.rans import Bits16, padded_length
+from mergepipe.deltastore.codec.entropy.symbol_stages import encode_stages
 from mergepipe.deltastore.codec.error_sums import ERROR_SUMS, SUMS_SHAPE
+from mergepipe.deltastore.codec.generic.byte_reader import concatenate_bytes
 from mergepipe.deltastore.codec.levels import Piece
-from mergepipe.deltastore.codec.rans import Bits16, padded_length
-from mergepipe.deltastore.codec.residual_streams import STREAM_CODES, Exceptions
-from mergepipe.deltastore.codec.residual_widths import N_SAMPLE_COUNTS, choose_widths
+from mergepipe.deltastore.codec.residuals.bit_packing import pack_streams, residual_piece
+from mergepipe.deltastore.codec.residuals.streams import STREAM_CODES, Exceptions
+from mergepipe.deltastore.codec.residuals.widths import N_SAMPLE_COUNTS, choose_widths
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.codec.symbol_stages import encode_stages
-from mergepipe.kernels.compiled import Bytes, Counts, Doubles
+from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_WIDTHS, WIDTHS_PER_CLASS
+from mergepipe.deltastore.codec.tiles.encode import count_sample, encode_tiles
+from mergepipe.kernels.compilation.compiled import Bytes, Counts, Doubles
 
 _SAMPLED_FROM = 64 * 1024
 _SAMPLE_STRIDE = 8

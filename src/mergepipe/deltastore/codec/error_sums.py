@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mergepipe.deltastore.codec.element_codes import N_CODES
-from mergepipe.deltastore.codec.llvm_vectors import I32, I64, array_pointers, load_vector, store_vector
-from mergepipe.deltastore.codec.rans import MAX_CONTEXTS, Bits16
-from mergepipe.kernels.compiled import Bytes, Doubles, Floats, kernel
-from mergepipe.kernels.compiler import intrinsic, ir, numba
+from mergepipe.deltastore.codec.entropy.llvm_vectors import I32, I64, array_pointers, load_vector, store_vector
+from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
+from mergepipe.deltastore.codec.tiles.element_codes import N_CODES
+from mergepipe.kernels.compilation.compiled import Bytes, Doubles, Floats, kernel
+from mergepipe.kernels.compilation.compiler import intrinsic, ir, numba
 
 _core: Any = numba.core  # untyped
 _N_KEYS = MAX_CONTEXTS * N_CODES

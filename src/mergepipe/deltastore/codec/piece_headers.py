@@ -9,10 +9,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from mergepipe.deltastore.codec.element_codes import EDGE_CLASSES, MAX_CELL_BITS, N_CODES, WIDTHS_PER_CLASS
-from mergepipe.deltastore.codec.rans import LANES, MAX_CONTEXTS, TOTAL, fill_decode_row, fill_start_table
-from mergepipe.deltastore.codec.residual_streams import CHUNK_ELEMENTS
-from mergepipe.kernels.compiled import Bits32, Bytes, Counts, Floats, kernel
+from mergepipe.deltastore.codec.entropy.rans import LANES, MAX_CONTEXTS, TOTAL, fill_decode_row, fill_start_table
+from mergepipe.deltastore.codec.residuals.streams import CHUNK_ELEMENTS
+from mergepipe.deltastore.codec.tiles.element_codes import EDGE_CLASSES, MAX_CELL_BITS, N_CODES, WIDTHS_PER_CLASS
+from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Counts, Floats, kernel
 
 NO_WIDTH_INDEX = 255
 """An index of width tables that has width 0."""

@@ -107,7 +107,8 @@ def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -
     Blocks of experts whose tensors are in another order than the first one's arrive early at their builders.
     """
     numbers = [
-        {place.entry.name: number for number, place in enumerate(each.job.places) if wanted(place)} for each in builders
+        {place.entry.name: number for number, place in enumerate(builder.job.places) if wanted(place)}
+        for builder in builders
     ]
     seen: set[tuple[int, int]] = set()
     for first, builder in enumerate(builders):
@@ -129,15 +130,15 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
     builder, number = tensors[0]
     place = builder.job.places[number]
     entry = place.entry
-    left = [max(each.n_done - each.job.places[n].first_row, 0) for each, n in tensors]
+    left = [max(builder.n_done - builder.job.places[n].first_row, 0) for builder, n in tensors]
     most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // block_bytes(entry))
     block = min(left)
     while block < place.n_rows:
         later = [start for start in left if start > block]
         stop = min(block + most, place.n_rows, *later)
         members = tuple(
-            (each, n, each.job.places[n].entry)
-            for (each, n), start in zip(tensors, left, strict=True)
+            (builder, n, builder.job.places[n].entry)
+            for (builder, n), start in zip(tensors, left, strict=True)
             if start <= block
         )
         span = Span(block * BLOCK_ELEMENTS, min(stop * BLOCK_ELEMENTS, entry.n_elements))

@@ -19,7 +19,7 @@ from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.engine.execute import MergeWork, OutputPlan, operator_input
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
-from mergepipe.operators.elementwise import ElementwiseRule, Keep
+from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.reuse.blocks import EarlierSnapshots
 from mergepipe.runs.reuse.keys import SourceNames

@@ -21,8 +21,8 @@ from mergepipe.core.canonical_json import canonical_json
 from mergepipe.engine.execute import MergeWork, operator_input
 from mergepipe.engine.segments import Run, full_access
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, OperatorInput, Reduced
-from mergepipe.operators.elementwise import ElementwiseRule
 from mergepipe.operators.registry import is_built_in
+from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.block_digests import BlockTable
 from mergepipe.storage.location import Location

@@ -15,7 +15,7 @@ from mergepipe.errors import MismatchError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.composition_plan import unpacked
-from mergepipe.tailor.composition.dtype_cast import values_of
+from mergepipe.tailor.composition.copy.dtype_cast import values_of
 from mergepipe.tailor.values import StateReader
 
 BLOCK_ELEMENTS = 1 << 20  # read from each side at a time: memory is a small multiple of it

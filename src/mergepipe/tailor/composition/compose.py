@@ -18,12 +18,12 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.stores import Stores
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
-from mergepipe.tailor.composition.assignment import Assignment, assign
 from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
-from mergepipe.tailor.composition.composition_recipe import CompositionRecipe, load_composition
-from mergepipe.tailor.composition.copier import Copier, WrittenFile
-from mergepipe.tailor.composition.copy_plan import FilePlan
+from mergepipe.tailor.composition.copy.plan import FilePlan
+from mergepipe.tailor.composition.copy.writer import Copier, WrittenFile
+from mergepipe.tailor.composition.request.assignment import Assignment, assign
+from mergepipe.tailor.composition.request.recipe import CompositionRecipe, load_composition
 from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint

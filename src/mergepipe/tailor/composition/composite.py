@@ -14,8 +14,8 @@ from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.assignment import Assignment
-from mergepipe.tailor.composition.copier import WrittenFile
+from mergepipe.tailor.composition.copy.writer import WrittenFile
+from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.self_check import SelfCheck
 from mergepipe.tailor.composition.staleness import UnitStaleness
 

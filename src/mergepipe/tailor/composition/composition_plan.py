@@ -13,10 +13,10 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
-from mergepipe.tailor.composition.archives import stale_checksums
-from mergepipe.tailor.composition.assignment import Assignment, state_to_copy
-from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, Patch, patch_states, patched_file
-from mergepipe.tailor.composition.edited_archive import plan_edited
+from mergepipe.tailor.composition.archives.checksums import stale_checksums
+from mergepipe.tailor.composition.archives.edited_archive import plan_edited
+from mergepipe.tailor.composition.copy.plan import FilePlan, Literal, Patch, patch_states, patched_file
+from mergepipe.tailor.composition.request.assignment import Assignment, state_to_copy
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
 from mergepipe.tailor.composition.state_overlay import StateOverlay, overlay_state

@@ -9,13 +9,13 @@ from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, TrainingCheckpoint
-from mergepipe.tailor.composition.assignment import Assignment
+from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.composition_plan import CompositionPlan
-from mergepipe.tailor.composition.copy_plan import FilePlan, Literal, patched_file
+from mergepipe.tailor.composition.copy.plan import FilePlan, Literal, patched_file
+from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import list_skeleton
 from mergepipe.tailor.composition.staleness import choose_steps, staleness_of
 from mergepipe.tailor.composition.state_overlay import require_own_state
-from mergepipe.tailor.composition.torch_writer import InertPickler
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.dcp_metadata import read_dcp_metadata
 from mergepipe.tailor.formats.pickle_node import Node

@@ -14,9 +14,9 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
-from mergepipe.tailor.composition.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.composition_plan import unpacked
-from mergepipe.tailor.composition.dtype_cast import cast_bytes, values_of
+from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
+from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
 from mergepipe.tailor.composition.staleness import StepChoice
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.values import StateReader

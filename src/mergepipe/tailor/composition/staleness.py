@@ -9,7 +9,7 @@ from enum import StrEnum
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
-from mergepipe.tailor.composition.assignment import Assignment
+from mergepipe.tailor.composition.request.assignment import Assignment
 
 
 class StepPolicy(StrEnum):

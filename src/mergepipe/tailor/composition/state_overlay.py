@@ -15,9 +15,9 @@ from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework
-from mergepipe.tailor.composition.assignment import Assignment
+from mergepipe.tailor.composition.archives.torch_writer import InertPickler
+from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
-from mergepipe.tailor.composition.torch_writer import InertPickler
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.dcp_metadata import merge_state, read_dcp_metadata
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME, base_optimizer_path, list_zero_files

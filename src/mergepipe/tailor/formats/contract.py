@@ -11,8 +11,8 @@ from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, TrainingCheckpoint
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.assignment import Assignment
     from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
 

@@ -36,8 +36,8 @@ from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.assignment import Assignment
     from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
 

@@ -9,7 +9,7 @@ from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PICKLE_BYTES
 from mergepipe.storage.location import Location
-from mergepipe.tailor.composition.torch_writer import Size
+from mergepipe.tailor.composition.archives.torch_writer import Size
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.pickle_node import Node
 

@@ -34,8 +34,8 @@ from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_glob
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.assignment import Assignment
     from mergepipe.tailor.composition.composition_plan import CompositionPlan
+    from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
 
@@ -405,7 +405,7 @@ class ZeroFormat(Copied):
 
     def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
         """See `composition.repartition`."""
-        from mergepipe.tailor.composition.repartition import plan_repartitioned
+        from mergepipe.tailor.composition.zero.repartition import plan_repartitioned
 
         return plan_repartitioned(store, assignment, world_size)
 

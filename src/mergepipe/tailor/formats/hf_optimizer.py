@@ -41,7 +41,7 @@ from mergepipe.tailor.formats.transformers_names import ask_transformers
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
-    from mergepipe.tailor.composition.assignment import Assignment
+    from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
 

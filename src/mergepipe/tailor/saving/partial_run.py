@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.errors import RecipeError
-from mergepipe.tailor.composition.log_composition import partial_name
+from mergepipe.tailor.composition.request.save_log import partial_name
 from mergepipe.tailor.saving.changes import ChangeTracker
 from mergepipe.tailor.saving.engine_view import EngineView, Ranks
 from mergepipe.tailor.saving.partial_writer import PartialJob, write_partial

@@ -1,0 +1,1 @@
+"""How kernels are compiled, and when the compiler may be loaded."""

@@ -1,0 +1,304 @@
+"""Rules that sparsify each delta before combining: ties, dare_linear, dare_ties, breadcrumbs, breadcrumbs_ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.operators.base import (
+    NOTHING_REDUCED,
+    MagnitudeBand,
+    MagnitudeCut,
+    Operator,
+    OperatorInput,
+    Plain,
+    Reduced,
+    ReductionRequest,
+    RowSums,
+)
+from mergepipe.operators.influence import Election, Influence, Products
+from mergepipe.operators.measures import KeptMagnitudes
+from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
+from mergepipe.operators.rules.linear import fixed_coefficients, nonzero_sum
+from mergepipe.operators.shared_parameters import DENSITY, delta_spec, rescale_to_magnitudes
+from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
+from mergepipe.operators.statistics import rank_of_density
+
+SMALLEST_SUM = 1e-7  # of magnitudes, to be divided by
+_YADAV, _YU = "Yadav et al. 2023, arXiv 2306.01708", "Yu et al. 2023, arXiv 2311.03099"
+_DAVARI = "Davari and Belilovsky 2023, arXiv 2312.06795"
+_RESCALE_BY_DENSITY = ParameterSpec(
+    "rescale", Scope.GLOBAL, "multiply surviving elements by 1/density", default=True, is_flag=True
+)
+_GAMMA = ParameterSpec(
+    "gamma", Scope.MODEL, "share of the delta's largest elements that is dropped", default=0.01, low=0.0, high=1.0
+)
+
+
+def densities_E(inputs: OperatorInput) -> NDArray[np.float64]:
+    """The experts' densities."""
+    return np.array([float(p["density"]) for p in inputs.experts], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Ties(Plain):
+    """Trim to the top `density` share by magnitude, elect the sign of `sum_i w_i delta_i`, merge what agrees.
+
+    Source: Yadav et al. 2023 (arXiv 2306.01708), Algorithm 1. `floor(density * n)` elements are the target; all
+    elements equal to the last one kept are kept too. A zero vote counts as positive. `rescale` multiplies what is kept
+    so that the sum of magnitudes stays, as mergekit does.
+    """
+
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "ties",
+        "trim, elect sign, disjoint merge",
+        _YADAV,
+        DENSITY,
+        normalize=True,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        """Trimming is exact; of the consensus only the weights are kept: which elements agree is for `election`."""
+        coefficients_E = consensus_coefficients(inputs)
+        election = _election(inputs, trims=True)
+        return Influence(coefficients_E, np.ones_like(coefficients_E), trims=True, election=election)
+
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
+        if all(kept == inputs.n_elements for kept in kept_E):
+            return None
+        return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(inputs, reduced)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return consensus_rule(
+            inputs,
+            keep=Keep.LARGE,
+            threshold_bits_E=reduced.threshold_bits_E,
+            scales_E=scales_of_sums(inputs, reduced),
+        )
+
+
+class _Band(Plain):
+    """What both rules of breadcrumbs share: the cuts above and below what is kept."""
+
+    __slots__ = ()
+
+    def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
+        ranks = [band_ranks(inputs.n_elements, float(p["density"]), float(p["gamma"])) for p in inputs.experts]
+        if all(rank == (inputs.n_elements, 0) for rank in ranks):
+            return None
+        if reduced.threshold_bits_E is None or reduced.upper_bits_E is None:
+            return MagnitudeBand(tuple(kept for kept, _ in ranks), tuple(dropped for _, dropped in ranks))
+        return _sums_to_rescale(inputs, reduced)
+
+
+def band_ranks(n_elements: int, density: float, gamma: float) -> tuple[int, int]:
+    """Ranks by magnitude of the last element kept and of the last one dropped above; `gamma` gives way to `density`."""
+    if density >= 1.0:
+        return n_elements, 0
+    target = rank_of_density(density, n_elements)
+    dropped = min(rank_of_density(gamma, n_elements), n_elements - target)
+    return dropped + target, dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Breadcrumbs(_Band):
+    """Drop the `gamma` share of largest elements, keep the next `density` share, then `M_0 + lambda sum_i w_i delta_i`.
+
+    Source: Davari and Belilovsky 2023 (arXiv 2312.06795), section 3. Elements equal to the largest one dropped are
+    dropped too, those equal to the smallest one kept are kept.
+    """
+
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "breadcrumbs",
+        "drop the largest and the smallest, then sum",
+        _DAVARI,
+        DENSITY,
+        _GAMMA,
+        normalize=False,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        """What the band keeps of a block cannot be known from its octaves."""
+        coefficients_E = fixed_coefficients(inputs).astype(np.float64)
+        return Influence(coefficients_E, np.ones_like(coefficients_E))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return ElementwiseRule(
+            fixed_coefficients(inputs),
+            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
+            threshold_bits_E=reduced.threshold_bits_E,
+            upper_bits_E=reduced.upper_bits_E,
+            scales_E=scales_of_sums(inputs, reduced),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BreadcrumbsTies(_Band):
+    """Drop as breadcrumbs, elect signs and merge as TIES."""
+
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "breadcrumbs_ties",
+        "drop the largest and the smallest, elect sign, disjoint merge",
+        f"{_DAVARI}; {_YADAV}",
+        DENSITY,
+        _GAMMA,
+        normalize=False,
+        rescale=rescale_to_magnitudes(False),
+    )
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        coefficients_E = consensus_coefficients(inputs)
+        return Influence(coefficients_E, np.ones_like(coefficients_E))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        return consensus_rule(
+            inputs,
+            keep=Keep.ALL if reduced.upper_bits_E is None else Keep.BAND,
+            threshold_bits_E=reduced.threshold_bits_E,
+            upper_bits_E=reduced.upper_bits_E,
+            scales_E=scales_of_sums(inputs, reduced),
+        )
+
+
+def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionRequest | None:
+    """Sums of magnitudes before and after trimming, where they are wanted and not known."""
+    if not inputs.globals["rescale"] or reduced.sums or reduced.threshold_bits_E is None:
+        return None
+    upper_E = reduced.upper_bits_E
+    if upper_E is None:
+        upper_E = np.full(len(inputs.experts), np.uint32(0xFFFFFFFF))
+    return RowSums(KeptMagnitudes(reduced.threshold_bits_E, upper_E), max(1, inputs.n_elements))
+
+
+@np.errstate(all="ignore")
+def scales_of_sums(inputs: OperatorInput, reduced: Reduced) -> NDArray[np.float32]:
+    """What multiplies each expert's kept elements so that the sum of magnitudes stays; 1 where nothing is summed."""
+    if not reduced.sums:
+        return np.ones(len(inputs.experts), np.float32)
+    before_E, after_E = reduced.sums[-1].sum(axis=0).reshape(-1, 2).T
+    is_small_E = (before_E < SMALLEST_SUM) | (after_E < SMALLEST_SUM)
+    ratio_E: NDArray[np.float64] = np.divide(before_E, after_E, out=np.ones_like(after_E), where=~is_small_E)
+    return ratio_E.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DareLinear(Plain):
+    """Drop each element with probability `1 - density`, rescale the survivors, then `M_0 + lambda sum_i w_i delta_i`.
+
+    Source: Yu et al. 2023 (arXiv 2311.03099), Eq. 2-4.
+    """
+
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "dare_linear", "drop and rescale, then sum", _YU, DENSITY, normalize=False, rescale=_RESCALE_BY_DENSITY
+    )
+    is_random = True
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        return Influence(fixed_coefficients(inputs).astype(np.float64), dropped_energy(inputs))
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        cuts_E, scales_E = _drop_and_rescale(inputs)
+        return ElementwiseRule(
+            coefficients_E=fixed_coefficients(inputs),
+            keep=Keep.RANDOM,
+            stream_keys_E=np.array(inputs.stream_keys, np.uint64),
+            cuts_E=cuts_E,
+            scales_E=scales_E,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DareTies(Plain):
+    """Drop and rescale as DARE, then elect signs and merge as TIES.
+
+    Source: Yu et al. 2023 (arXiv 2311.03099) with the consensus of Yadav et al. 2023 (arXiv 2306.01708).
+    """
+
+    spec: ClassVar[OperatorSpec] = delta_spec(
+        "dare_ties",
+        "drop and rescale, elect sign, disjoint merge",
+        f"{_YU}; {_YADAV}",
+        DENSITY,
+        normalize=False,
+        rescale=_RESCALE_BY_DENSITY,
+    )
+    is_random = True
+
+    def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
+        election = _election(inputs, trims=False)
+        return Influence(consensus_coefficients(inputs), dropped_energy(inputs), election=election)
+
+    def block_function(self, inputs: OperatorInput, reduced: Reduced) -> ElementwiseRule:
+        cuts_E, scales_E = _drop_and_rescale(inputs)
+        return consensus_rule(
+            inputs,
+            keep=Keep.RANDOM,
+            stream_keys_E=np.array(inputs.stream_keys, np.uint64),
+            cuts_E=cuts_E,
+            scales_E=scales_E,
+        )
+
+
+def _drop_and_rescale(inputs: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    density_E = densities_E(inputs)
+    cuts_E = np.rint(density_E * 2.0**32).astype(np.uint64)
+    scales_E = 1.0 / density_E if inputs.globals["rescale"] else np.ones_like(density_E)
+    return cuts_E, scales_E.astype(np.float32)
+
+
+def consensus_rule(
+    inputs: OperatorInput,
+    *,
+    keep: Keep,
+    threshold_bits_E: NDArray[np.uint32] | None = None,
+    upper_bits_E: NDArray[np.uint32] | None = None,
+    stream_keys_E: NDArray[np.uint64] | None = None,
+    cuts_E: NDArray[np.uint64] | None = None,
+    scales_E: NDArray[np.float32] | None = None,
+) -> ElementwiseRule:
+    """Combine what is kept as TIES does: elect the sign of the weighted sum, merge what agrees."""
+    return ElementwiseRule(
+        coefficients_E=inputs.weights_E().astype(np.float32),
+        keep=keep,
+        threshold_bits_E=threshold_bits_E,
+        upper_bits_E=upper_bits_E,
+        stream_keys_E=stream_keys_E,
+        cuts_E=cuts_E,
+        scales_E=scales_E,
+        consensus=True,
+        normalize=bool(inputs.globals["normalize"]),
+        delta_scale=float(inputs.globals["lambda"]),
+    )
+
+
+def _election(inputs: OperatorInput, *, trims: bool) -> Election:
+    density_E = densities_E(inputs)
+    return Election(
+        weight_E=inputs.weights_E().astype(np.float64),
+        share_E=density_E,
+        tail_E=density_E if trims else np.ones_like(density_E),
+        normalize=bool(inputs.globals["normalize"]),
+        scale=float(inputs.globals["lambda"]),
+    )
+
+
+def consensus_coefficients(inputs: OperatorInput) -> NDArray[np.float64]:
+    """The experts' weights as far as they are known before signs are elected."""
+    weights_E = inputs.weights_E()
+    divisor = nonzero_sum(np.abs(weights_E)) if inputs.globals["normalize"] else 1.0
+    return weights_E * (float(inputs.globals["lambda"]) / divisor)
+
+
+def dropped_energy(inputs: OperatorInput) -> NDArray[np.float64]:
+    """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
+    density_E = densities_E(inputs)
+    return 1.0 / density_E if inputs.globals["rescale"] else density_E
+
+
+OPERATORS: tuple[Operator, ...] = (Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies())

@@ -1,0 +1,281 @@
+"""Assign each parameter to a source checkpoint, by the recipe and the opened sources. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mergepipe.errors import MismatchError, RecipeError, did_you_mean
+from mergepipe.recipes.parse.problems import Findings
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint
+from mergepipe.tailor.composition.request.recipe import (
+    Choice,
+    CompositionRecipe,
+    ExactName,
+    NumberedUnit,
+    Take,
+)
+from mergepipe.tailor.inspect import differences
+from mergepipe.tailor.selection import select_parameters
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit
+
+DERIVED_KINDS = (WEIGHT, EXPORT)  # copies of the master, in the dtype they are stored in
+_MAX_LISTED_UNITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`source_of` maps every parameter to its source's place in `sources`. The skeleton gives everything else:
+    structure, scheduler, random states, options of the optimizer. With `state_index` a partial checkpoint takes the
+    skeleton's place in all but structure."""
+
+    sources: tuple[TrainingCheckpoint, ...]
+    skeleton_index: int
+    source_of: Mapping[str, int]
+    state_index: int | None = None
+
+    @property
+    def skeleton(self) -> TrainingCheckpoint:
+        return self.sources[self.skeleton_index]
+
+    @property
+    def state(self) -> TrainingCheckpoint:
+        """The source of step, scheduler and random states: training resumes at its step."""
+        return self.sources[self.skeleton_index if self.state_index is None else self.state_index]
+
+    def source(self, parameter: str) -> TrainingCheckpoint:
+        """Return the source of a parameter."""
+        return self.sources[self.source_of[parameter]]
+
+    def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
+        """Yield each unit with the distinct indices of its sources."""
+        for unit, names in self.skeleton.units.parameters.items():
+            yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
+
+
+def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpoint]) -> Assignment:
+    """Decide where each parameter comes from. `sources` has every location that the recipe names.
+
+    Raises:
+        RecipeError: units that do not exist, are named twice, or not at all.
+        MismatchError: sources that do not fit together, or lack what is taken from them.
+    """
+    places = {place: index for index, place in enumerate(sources)}
+    opened = tuple(sources.values())
+    findings = Findings(RecipeError, MismatchError)
+    skeleton = _skeleton(recipe, opened, places, findings)
+    findings.raise_any()
+    units = opened[skeleton].units
+    taken = _ParameterClaims(units, findings)
+    for take in recipe.takes:
+        taken.add(take, places[take.source])
+    default = places[recipe.default] if recipe.default is not None else None
+    source_of = taken.complete(default, recipe.path.name)
+    _check_dtype(recipe, opened[skeleton], findings)
+    for index in sorted({*source_of.values()} - {skeleton}):
+        _check_fit(opened[skeleton], opened[index], [n for n, i in source_of.items() if i == index], findings)
+    findings.raise_any()
+    state = _state(recipe, opened, places, skeleton)
+    return Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
+
+
+def _state(
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], skeleton: int
+) -> int:
+    """Choose the source of the state: the requested one, else the newest that has state."""
+    if recipe.state_from is not None:
+        return places[recipe.state_from]
+    newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
+    return max(newer, key=lambda index: opened[index].step, default=skeleton)
+
+
+def _skeleton(
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], findings: Findings
+) -> int:
+    """Choose the source of structure: the requested one if complete, else the newest complete one."""
+    if recipe.state_from is not None:
+        index = places[recipe.state_from]
+        if not opened[index].missing:
+            return index
+    complete = [index for index, source in enumerate(opened) if not source.missing]
+    if not complete:
+        newest = max(opened, key=lambda source: source.step)
+        _refuse_incomplete(newest, findings)
+        return 0
+    return max(complete, key=lambda index: opened[index].step)
+
+
+def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
+    more = f" and {len(source.missing) - 1} more" if len(source.missing) > 1 else ""
+    findings.add(
+        MismatchError, "tailor.incomplete", str(source.path), f"lacks {source.missing[0]}{more}",
+        "a composition needs one complete checkpoint of the run, as default or in state_from",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any."""
+
+    source: int
+    where: str
+    alias: str | None
+
+
+class _ParameterClaims:
+    """Collects which recipe entry takes which parameter; reports conflicts."""
+
+    def __init__(self, units: ModelUnits, findings: Findings) -> None:
+        self._units = units
+        self._findings = findings
+        self._claims: dict[str, _Claim] = {}
+
+    def add(self, take: Take, source: int) -> None:
+        for choice in take.choices:
+            try:
+                names, alias = _resolve(choice, self._units, take.where)
+            except RecipeError as error:
+                for problem in error.problems:
+                    self._findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
+                continue
+            for name in names:
+                self._claim(name, _Claim(source, take.where, alias))
+
+    def _claim(self, name: str, claim: _Claim) -> None:
+        first = self._claims.setdefault(name, claim)
+        if first.source == claim.source:
+            return
+        alias = first.alias or claim.alias
+        if alias is not None:
+            self._findings.add(
+                MismatchError, "tailor.tied", claim.where, f"{alias!r} is tied to {name!r}, and the two are taken "
+                f"from different checkpoints (see {first.where})", "take both from one",
+            )  # fmt: skip
+        else:
+            self._findings.add(
+                RecipeError, "tailor.recipe.overlap", claim.where, f"{name!r} is taken from another checkpoint "
+                f"already, at {first.where}", "name every unit once",
+            )  # fmt: skip
+
+    def complete(self, default: int | None, where: str) -> dict[str, int]:
+        """Return every parameter's source, in the model's order; unclaimed parameters come from the default."""
+        if default is None:
+            units = [str(u) for u, names in self._units.parameters.items() if not self._claims.keys() >= set(names)]
+            if units:
+                shown = ", ".join(units[:_MAX_LISTED_UNITS]) + (", ..." if len(units) > _MAX_LISTED_UNITS else "")
+                self._findings.add(
+                    RecipeError, "tailor.uncovered", where, f"no checkpoint is named for {shown}",
+                    "take them from one, or add 'default: PATH'",
+                )  # fmt: skip
+        claimed = {name: self._claims[name].source for name in self._units.names if name in self._claims}
+        left = {name: default for name in self._units.names if name not in claimed and default is not None}
+        return {name: (claimed | left)[name] for name in self._units.names if name in claimed or name in left}
+
+
+def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+    """Return the parameters that a choice selects, and the alias if it named one."""
+    if isinstance(choice, ExactName):
+        if choice.text in units.tied:
+            return (units.tied[choice.text],), choice.text
+        if choice.text not in units.names:
+            raise RecipeError.of(
+                "tailor.units.name", where, f"the model has no parameter {choice.text[:100]!r}",
+                did_you_mean(choice.text, (*units.names, *units.tied)),
+            )  # fmt: skip
+        return (choice.text,), None
+    if isinstance(choice, NumberedUnit):
+        return _numbered(choice, units, where)
+    return select_parameters([choice], units, where), None
+
+
+def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
+    numbers = {0: NORM, units.n_layers + 1: LM_HEAD, units.n_layers + 2: EMBED}
+    unit = numbers.get(choice.number)
+    if unit is LM_HEAD and unit not in units.parameters and units.tied:
+        alias, owner = next(iter(units.tied.items()))
+        return (owner,), alias
+    if unit is None or unit not in units.parameters:
+        raise RecipeError.of(
+            "tailor.units.number", where, f"{choice.text}: no such unit",
+            f"with {units.n_layers} layers, 0 is the final norm, {units.n_layers + 1} the head and "
+            f"{units.n_layers + 2} the embeddings",
+        )  # fmt: skip
+    return units.parameters[unit], None
+
+
+def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:
+    if recipe.weights_dtype is None:
+        return
+    found = {s.dtype.name for (_, kind), s in skeleton.states.items() if kind in DERIVED_KINDS}
+    if found and recipe.weights_dtype.name not in found:
+        findings.add(
+            MismatchError, "tailor.dtype", f"{recipe.path.name} dtype", f"{recipe.weights_dtype.recipe_name} is asked "
+            f"for, the weights of {skeleton.path} are {', '.join(sorted(found))}",
+            "a composition keeps the dtype of its sources",
+        )  # fmt: skip
+
+
+def _check_fit(
+    skeleton: TrainingCheckpoint, source: TrainingCheckpoint, names: Sequence[str], findings: Findings
+) -> None:
+    """Check that `source` has the parameters `names` as the skeleton needs them."""
+    reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
+    for reason in reasons:
+        findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
+    if reasons:
+        return
+    wanted = set(names)
+    _check_counters(skeleton, source, wanted, findings)
+    for (name, kind), state in skeleton.states.items():
+        if skeleton.units.tied.get(name, name) not in wanted:
+            continue
+        stored = state_to_copy(source, name, kind)
+        problem = _mismatch(stored, state) if stored is not None else "is not there"
+        if problem:
+            findings.add(
+                MismatchError, "tailor.lacks", str(source.path), f"{kind} of {name} {problem}",
+                "take it from a checkpoint that holds it",
+            )  # fmt: skip
+
+
+def _check_counters(
+    skeleton: TrainingCheckpoint, source: TrainingCheckpoint, wanted: set[str], findings: Findings
+) -> None:
+    counted = {name for step in source.steps for name in step.parameters}
+    for name in (name for step in skeleton.steps for name in step.parameters):
+        if name in wanted and name not in counted:
+            findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {name} is not there")
+
+
+def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
+    """Return the state to copy from a source: the state itself, or the master weights for a derived copy."""
+    own = source.states.get((name, kind))
+    if own is not None or kind not in DERIVED_KINDS:
+        return own
+    owner = source.units.tied.get(name, name)
+    return source.states.get((owner, FP32)) or source.states.get((owner, WEIGHT))
+
+
+def _mismatch(stored: StoredState, wanted: StoredState) -> str:
+    if stored.gaps:
+        return "is there in parts only"
+    if stored.shape != wanted.shape:
+        return f"has shape {stored.shape}, not {wanted.shape}"
+    if stored.kind == wanted.kind and stored.dtype != wanted.dtype:
+        return f"is {stored.dtype.name}, not {wanted.dtype.name}"
+    return ""
+
+
+def _stage_differences(skeleton: TrainingCheckpoint, source: TrainingCheckpoint) -> Iterator[str]:
+    """Return why a partial checkpoint is not of the skeleton's run, as far as recorded."""
+    if skeleton.stage != source.stage:
+        yield f"{skeleton.path} and {source.path}: ZeRO stage {skeleton.stage} and {source.stage}"
+    both = [name for name in source.parameters if name in skeleton.parameters]
+    unknown = [name for name in source.parameters if name not in skeleton.parameters]
+    if unknown:
+        yield f"{skeleton.path} lacks {unknown[0]}, which {source.path} has"
+    reshaped = [name for name in both if source.parameters[name] != skeleton.parameters[name]]
+    if reshaped:
+        yield f"{skeleton.path} and {source.path}: different shapes of {reshaped[0]}"

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO checkpoints composed for another number of ranks."""
