@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -155,6 +155,29 @@ def test_listings__fail_as_reads_do(kind: str, code: int, expected: str, server:
     assert caught.value.code == expected
     assert f"{code} " in str(caught.value)
     assert len(server.requests) == (1 if code == 403 else 8)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(401, "storage.credentials"), (403, "storage.permission")])
+def test_web_servers__that_refuse_to_be_asked_are_no_missing_files(
+    code: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(BucketServer):
+        def answer(self, request: Request) -> Answer:
+            del request
+            return Answer(code)
+
+    with Closed({}) as server:
+        set_environment(monkeypatch, server.url)
+        folder = root_of("http", server) / "m"
+        readers: tuple[Callable[[], object], ...] = (
+            lambda: remote_store("http").list(folder),
+            lambda: remote_store("http").stat(folder),
+            lambda: remote_store("http").open(folder / "config.json"),
+        )
+        for read_it in readers:
+            with pytest.raises(StorageError) as caught:
+                read_it()
+            assert caught.value.code == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

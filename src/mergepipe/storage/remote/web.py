@@ -67,6 +67,8 @@ class WebStore(PinnedStore):
         """The files of a checkpoint's names that are directly below a folder, by name; see the module."""
         entries = () if "\0" in location.key else self._entries(location)
         if not entries:
+            if location.key and "\0" not in location.key:
+                self._refuse_unclear(location)
             hint = "give the address of a folder that holds config.json or model.safetensors"
             raise NotFoundError.of("storage.not-found", location, "no files of a checkpoint are there", hint)
         return entries
@@ -85,11 +87,15 @@ class WebStore(PinnedStore):
             return answer.pin
         if self._entries(location):
             return FileKind.FOLDER
-        if isinstance(answer, Failure):
-            raise StorageError.of(
-                "storage.permission", location, f"its server answered {answer.detail}", "check that it may be read"
-            )
+        self._refuse_unclear(location)
         return None
+
+    def _refuse_unclear(self, location: Location) -> None:
+        """Raise where nothing can be told of a location, because its server refuses to be asked."""
+        answer = self._answer(location)
+        if isinstance(answer, Failure):
+            message = f"its server answered {answer.detail}"
+            raise StorageError.of("storage.permission", location, message, "check that it may be read")
 
     def _source(self, location: Location, pin: Pin) -> Source:
         answer = self._answer(location)
