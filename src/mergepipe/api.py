@@ -69,13 +69,9 @@ def check(
         MergePipeError: every problem found, in one error.
     """
     positive("--shard-size", shard_bytes)
-    from mergepipe.engine.execute import plan_output
-    from mergepipe.jobs.check import check_report
-    from mergepipe.runs.inputs import open_inputs
-    from mergepipe.storage.stores import Stores
+    from mergepipe.jobs.check import check_recipe
 
-    inputs = open_inputs(Location.of(recipe), Stores(), allow_dropped)
-    return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
+    return check_recipe(Location.of(recipe), shard_bytes, allow_dropped)
 
 
 def merge(
@@ -250,7 +246,7 @@ def run(
     from mergepipe.planning.plan import Plan as PlanValue
     from mergepipe.runs.settings import run_settings
 
-    value = plan if isinstance(plan, PlanValue) else read_plan(Path(plan))
+    value = plan if isinstance(plan, PlanValue) else read_plan(Location.of(plan))
     settings = run_settings(options or RunOptions(), value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
 

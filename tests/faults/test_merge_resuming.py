@@ -37,6 +37,8 @@ from mergepipe.snapshots import staging
 from mergepipe.snapshots.journal import JOURNAL_NAME, expert_bytes_of, read_journal
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import ACCOUNT_NAME, OWNER_NAME
 from support.crashes import Death, count_operations, run_forked, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
@@ -271,7 +273,7 @@ def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Pa
             assert report.forgiven_expert_bytes == totals.expert_bytes
             assert any("--no-resume" in notice for notice in report.notices)
         else:
-            manifest = read_manifest_value(job.out)
+            manifest = read_manifest_value(LocalStore(), Location.local(job.out))
             assert requested(total) <= manifest.realized.expert + manifest.realized.analysis <= limit
             assert manifest.run.get("earlier_runs_expert_bytes", 0) == totals.expert_bytes
         job.check_whole()
@@ -311,7 +313,7 @@ def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path
     assert report.earlier_expert_bytes == sums[1] < requested(total)
     assert report.expert_bytes + report.analysis_bytes == requested(total) <= 3 * plan.budget_bytes
     assert any("started over" in notice for notice in report.notices)
-    assert read_manifest_value(job.out).run["earlier_runs_expert_bytes"] == sums[1]
+    assert read_manifest_value(LocalStore(), Location.local(job.out)).run["earlier_runs_expert_bytes"] == sums[1]
     assert not staging.exists()
 
 
@@ -340,7 +342,10 @@ def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Pat
     assert counts.forgiven_bytes == 10**9
     report = anew()  # which says so of both runs, though the first that was told to died
     assert report.forgiven_expert_bytes == 10**9 + counts.expert_bytes
-    assert read_manifest_value(job.out).run["earlier_runs_forgiven_bytes"] == report.forgiven_expert_bytes
+    assert (
+        read_manifest_value(LocalStore(), Location.local(job.out)).run["earlier_runs_forgiven_bytes"]
+        == report.forgiven_expert_bytes
+    )
     job.check_whole()
 
 

@@ -16,6 +16,8 @@ from mergepipe.errors import StorageError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.overlay.reader import is_overlay
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 from support.families import TINY, write_family
@@ -78,7 +80,7 @@ def test_overlay__killed_at_any_operation_is_whole_or_invisible(root: Path, step
 
     def check() -> None:
         if out.exists():
-            assert is_overlay(read_manifest_value(out))
+            assert is_overlay(read_manifest_value(LocalStore(), Location.local(out)))
             assert keeping.verify(out).is_sound
 
     crash_everywhere(
@@ -97,12 +99,12 @@ def test_materialise__killed_at_any_operation_loses_nothing(root: Path, place: s
         shutil.copytree(root / "overlay", source)
 
     def complete() -> None:
-        if is_overlay(read_manifest_value(source)):
+        if is_overlay(read_manifest_value(LocalStore(), Location.local(source))):
             keeping.materialise(source, out, force=True, options=RunOptions(threads=2, home=root / "home"))
 
     def check() -> None:
         assert keeping.verify(source).is_sound
-        if out.exists() and not is_overlay(read_manifest_value(out)):
+        if out.exists() and not is_overlay(read_manifest_value(LocalStore(), Location.local(out))):
             assert keeping.verify(out).is_sound
             assert weights_digest(out) == wanted
 

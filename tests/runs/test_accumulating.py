@@ -22,6 +22,8 @@ from mergepipe.runs.reuse.accumulators import (
     read_totals,
 )
 from mergepipe.runs.snapshots import read_manifest_value
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 ADDITIVE = ("task_arithmetic", "linear_sum", "dare_linear")
 WEIGHTS = (0.6, 0.3, 0.2, 0.1)
@@ -78,7 +80,10 @@ def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: st
 def test_merge__keeps_the_sums_of_what_it_need_not_merge(bench: Bench) -> None:
     report = bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
     assert (report.reused_bytes, report.reused_from, report.sum_bytes > 0) == (0, (), True)
-    assert not any(name.startswith("reused") for name in read_manifest_value(bench.folder / "first").run)
+    assert not any(
+        name.startswith("reused")
+        for name in read_manifest_value(LocalStore(), Location.local(bench.folder / "first")).run
+    )
     report = bench.merge(of("task_arithmetic", 1, 2, out_dtype="bfloat16"), "again", keep_accumulators=True)
     assert (report.expert_bytes, report.reused_bytes > 0, len(report.reused_from)) == (0, True, 1)
     first, again = (bench.folder / name / ACCUMULATORS_NAME for name in ("first", "again"))
@@ -155,7 +160,7 @@ def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> 
     bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
     record = bench.folder / "first" / ACCUMULATORS_RECORD_NAME
     older = record.read_bytes().replace(ACCUMULATORS_FORMAT.encode(), b"mergepipe-accumulators/1")
-    manifest = read_manifest_value(bench.folder / "first")
+    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "first"))
     records = tuple(
         replace(each, blake3=blake3(older).hexdigest(16)) if each.name == record.name else each
         for each in manifest.sidecars

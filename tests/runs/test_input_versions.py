@@ -20,6 +20,7 @@ from mergepipe.runs import resume as resuming
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
+from mergepipe.storage.location import Location
 from support.faults import replaced
 
 SUM = RECIPES["task_arithmetic"]
@@ -162,13 +163,13 @@ def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(benc
     overwrite(bench.only_file("other"))
 
     def swapped(open_file: Callable[..., LocalFile]) -> Callable[..., LocalFile]:
-        def opened(store: LocalStore, path: Path, **options: bool) -> LocalFile:
-            if path.parent != own:
-                return open_file(store, path, **options)
+        def opened(store: LocalStore, location: Location, **options: bool) -> LocalFile:
+            if location.local_path.parent != own:
+                return open_file(store, location, **options)
             own.rename(aside)
             other.rename(own)
             try:
-                return open_file(store, path, **options)
+                return open_file(store, location, **options)
             finally:
                 own.rename(other)
                 aside.rename(own)
@@ -205,11 +206,11 @@ def test_records__hold_files_of_any_time(bench: Bench, time: int) -> None:
     for model in ("base", "expert1", "expert2"):
         os.utime(bench.only_file(model), ns=(time, time))
     bench.merge(SUM, "out", keep_accumulators=True)
-    manifest = read_manifest_value(bench.folder / "out")
+    manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "out"))
     path = bench.only_file("expert1")
     assert manifest.inputs[1].files[0].version == version_of(path, path.stat())
     assert bench.merge(SUM, "again").expert_bytes == 0
-    assert "version" in str(read_manifest_value(bench.folder / "again").run["reused_by"])
+    assert "version" in str(read_manifest_value(LocalStore(), Location.local(bench.folder / "again")).run["reused_by"])
     plan = mergepipe.plan(bench.write(SUM), budget="50%", home=bench.home, reuse=False)
     mergepipe.run(plan, bench.folder / "planned", options=RunOptions(home=bench.home))
     assert keeping.verify(bench.folder / "planned").is_sound

@@ -22,6 +22,8 @@ from mergepipe.runs.reuse.accumulators import find_kept_sums
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.delta_checkpoints import write_delta
 from support.faults import Fault, replaced
 
@@ -96,7 +98,7 @@ def test_merge__done_again_reads_no_expert_and_gives_the_same(first: Callable[[s
     assert bench.digest("again") == bench.digest("first") == bench.digest("again-scratch")
     assert (report.expert_bytes, report.analysis_bytes) == (0, 0)
     assert report.reused_bytes >= 2 * (521 * 1100 + 2 * 130 * 300 + 77)
-    assert report.reused_from == (read_manifest_value(bench.folder / "first").sid,)
+    assert report.reused_from == (read_manifest_value(LocalStore(), Location.local(bench.folder / "first")).sid,)
     assert "header digest" in report.reused_by
     assert scratch.expert_bytes > 0
     assert scratch.reused_bytes == 0
@@ -188,8 +190,10 @@ def test_merge__takes_every_tensor_from_where_most_of_it_stands(bench: Bench) ->
     os.utime(bench.folder / "first")
     report = bench.merge(with_weight(RECIPES["linear"], 0.6), "again")
     assert report.expert_bytes == 0
-    taken = read_manifest_value(bench.folder / "again").run["reused_from"]
-    assert taken == ",".join(sorted(read_manifest_value(bench.folder / n).sid for n in ("first", "other")))
+    taken = read_manifest_value(LocalStore(), Location.local(bench.folder / "again")).run["reused_from"]
+    assert taken == ",".join(
+        sorted(read_manifest_value(LocalStore(), Location.local(bench.folder / n)).sid for n in ("first", "other"))
+    )
 
 
 @pytest.mark.parametrize("name", ["linear", "dare_linear"])

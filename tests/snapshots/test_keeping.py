@@ -16,6 +16,8 @@ from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import tree_digest
 from support.families import TINY, write_family
 
@@ -62,7 +64,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 def test_verify__a_snapshot_is_sound(made: Path) -> None:
     report = keeping.verify(made / "out", deep_fraction=1.0)
-    manifest = read_manifest_value(made / "out")
+    manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
     assert (report.damages, report.notices) == ((), ())
     assert report.is_sound
     assert (report.sid, report.tensors) == (manifest.sid, len(manifest.tensors))
@@ -86,7 +88,7 @@ def test_verify__a_flipped_bit_anywhere_is_found(copy: Path) -> None:
 
 
 def test_verify__names_the_tensor_and_the_bytes(copy: Path) -> None:
-    manifest = read_manifest_value(copy)
+    manifest = read_manifest_value(LocalStore(), Location.local(copy))
     file = manifest.files[1]
     flip(copy / file.name, file.size_bytes - 1)
     (damage,) = keeping.verify(copy).damages
@@ -175,7 +177,7 @@ def test_repair__believes_no_manifest_that_was_edited(made: Path, copy: Path) ->
 
 def test_replay__gives_the_same_bytes(made: Path, tmp_path: Path) -> None:
     report = keeping.replay(made / "out", tmp_path / "again", options=RunOptions(catalog=False))
-    manifest = read_manifest_value(made / "out")
+    manifest = read_manifest_value(LocalStore(), Location.local(made / "out"))
     assert report.sid == manifest.sid
     for file in manifest.files:
         assert (tmp_path / "again" / file.name).read_bytes() == (made / "out" / file.name).read_bytes()

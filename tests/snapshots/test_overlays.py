@@ -119,7 +119,10 @@ def flip(path: Path, position: int) -> None:
 
 def same_manifest(a: Path, b: Path) -> bool:
     """Whether two manifests are equal but for how the runs went."""
-    first, second = read_manifest_value(a), read_manifest_value(b)
+    first, second = (
+        read_manifest_value(LocalStore(), Location.local(a)),
+        read_manifest_value(LocalStore(), Location.local(b)),
+    )
     return first.sid == second.sid and first == replace(second, realized=first.realized, run=first.run)
 
 
@@ -127,7 +130,7 @@ def same_manifest(a: Path, b: Path) -> bool:
 
 
 def test_overlay__stores_exactly_the_blocks_that_differ(made: Path) -> None:
-    manifest = read_manifest_value(made / "overlay")
+    manifest = read_manifest_value(LocalStore(), Location.local(made / "overlay"))
     table = open_overlay(LocalStore(), Location.local(made / "overlay"), manifest).table
     numbered = [(t.name, i) for t in manifest.tensors for i in range(3 if t.name == "big" else int(t.name != "none"))]
     stored = {block for block, place in zip(numbered, table.places, strict=True) if place.is_stored}
@@ -135,9 +138,9 @@ def test_overlay__stores_exactly_the_blocks_that_differ(made: Path) -> None:
     assert table.stored_bytes == 4 * (DEFAULT_BLOCK_ELEMENTS + 1200) == (made / "overlay" / OVERLAY_NAME).stat().st_size
     assert [file.path for file in table.files] == [str(made / "base" / "model.safetensors")]
     assert is_overlay(manifest)
-    assert manifest.sid == read_manifest_value(made / "full").sid
+    assert manifest.sid == read_manifest_value(LocalStore(), Location.local(made / "full")).sid
     assert completed(manifest) == replace(
-        read_manifest_value(made / "full"), realized=manifest.realized, run=manifest.run
+        read_manifest_value(LocalStore(), Location.local(made / "full")), realized=manifest.realized, run=manifest.run
     )
 
 
@@ -165,7 +168,9 @@ def test_overlay__refers_to_no_file_that_is_removed_after_the_merge(tmp_path: Pa
     write_models(tmp_path)
     staged = f"name: base2\n{TIES}---\n" + SUM.replace("base_model: base", "base_model: base2")
     overlay = merge(tmp_path, "overlay", staged, overlay=True, catalog=False)
-    files = open_overlay(LocalStore(), Location.local(overlay), read_manifest_value(overlay)).table.files
+    files = open_overlay(
+        LocalStore(), Location.local(overlay), read_manifest_value(LocalStore(), Location.local(overlay))
+    ).table.files
     assert all(Path(file.path).is_file() for file in files)
     keeping.materialise(overlay, tmp_path / "whole", options=RunOptions(catalog=False))
     assert contents(tmp_path / "whole") == contents(merge(tmp_path, "full", staged, catalog=False))
@@ -236,9 +241,15 @@ def test_overlay__is_no_model_to_transformers(made: Path, monkeypatch: pytest.Mo
 
 
 def test_overlay__is_shown_compared_replayed_and_kept(own: Path) -> None:
-    assert mergepipe.show(own / "overlay", home=own / "home").sid == read_manifest_value(own / "full").sid
+    assert (
+        mergepipe.show(own / "overlay", home=own / "home").sid
+        == read_manifest_value(LocalStore(), Location.local(own / "full")).sid
+    )
     assert mergepipe.lineage(own / "overlay", home=own / "home")
-    assert mergepipe.explain(own / "overlay", home=own / "home").sid == read_manifest_value(own / "full").sid
+    assert (
+        mergepipe.explain(own / "overlay", home=own / "home").sid
+        == read_manifest_value(LocalStore(), Location.local(own / "full")).sid
+    )
     assert keeping.diff(own / "overlay", own / "full", reads_tensors=False).tensors == ()
     assert keeping.gc([own], home=own / "home").garbage == ()
     assert keeping.verify(own / "overlay", deep_fraction=1.0).is_sound
@@ -283,7 +294,11 @@ def test_materialise__finds_a_base_that_moved(own: Path) -> None:
 
 
 def block_start(root: Path, *, is_stored: bool) -> int:
-    table = open_overlay(LocalStore(), Location.local(root / "overlay"), read_manifest_value(root / "overlay")).table
+    table = open_overlay(
+        LocalStore(),
+        Location.local(root / "overlay"),
+        read_manifest_value(LocalStore(), Location.local(root / "overlay")),
+    ).table
     return next(place.offset for place in table.places if place.is_stored == is_stored)
 
 
@@ -404,7 +419,7 @@ def test_overlay_table__of_a_newer_version_is_refused() -> None:
 
 
 def test_completed__undoes_as_overlay(made: Path) -> None:
-    whole: Manifest = read_manifest_value(made / "full")
+    whole: Manifest = read_manifest_value(LocalStore(), Location.local(made / "full"))
     small = {"config.json": b"{}", "README.md": b"card", "a/b.jinja": b""}
     whole = replace(whole, sidecars=tuple(record_of(name, small[name]) for name in sorted(small)))
     table = OverlayTable((), sum(block_sizes(whole)), ())

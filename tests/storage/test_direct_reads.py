@@ -38,11 +38,9 @@ ALLOWED = {
     "deltastore/pack/originals.py": ("lstat os.open os.walk resolve", "originals that are removed on this machine"),
     "deltastore/pack/progress.py": ("stat", OWN),
     "deltastore/writer.py": ("regular.read_head", OWN),
-    "jobs/explain.py": ("is_file", LEFT),
     "jobs/gc.py": ("exists is_dir is_file is_symlink os.walk rglob stat", OWN),
     "jobs/materialise.py": ("resolve", OWN),
     "jobs/pack.py": ("is_symlink resolve", "originals that are removed on this machine"),
-    "jobs/plan.py": ("regular.read_small", LEFT),
     "jobs/repair.py": (
         "exists is_symlink open os.fstat os.open os.pread resolve stat",
         "a snapshot that is repaired in place",
@@ -56,7 +54,7 @@ ALLOWED = {
     "runs/reuse/blocks.py": ("is_file iterdir os.path.realpath regular.read_small stat", LEFT),
     "runs/reuse/keys.py": ("os.path.realpath", LEFT),
     "runs/sidecars.py": ("read_text", "a template of the package"),
-    "runs/snapshots.py": ("exists is_dir is_file regular.read_small", LEFT),
+    "runs/snapshots.py": ("exists is_dir is_file", OWN),
     "runs/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),
     "snapshots/journal.py": ("regular.read_small", OWN),
     "snapshots/staging.py": (

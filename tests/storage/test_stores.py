@@ -100,7 +100,7 @@ class TestInMemoryStore(StoreContract):
         store = InMemoryStore({path: b"old"}, script=refuse_reads)
         with pytest.raises(StorageError):
             store.open(path).read_into(1, memoryview(bytearray(2)), Purpose.BASE)
-        assert store.requests == [StoreRequest("open", path), StoreRequest("read", path, 1, 2)]
+        assert store.requests == [StoreRequest("open", path), StoreRequest("read", path, 1, 2, Purpose.BASE)]
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])

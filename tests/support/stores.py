@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
@@ -12,6 +15,7 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from mergepipe.storage.regular import too_large
+from mergepipe.storage.stores import register_scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class StoreRequest:
     path: Location
     offset: int = 0
     nbytes: int = 0
+    purpose: Purpose = Purpose.METADATA
 
 
 Script = Callable[[StoreRequest], None]
@@ -81,7 +86,7 @@ class InMemoryFile:
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         self._store.ledger.charge(str(self.location), purpose, len(buffer))
-        content = self._store.get(StoreRequest("read", self.location, offset, len(buffer)), self.version)
+        content = self._store.get(StoreRequest("read", self.location, offset, len(buffer), purpose), self.version)
         buffer[: len(content)] = content
         return len(content)
 
@@ -117,6 +122,18 @@ class InMemoryStore:
     def reads(self) -> list[StoreRequest]:
         """The requests for bytes."""
         return [request for request in self.requests if request.operation == "read"]
+
+    def charging(self, ledger: Ledger) -> InMemoryStore:
+        """The same objects, requests and script, with another ledger."""
+        other = copy.copy(self)
+        other.ledger = ledger
+        return other
+
+    def put_tree(self, folder: Path, location: Location) -> None:
+        """Store all files below a folder of this machine."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(location / path.relative_to(folder).as_posix(), path.read_bytes())
 
     def put(self, path: Location, content: bytes) -> None:
         """Store an object, or another version of it."""
@@ -198,3 +215,10 @@ class InMemoryStore:
 
 def _missing(path: Location) -> MergePipeError:
     return NotFoundError.of("storage.not-found", path, "no such object", "check the path")
+
+
+@contextmanager
+def memory_scheme(store: InMemoryStore) -> Iterator[None]:
+    """Serve all locations of the scheme `memory` from a store, for as long as the context lasts."""
+    with register_scheme("memory", lambda _, ledger: store.charging(ledger)):
+        yield

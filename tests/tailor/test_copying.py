@@ -53,7 +53,7 @@ def content_of(plan: FilePlan) -> bytes:
 @given(data=st.data())
 def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("many")
-    sources = write_sources(folder, 2)
+    sources = [Location.local(path) for path in write_sources(folder, 2)]
     starts, sizes = st.integers(0, SOURCE_BYTES // 2), st.integers(0, SOURCE_BYTES // 2)
     segments: st.SearchStrategy[Segment] = st.one_of(
         st.builds(CopyRange, st.sampled_from(sources), starts, sizes, is_skeleton=st.booleans()),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from mergepipe.engine.execute import OutputPlan
+from collections.abc import Sequence
+
+from mergepipe.engine.execute import plan_output
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.sidecars import sidecar_bytes
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 
-def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
-    """Report what a merge of these inputs would do."""
+def check_recipe(recipe_place: Location, shard_bytes: int, allow_dropped: Sequence[str]) -> CheckReport:
+    """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
+    store = Stores()
+    inputs = open_inputs(recipe_place, store, allow_dropped)
     recipe, resolution = inputs.recipe, inputs.resolution
+    output = plan_output(resolution.tasks, shard_bytes)
     return CheckReport(
         recipe=str(recipe.path),
         operator=recipe.operator.name,
@@ -24,7 +31,7 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
         base_bytes=resolution.base_bytes,
         expert_bytes=resolution.expert_bytes,
         output_bytes=resolution.output_bytes,
-        disk_bytes=output.total_bytes + sidecar_bytes(inputs),
+        disk_bytes=output.total_bytes + sidecar_bytes(inputs, store),
         shards=len(output.shards),
         notices=inputs.notices,
     )

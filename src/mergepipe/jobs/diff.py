@@ -12,6 +12,7 @@ from mergepipe.reports import Progress, ProgressCallback, SnapshotDiff, TensorCh
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.distances import tensor_norms
 from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -23,9 +24,10 @@ def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: Pro
         NotFoundError, CorruptError, UnsupportedError: a manifest cannot be read.
         StorageError: a file of tensors cannot be read.
     """
-    first, second = read_manifest_value(a), read_manifest_value(b)
+    store = Stores()
+    first, second = (read_manifest_value(store, Location.local(path)) for path in (a, b))
     changes, equal = _changes(first, second)
-    measured = tuple(_measured(a, b, changes, on_progress)) if reads_tensors else tuple(changes)
+    measured = tuple(_measured(store, a, b, changes, on_progress)) if reads_tensors else tuple(changes)
     known = [each for each in measured if each.norm is not None]
     norm = math.sqrt(sum((each.norm or 0.0) ** 2 for each in known)) if reads_tensors else None
     return SnapshotDiff(
@@ -116,10 +118,10 @@ def _kind(a: OutputTensor | None, b: OutputTensor | None) -> str:
 
 
 def _measured(
-    a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
+    store: Store, a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
 ) -> Iterator[TensorChange]:
     """Add `||A - B||` and `||A||` to the changes where both are floats of one shape."""
-    store, done = Stores(), [0]
+    done = [0]
     first, second = (open_checkpoint(store, Location.local(path)) for path in (a, b))
     comparable = [c.name for c in changes if c.kind == "values" or c.kind.startswith("dtype")]
     total = sum(model.tensors[name].nbytes for name in comparable for model in (first, second))

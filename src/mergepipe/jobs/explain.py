@@ -29,6 +29,9 @@ from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 READ, SHARED, FREE, OMITTED = "read", "shared", "free", "omitted"
 
@@ -71,17 +74,16 @@ def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
         NotFoundError: `explain.tensor`, no merged tensor matches; otherwise as `find_snapshot_path`.
         CorruptError, UnsupportedError: the plan or the manifest cannot be read.
     """
-    path = Path(asked)
-    subject = _Subject(path, read_plan(path), None) if _is_plan(path) else _snapshot(find_snapshot_path(asked, home))
+    store, place = Stores(), Location.of(asked)
+    if place.name != MANIFEST_NAME and is_file(store, place):
+        subject = _Subject(Path(asked), read_plan(place), None)
+    else:
+        subject = _snapshot(store, find_snapshot_path(asked, home))
     return explanation_of(subject.path, subject.plan, subject.manifest, pattern)
 
 
-def _is_plan(path: Path) -> bool:
-    return path.is_file() and path.name != MANIFEST_NAME
-
-
-def _snapshot(path: Path) -> _Subject:
-    manifest = read_manifest_value(path)
+def _snapshot(store: Store, path: Path) -> _Subject:
+    manifest = read_manifest_value(store, Location.local(path))
     plan = None
     if manifest.plan is not None:
         plan = parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), f"{path / MANIFEST_NAME}: plan")

@@ -55,7 +55,7 @@ def materialise_overlay(
         UnsupportedError: `snapshot.not-overlay`.
     """
     store = Stores()
-    overlay = open_overlay(store, Location.local(path), read_manifest_value(path))
+    overlay = open_overlay(store, Location.local(path), read_manifest_value(store, Location.local(path)))
     overlay = overlay if settings.base is None else overlay.on_base(settings.base)
     is_in_place = out.resolve() == path.resolve()
     if is_in_place and not settings.force:

@@ -36,7 +36,6 @@ from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Speeds
-from mergepipe.storage.regular import read_small
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
@@ -97,6 +96,7 @@ def plan_request(
 
 
 def make_plan(
+    store: Store,
     inputs: Inputs,
     request: PlanRequest,
     link: CatalogLink,
@@ -129,7 +129,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
-    earlier = EarlierSnapshots(Stores(), reuse_candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else ())
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -174,7 +174,7 @@ def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(inputs, request, link, speeds=speeds)
+        return make_plan(store, inputs, request, link, speeds=speeds)
 
 
 def run_budgeted(
@@ -199,7 +199,7 @@ def run_budgeted(
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
         with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(inputs, wanted, link, out if settings.force else None, speeds)
+            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds)
             planned = store.ledger.usage()
             return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
@@ -227,14 +227,14 @@ def run_plan(
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Location) -> Plan:
     """Read a stored plan.
 
     Raises:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    return parse_plan(read_small(path, PLAN_BYTES), path)
+    return parse_plan(Stores().read_small(path, PLAN_BYTES), path)
 
 
 def _open_planned(plan: Plan, store: Store) -> Inputs:

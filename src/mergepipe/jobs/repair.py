@@ -27,6 +27,7 @@ from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, head
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
 from mergepipe.storage.local import os_error
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.stores import Stores
@@ -65,7 +66,7 @@ def repair_snapshot(
         message = f"is a link to {path.resolve()}, and nothing is written through links"
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
-    refuse_overlay(path, read_manifest_value(path), "mended")
+    refuse_overlay(path, read_manifest_value(Stores(), Location.local(path)), "mended")
     examination = examine(path, engine.threads, on_progress)
     written = 0
     names = examination.damaged
@@ -129,12 +130,13 @@ def _small_files(examination: Examination) -> dict[str, bytes]:
     wanted = [damage.file for damage in examination.damages if damage.kind in ("small-file", "index", "config")]
     if not wanted:
         return {}
-    inputs = open_recorded(manifest, Stores())
+    store = Stores()
+    inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
-    contents = sidecar_contents(inputs, Stores(), bare)
+    contents = sidecar_contents(inputs, store, bare)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
-        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, Stores())
+        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, store)
     impossible = [
         Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted

@@ -137,7 +137,7 @@ class _Sweep:
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:
         with closing(CatalogLink(self._home, required=True)) as link:
-            return make_plan(inputs, request, link, speeds=self._speeds)
+            return make_plan(self._store, inputs, request, link, speeds=self._speeds)
 
     def _full_merge(self, inputs: Inputs) -> _Reference:
         """Merge in full; the catalog keeps the statistics but not the temporary output."""

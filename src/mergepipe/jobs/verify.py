@@ -103,8 +103,8 @@ def verify_snapshot(
 
 def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
-    manifest = read_manifest_value(path)
     store, done, directory = Stores(), [0], Location.local(path)
+    manifest = read_manifest_value(store, directory)
     damages: list[Damage] = []
     table: BlockTable | None = None
     try:

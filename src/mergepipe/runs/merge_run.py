@@ -140,7 +140,7 @@ def publish_merge(
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
-    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs) + SIDECAR_MARGIN_BYTES)
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs, store) + SIDECAR_MARGIN_BYTES)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:

@@ -41,6 +41,7 @@ class TapPackRequest:
     Tensors that no task reads are read by the packer itself.
     """
 
+    store: Store  # with a ledger of its own: what packing reads and writes is no part of the merge's account
     jobs: tuple[PackJob, ...]
     refused: tuple[NotPacked, ...]
     routes: Mapping[str, tuple[tuple[int, int, int], ...]]
@@ -79,7 +80,7 @@ def request_tap_packs(
         elif job is not None:
             jobs[job.out] = job
     chosen = tuple(jobs.values())
-    return TapPackRequest(chosen, tuple(refused), _routes(chosen, streams))
+    return TapPackRequest(store, chosen, tuple(refused), _routes(chosen, streams))
 
 
 def _reason_against(base: Checkpoint, expert: Checkpoint) -> str:
@@ -150,7 +151,7 @@ def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None])
         StorageError: no room for the largest of them as it is, or the operating system refused.
         ConflictError: another process is making one of the stores.
     """
-    store = Stores()  # a ledger of its own: what packing reads and writes is no part of the merge's account
+    store = plan.store
     check_free_space(plan.jobs[0].out, max(job.expert.tensor_bytes for job in plan.jobs))
     inputs = set[Location]().union(*(job.weight_files for job in plan.jobs))
     allow_open_files(2 * len(inputs) + len(plan.jobs) * FILES_OF_BUILDER)  # the engine opens them as well
@@ -222,5 +223,5 @@ class TapPacker:
             builder.publish()
         seconds = time.perf_counter() - self._started
         total = sum(job.expert.tensor_bytes for job in self._plan.jobs)
-        facts = [packed_facts(Stores(), job, is_new=True) for job in self._plan.jobs]
+        facts = [packed_facts(self._plan.store, job, is_new=True) for job in self._plan.jobs]
         return tuple(replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1)) for expert in facts)

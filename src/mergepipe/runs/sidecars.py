@@ -26,7 +26,6 @@ from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
-from mergepipe.storage.stores import Stores
 
 GENERATION_NAME = "generation_config.json"
 _DTYPE_KEYS = ("torch_dtype", "dtype")
@@ -80,9 +79,9 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     return config
 
 
-def sidecar_bytes(inputs: Inputs) -> int:
+def sidecar_bytes(inputs: Inputs, store: Store) -> int:
     """Estimate the bytes of the small files of a merge, manifest and tables excluded."""
-    return sum(map(len, planned_sidecars(inputs, Stores()).values()))
+    return sum(map(len, planned_sidecars(inputs, store).values()))
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:

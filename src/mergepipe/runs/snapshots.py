@@ -18,9 +18,10 @@ from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
 
 T = TypeVar("T")
 
@@ -99,7 +100,7 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
     return _recorded(reference, home).path
 
 
-def read_manifest_value(directory: Path) -> Manifest:
+def read_manifest_value(store: Store, directory: Location) -> Manifest:
     """Read the whole manifest of a snapshot.
 
     Raises:
@@ -108,7 +109,7 @@ def read_manifest_value(directory: Path) -> Manifest:
         StorageError: it cannot be read.
     """
     path = directory / MANIFEST_NAME
-    return manifest_of_json(read_small(path, MANIFEST_BYTES), path)
+    return manifest_of_json(store.read_small(path, MANIFEST_BYTES), path)
 
 
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:

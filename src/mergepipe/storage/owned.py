@@ -24,6 +24,7 @@ from typing import Final
 from blake3 import blake3
 
 from mergepipe.errors import MergePipeError, OutputError
+from mergepipe.storage.regular import read_up_to
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
 _NEW_SUFFIX = ".mergepipe-new"
@@ -175,11 +176,7 @@ def read_file(path: Path, limit_bytes: int, root: Path | None = None) -> bytes:
     """The first `limit_bytes` of a small file that is ours."""
     descriptor = open_file(path, root, flags=os.O_RDONLY)
     try:
-        parts = []
-        while limit_bytes > 0 and (part := os.read(descriptor, min(limit_bytes, 1 << 20))):
-            parts.append(part)
-            limit_bytes -= len(part)
-        return b"".join(parts)
+        return read_up_to(descriptor, 0, min(limit_bytes, os.fstat(descriptor).st_size))
     finally:
         os.close(descriptor)
 

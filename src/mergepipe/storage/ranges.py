@@ -12,6 +12,7 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.regular import read_up_to
 
 SHRUNK = "storage.shrunk"
 """The code of the error for a file that ends before a range that it should hold."""
@@ -69,15 +70,10 @@ def read_descriptor_range(descriptor: int, path: Path, offset: int, nbytes: int)
         CorruptError: `storage.shrunk`, it ends before.
         OSError: the operating system failed the read.
     """
-    parts: list[bytes] = []
-    done = 0
-    while done < nbytes:
-        part = os.pread(descriptor, nbytes - done, offset + done)
-        if not part:
-            raise shrunk(path, offset, nbytes, done)
-        parts.append(part)
-        done += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    content = read_up_to(descriptor, offset, nbytes)
+    if len(content) < nbytes:
+        raise shrunk(path, offset, nbytes, len(content))
+    return content
 
 
 def fill_from_descriptor(descriptor: int, path: Path, offset: int, out: NDArray[np.uint8]) -> None:

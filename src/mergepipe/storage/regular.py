@@ -119,23 +119,29 @@ def read_head(path: Path, nbytes: int) -> bytes:
 def read_descriptor(descriptor: int, path: Path, limit_bytes: int) -> bytes:
     """Read a whole open regular file from its start, which errors call `path`. Raises as `read_small` does."""
     try:
-        size_bytes = os.fstat(descriptor).st_size
-        if size_bytes > limit_bytes:
-            raise too_large(path, size_bytes, limit_bytes)
-        parts: list[bytes] = []
-        done = 0
-        while done < size_bytes:
-            part = os.pread(descriptor, min(size_bytes - done, _LARGEST_READ_BYTES), done)
-            if not part:
-                break
-            parts.append(part)
-            done += len(part)
-            if done == size_bytes:  # a file that grew meanwhile is not taken for whole
-                size_bytes = os.fstat(descriptor).st_size
+        content = b""
+        while len(content) < (size_bytes := os.fstat(descriptor).st_size):  # again: it may have grown meanwhile
             if size_bytes > limit_bytes:
                 raise too_large(path, size_bytes, limit_bytes)
+            part = read_up_to(descriptor, len(content), size_bytes - len(content))
+            if not part:
+                break
+            content += part
     except OSError as error:
         raise os_error(error, path, "reading it") from error
+    return content
+
+
+def read_up_to(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Read `nbytes` at `offset` of an open file, fewer only where it ends before. Raises `OSError`."""
+    parts: list[bytes] = []
+    done = 0
+    while done < nbytes:
+        part = os.pread(descriptor, min(nbytes - done, _LARGEST_READ_BYTES), offset + done)
+        if not part:
+            break
+        parts.append(part)
+        done += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -193,7 +193,7 @@ def _read_snapshot(store: Store, path: Path) -> EarlierSnapshot | None:
         identities = {
             Location.local(file): identity for file in path.iterdir() if (identity := _identity(file)) is not None
         }
-        manifest = read_manifest_value(path)
+        manifest = read_manifest_value(store, Location.local(path))
         checkpoint = open_checkpoint(store, Location.local(path))
         keys = _table(path, manifest, KEYS_NAME, 0)
         digests = _table(path, manifest, BLOCKS_NAME, len(manifest.files))

@@ -1,0 +1,231 @@
+"""Whole jobs whose inputs are objects: what they make is byte for byte what they make of files of this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
+from mergepipe.tailor import api as tailor
+from support.families import FamilyShape, write_family
+from support.stores import InMemoryStore, StoreRequest, memory_scheme
+from support.training_trees import decoder_shapes, known_states, write_hf
+
+SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=192, vocab=1024, tied=True)
+BLOCK_ELEMENTS = 1 << 14
+BUCKET = Location.parse("memory://bucket")
+EXPERTS = ("expert-1", "expert-2")
+RECIPE = """merge_method: ties
+base_model: {root}/base
+models:
+  - {{model: {root}/expert-1, parameters: {{weight: 0.6, density: 0.4}}}}
+  - {{model: {root}/expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
+dtype: bfloat16
+"""
+EXPERT_PURPOSES = (Purpose.EXPERT, Purpose.ANALYSIS)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One family twice: as files in `folder`, and as objects of `store` below `BUCKET`."""
+
+    folder: Path
+    store: InMemoryStore
+
+    @property
+    def local(self) -> str:
+        return str(self.folder)
+
+    def recipe(self, root: str, text: str = RECIPE) -> Path:
+        path = self.folder / ("remote.yml" if "://" in root else "local.yml")
+        path.write_text(text.format(root=root))
+        return path
+
+    def run_options(self, root: str) -> RunOptions:
+        return RunOptions(home=self.folder / ("home-remote" if "://" in root else "home-local"), threads=2)
+
+    def options(self, root: str) -> MergeOptions:
+        return MergeOptions(home=self.run_options(root).home, threads=2)
+
+    def out(self, name: str) -> Path:
+        return self.folder / "out" / name
+
+    def expert_bytes(self) -> int:
+        """What was asked for of the experts' tensors since the requests were last cleared."""
+        return sum(
+            request.nbytes
+            for request in self.store.reads
+            if request.purpose in EXPERT_PURPOSES and "expert" in str(request.path)
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    write_family(tmp_path, SHAPE, len(EXPERTS))
+    store = InMemoryStore()
+    for name in ("base", *EXPERTS):
+        store.put_tree(tmp_path / name, BUCKET / name)
+    with memory_scheme(store):
+        yield Bench(tmp_path, store)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The files of weights and of block digests in a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("mergepipe.json", "mergepipe.keys", "README.md", "mergepipe-store.json")
+    }
+
+
+def slow_now_and_then(request: StoreRequest) -> None:
+    """Answer some requests late, so that they come back in another order than they were made in."""
+    if request.offset % 3 == 0:
+        time.sleep(0.001)
+
+
+def test_merge__of_objects_is_that_of_files_and_records_locations(bench: Bench) -> None:
+    mergepipe.merge(bench.recipe(bench.local), bench.out("local"), options=bench.options(bench.local))
+    bench.store.script = slow_now_and_then
+    mergepipe.merge(bench.recipe(str(BUCKET)), bench.out("remote"), options=bench.options(str(BUCKET)))
+    assert weights(bench.out("remote")) == weights(bench.out("local"))
+    record = json.loads((bench.out("remote") / "mergepipe.json").read_bytes())
+    assert [each["path"] for each in record["inputs"]] == [f"{BUCKET}/{name}" for name in ("base", *EXPERTS)]
+    versions = {file["version"] for each in record["inputs"] for file in each["files"]}
+    assert versions == {_version(bench, name) for name in ("base", *EXPERTS)}
+    replayed = bench.out("replayed")
+    mergepipe.replay(bench.out("remote"), replayed, options=bench.run_options(str(BUCKET)))
+    assert weights(replayed) == weights(bench.out("local"))
+
+
+def _version(bench: Bench, model: str) -> str:
+    status = bench.store.stat(BUCKET / model / "model.safetensors")
+    assert status is not None
+    return status.version
+
+
+def test_budgeted_merge__of_objects_asks_for_no_more_than_the_budget(bench: Bench) -> None:
+    for root in (bench.local, str(BUCKET)):
+        models = [f"{root}/{name}" for name in ("base", *EXPERTS)]
+        mergepipe.analyze(models[0], models[1:], block_elements=BLOCK_ELEMENTS, options=bench.run_options(root))
+    plans = [
+        mergepipe.plan(
+            bench.recipe(root), budget="40%", options=PlanOptions(block_elements=BLOCK_ELEMENTS),
+            home=bench.run_options(root).home,
+        )
+        for root in (bench.local, str(BUCKET))
+    ]  # fmt: skip
+    assert plans[0].budget_bytes == plans[1].budget_bytes
+    assert [model.path for model in plans[1].models] == [f"{BUCKET}/{name}" for name in ("base", *EXPERTS)]
+    stored = bench.folder / "remote.plan"
+    mergepipe.store_plan(plans[1], stored)
+    bench.store.requests.clear()
+    mergepipe.run(stored, bench.out("remote"), options=bench.run_options(str(BUCKET)))
+    assert 0 < bench.expert_bytes() <= plans[1].planned_bytes <= plans[1].budget_bytes
+    mergepipe.run(plans[0], bench.out("local"), options=bench.run_options(bench.local))
+    assert weights(bench.out("remote")) == weights(bench.out("local"))
+
+
+def test_pack__of_objects_and_merge_of_packed_objects(bench: Bench) -> None:
+    for root, name in ((bench.local, "local"), (str(BUCKET), "remote")):
+        mergepipe.pack(f"{root}/base", [f"{root}/{expert}" for expert in EXPERTS], bench.folder / f"packs-{name}")
+    remote = bench.folder / "packs-remote"
+    assert weights(remote) == weights(bench.folder / "packs-local")
+    shutil.rmtree(bench.folder / "expert-1")
+    for expert in EXPERTS:
+        bench.store.put_tree(remote / expert, BUCKET / "packs" / expert)
+    text = RECIPE.replace("{root}/expert", "{root}/packs/expert")
+    mergepipe.merge(bench.recipe(str(BUCKET), text), bench.out("packed"), options=bench.options(str(BUCKET)))
+    mergepipe.merge(bench.recipe(str(BUCKET)), bench.out("plain"), options=bench.options(str(BUCKET)))
+    assert weights(bench.out("packed")) == weights(bench.out("plain"))
+    with pytest.raises(RecipeError) as caught:
+        mergepipe.pack(f"{BUCKET}/base", [f"{BUCKET}/expert-1"], bench.folder / "packs-remote", replace=True)
+    assert caught.value.code == "pack.replace"
+
+
+def test_unpack__of_objects_restores_the_files(bench: Bench) -> None:
+    mergepipe.pack(f"{bench.local}/base", [f"{bench.local}/expert-1"], bench.folder / "packs")
+    bench.store.put_tree(bench.folder / "packs" / "expert-1", BUCKET / "packed")
+    mergepipe.unpack(f"{BUCKET}/packed", bench.out("restored"), base=f"{BUCKET}/base")
+    assert weights(bench.out("restored")) == weights(bench.folder / "expert-1")
+
+
+def test_compose__of_objects_is_that_of_files(tmp_path: Path) -> None:
+    store = InMemoryStore()
+    for name, step in (("checkpoint-7", 7), ("checkpoint-9", 9)):
+        write_hf(tmp_path / name, known_states(decoder_shapes(), seed=step, step=step))
+        store.put_tree(tmp_path / name, BUCKET / "run" / name)
+    text = "default: {root}/checkpoint-9\ntake: [{{from: {root}/checkpoint-7, units: [layers 0]}}]\n"
+    with memory_scheme(store):
+        report = tailor.inspect(f"{BUCKET}/run/checkpoint-9")
+        assert [str(each.path) for each in report.checkpoints] == [f"{BUCKET}/run/checkpoint-9"]
+        for name, root in (("local", str(tmp_path)), ("remote", f"{BUCKET}/run")):
+            (tmp_path / f"{name}.yml").write_text(text.format(root=root))
+            tailor.compose(tmp_path / f"{name}.yml", tmp_path / "out" / name, self_check="full")
+        assert tailor.recipe(f"{BUCKET}/run", strategy="latest") == f"default: {BUCKET}/run/checkpoint-9\n"
+    assert weights(tmp_path / "out" / "remote") == weights(tmp_path / "out" / "local")
+
+
+def test_merge__of_an_object_that_is_overwritten_meanwhile_is_refused(bench: Bench) -> None:
+    changed = BUCKET / "expert-2" / "model.safetensors"
+    content = (bench.folder / "expert-2" / "model.safetensors").read_bytes()
+
+    def overwrite_once(request: StoreRequest) -> None:
+        if request.purpose is Purpose.EXPERT and request.path == changed:
+            bench.store.script = _serve
+            bench.store.put(changed, content)
+
+    bench.store.script = overwrite_once
+    with pytest.raises(ConflictError) as caught:
+        mergepipe.merge(bench.recipe(str(BUCKET)), bench.out("remote"), options=bench.options(str(BUCKET)))
+    assert (caught.value.code, bench.out("remote").exists()) == ("input.changed", False)
+    assert str(changed) in str(caught.value)
+
+
+def _serve(_request: StoreRequest) -> None:
+    """Serve at once."""
+
+
+def test_merge__that_the_network_stopped_is_made_by_the_next_run(bench: Bench) -> None:
+    def refuse(request: StoreRequest) -> None:
+        if request.purpose is Purpose.EXPERT:
+            raise StorageError.of("storage.io", request.path, "the network is gone")
+
+    bench.store.script = refuse
+    recipe = bench.recipe(str(BUCKET))
+    with pytest.raises(StorageError):
+        mergepipe.merge(recipe, bench.out("remote"), options=bench.options(str(BUCKET)))
+    assert not bench.out("remote").exists()
+    bench.store.script = _serve
+    mergepipe.merge(recipe, bench.out("remote"), options=bench.options(str(BUCKET)))
+    mergepipe.merge(bench.recipe(bench.local), bench.out("local"), options=bench.options(bench.local))
+    assert weights(bench.out("remote")) == weights(bench.out("local"))
+
+
+@pytest.mark.parametrize(
+    ("root", "kind", "code"),
+    [
+        ("memory://elsewhere", NotFoundError, "recipe.model.not-found"),
+        ("memry://bucket", RecipeError, "location.scheme"),
+        ("memory://", RecipeError, "location.malformed"),
+        ("absent://bucket", UnsupportedError, "storage.extra"),
+    ],
+)
+def test_merge__says_what_is_wrong_with_a_location(
+    bench: Bench, root: str, kind: type[MergePipeError], code: str
+) -> None:
+    from mergepipe.storage.stores import register_scheme
+
+    with register_scheme("absent", "mergepipe.storage.no_such_module:open_store"), pytest.raises(kind) as caught:
+        mergepipe.check(bench.recipe(root))
+    assert caught.value.code == code
