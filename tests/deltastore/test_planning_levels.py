@@ -25,7 +25,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.level_ladders import ALL, Ladder, ladder_steps
+from mergepipe.planning.candidates.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe

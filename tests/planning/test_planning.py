@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import BlockGrid
@@ -19,13 +18,14 @@ from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHIN
 from mergepipe.errors import RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
+from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
+from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASON_OTHER_GRID
+from mergepipe.planning.candidates.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.known_statistics import REASON_MISSING, REASON_OTHER_GRID
-from mergepipe.planning.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.sampling_cost import sample_cost_bytes
+from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 
 OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
 ALL = ShareBudget(Fraction(1))

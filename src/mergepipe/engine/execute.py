@@ -39,7 +39,7 @@ from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
-from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.level_ladders import ALL
-from mergepipe.planning.operator_rules import UNKNOWN, Rules
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.items import Candidates, Items
+from mergepipe.planning.candidates.level_ladders import ALL
+from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
     Access,
     Fallback,
@@ -24,8 +24,8 @@ from mergepipe.planning.plan import (
     Runs,
     SharedRuns,
 )
-from mergepipe.planning.prefix_selection import Selection
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
+from mergepipe.planning.selection.select import Selection
 
 BASE_ONLY = "no block of any expert is read: the result is the base"
 STOPPED = "the rest of the budget is not spent"

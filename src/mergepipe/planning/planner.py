@@ -11,17 +11,26 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Graded
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.candidates.block_columns import Columns, lay_out_columns, read_costs
+from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
+from mergepipe.planning.candidates.density_adjustment import adjust_densities
+from mergepipe.planning.candidates.items import Candidates, Items, find_candidates, make_items
+from mergepipe.planning.candidates.known_statistics import (
+    REASON_UNIT,
+    KnownStatistics,
+    gather_statistics,
+    match_statistics,
+    units,
+)
+from mergepipe.planning.candidates.level_ladders import ALL, Ladders, build_ladders
+from mergepipe.planning.candidates.operator_rules import REASON_ROWS, Rules, evaluate_rules
+from mergepipe.planning.candidates.pricing import Pricing
+from mergepipe.planning.candidates.scores import amplitudes, score_blocks
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
-from mergepipe.planning.conflict_policy import conflict_order, tensor_cosines
-from mergepipe.planning.density_adjustment import adjust_densities
-from mergepipe.planning.expected_error import norms_left
-from mergepipe.planning.items import Candidates, Items, find_candidates, make_items
-from mergepipe.planning.known_statistics import REASON_UNIT, KnownStatistics, gather_statistics, match_statistics, units
-from mergepipe.planning.level_ladders import ALL, Ladders, build_ladders
-from mergepipe.planning.omission_bound import NoBound, omission_bound
-from mergepipe.planning.operator_rules import REASON_ROWS, Rules, evaluate_rules
+from mergepipe.planning.estimates.energy_left import norms_left
+from mergepipe.planning.estimates.omission_bound import NoBound, omission_bound
+from mergepipe.planning.estimates.sign_elections import expected_energies, expected_error, is_error_complete
 from mergepipe.planning.plan import Access, Fallback, OmissionBound, Plan, Runs, TimePrice
 from mergepipe.planning.plan_assembly import (
     budget_fallbacks,
@@ -30,13 +39,10 @@ from mergepipe.planning.plan_assembly import (
     unread_fallbacks,
     whole_tensor_fallbacks,
 )
-from mergepipe.planning.prefix_selection import Selection, full_costs, take_prefix
-from mergepipe.planning.pricing import Pricing
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.sampling_cost import sample_cost_bytes
-from mergepipe.planning.scores import amplitudes, score_blocks
-from mergepipe.planning.selection_order import Order, ascending_steps, norm_order, random_order, stratified_order
-from mergepipe.planning.sign_elections import expected_energies, expected_error, is_error_complete
+from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
+from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
+from mergepipe.planning.selection.select import Selection, full_costs, take_prefix
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 

@@ -19,7 +19,7 @@ from mergepipe.operators.base import (
 from mergepipe.operators.influence import Average, Election, Influence
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.recipes.resolve.tasks import MergeTask
 

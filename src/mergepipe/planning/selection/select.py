@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.selection_order import Order
+from mergepipe.planning.candidates.items import Candidates, Items
+from mergepipe.planning.selection.policy_order import Order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
