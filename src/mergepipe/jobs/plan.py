@@ -11,12 +11,12 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, Graded
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.errors import ConflictError, NotFoundError, Problem, RecipeError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_threads
-from mergepipe.planning.budget import BudgetRequest, parse_budget
+from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.plan import Plan, PlannedModel
+from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedModel
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
@@ -42,7 +42,10 @@ PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The request for a plan. Without `block_elements` the block size follows the experts."""
+    """The request for a plan. Without `block_elements` the block size follows the experts.
+
+    `is_strict`: an expert of which nothing is read is an error.
+    """
 
     budget: BudgetRequest
     policy: Policy
@@ -51,6 +54,7 @@ class PlanRequest:
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
     pricing: PriceRequest = BY_BYTES
+    is_strict: bool = False
 
     @property
     def seed(self) -> int:
@@ -59,21 +63,20 @@ class PlanRequest:
 
 
 def plan_request(
-    budget: str | None,
-    target_error: float | None,
+    budget: str | float | None,
+    target_error: str | float | None,
     options: PlanOptions,
     *,
     seed: int,
     allow_dropped: Sequence[str] = (),
     reuse: bool = False,
+    strict: bool = False,
 ) -> PlanRequest:
     """Return what a plan is asked for.
 
     Raises:
         RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`.
     """
-    if target_error is not None and not target_error >= 0:
-        raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
     density = options.adjust_min_density
@@ -81,7 +84,7 @@ def plan_request(
         OnOmit(options.on_omit),
         None if density is None else AdjustPolicy(density),
         check_seed(seed),
-        target_error,
+        None if target_error is None else parse_target_error(target_error),
     )
     return PlanRequest(
         parse_budget("100%" if budget is None else budget),
@@ -91,6 +94,7 @@ def plan_request(
         tuple(allow_dropped),
         reuse,
         price_request(options),
+        strict or options.strict,
     )
 
 
@@ -132,9 +136,28 @@ def make_plan(
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
     ).plan()
+    if not request.budget.is_zero:
+        ranking.check_usefulness(plan)
+    if request.is_strict:
+        _refuse_starved(plan)
     plan = replace(plan, vocabulary=_vocabulary(inputs))
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _refuse_starved(plan: Plan) -> None:
+    """Refuse a plan that reads nothing of an expert, whatever the reason.
+
+    Raises:
+        LimitError: `plan.expert-unread`, one problem for each such expert.
+    """
+    problems = [
+        Problem("plan.expert-unread", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
+        for fallback in plan.fallbacks
+        if fallback.decision == NOTHING_READ
+    ]
+    if problems:
+        raise LimitError(*problems)
 
 
 def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:

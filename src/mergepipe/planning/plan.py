@@ -20,6 +20,9 @@ Scalar = float | bool
 Runs = tuple[tuple[int, int], ...]
 SharedRuns = tuple[tuple[int, int, int], ...]
 
+NOTHING_READ = "nothing of it is read"
+"""The decision of the notices about experts that a plan leaves out."""
+
 _LARGEST_BITS = 2**32 - 1
 _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.planning.candidates.block_columns import Columns
-from mergepipe.planning.candidates.items import Candidates, Items
+from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
+    NOTHING_READ,
     Access,
     Fallback,
     FileBinding,
@@ -26,9 +27,6 @@ from mergepipe.planning.plan import (
 )
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.planning.selection.select import Selection
-
-BASE_ONLY = "no block of any expert is read: the result is the base"
-STOPPED = "the rest of the budget is not spent"
 
 
 def planned_tensors(
@@ -183,23 +181,21 @@ def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallb
         model = problem.experts[e]
         cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
         reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
-        found.append(Fallback(f"expert '{model.text}'", "nothing of it is read", reason))
+        found.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
     return tuple(found)
 
 
-def budget_fallbacks(
-    problem: PlanningProblem, columns: Columns, items: Items, selection: Selection, budget_bytes: int
+def starved_fallbacks(
+    problem: PlanningProblem, candidates: Candidates, selection: Selection, budget_bytes: int
 ) -> tuple[Fallback, ...]:
-    """Build a notice if the budget reads nothing, or if a whole tensor that does not fit ends the selection."""
-    item = selection.next_item
-    if item is None or budget_bytes == 0:
+    """Build one notice for each expert that differs from the base and of which the budget reads nothing."""
+    if not budget_bytes:
         return ()
-    base_only, whole = not selection.read_EB.any(), item >= items.n_single
-    if not (base_only or whole):
-        return ()
-    tensor = columns.tasks[int(items.tensor_I[item])].name
-    expert = problem.experts[int(items.expert_I[item])].text
-    what = f"tensor '{tensor}'" if whole else f"one block of '{tensor}'"
-    left = budget_bytes - selection.planned_bytes
-    reason = f"{what} of expert '{expert}' comes next and costs {selection.next_cost_bytes} bytes, {left} are left"
-    return (Fallback("budget", BASE_ONLY if base_only else STOPPED, reason),)
+    contributes_E = (selection.read_EB | selection.served_EB).any(axis=1)
+    differs_E = (~candidates.free_EB).any(axis=1)
+    unread_E = np.isin(np.arange(candidates.n_experts), list(problem.unread))
+    reason = f"within {budget_bytes} bytes the blocks of other experts come first"
+    return tuple(
+        Fallback(f"expert '{problem.experts[e].text}'", NOTHING_READ, reason)
+        for e in np.flatnonzero(differs_E & ~contributes_E & ~unread_E).tolist()
+    )

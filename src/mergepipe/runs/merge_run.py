@@ -22,7 +22,7 @@ from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
@@ -423,9 +423,10 @@ class _Run:
         )
 
     def _budget_notices(self) -> tuple[str, ...]:
-        """Return the plan's notices about its budget: it reads nothing, or some of it stays unspent."""
+        """Return the plan's warnings: experts of which nothing is read."""
         fallbacks = () if self._plan is None else self._plan.fallbacks
-        return tuple(f"{fallback.decision}: {fallback.reason}" for fallback in fallbacks if fallback.where == "budget")
+        starved = (fallback for fallback in fallbacks if fallback.decision == NOTHING_READ)
+        return tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
 
     def report(self, out: Path, directory: Path, manifest: Manifest) -> MergeReport:
         """What was done in the staging directory, up to now."""

@@ -21,6 +21,7 @@ from mergepipe.cli.options import (
     Memory,
     MinDensity,
     NoCatalog,
+    NoProbe,
     NoReuse,
     OnOmit,
     OutPath,
@@ -33,6 +34,7 @@ from mergepipe.cli.options import (
     Select,
     ShardSize,
     StorageSpeed,
+    Strict,
     TargetError,
     Threads,
     adjust_min_density,
@@ -86,6 +88,8 @@ def merge(
     block_elements: BlockElements = None,
     price: Price = None,
     storage_speed: StorageSpeed = None,
+    no_probe: NoProbe = False,
+    strict: Strict = False,
     home: Home = None,
     no_catalog: NoCatalog = False,
     statistics: Statistics = None,
@@ -119,6 +123,7 @@ def merge(
                 "--on-omit": on_omit,
                 "--adjust-operator": adjust_operator or None,
                 "--block-elements": block_elements,
+                "--no-probe": no_probe or None,
             }
         )
     options = MergeOptions(
@@ -133,6 +138,8 @@ def merge(
             block_elements=block_elements,
             price=price,
             storage_speed=storage_speed,
+            no_probe=no_probe,
+            strict=strict,
         ),
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         statistics=statistics,
@@ -142,6 +149,7 @@ def merge(
         overlay=overlay,
         pack=pack,
         allow_dropped=tuple(allow_dropped or ()),
+        strict=strict,
     )
     from mergepipe import api
 

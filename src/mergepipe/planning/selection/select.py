@@ -1,4 +1,4 @@
-"""Select the longest prefix of the ranked items that fits a budget, so that a larger budget selects a superset."""
+"""Select ranked items within a budget: the longest prefix that fits, then whatever of the rest still fits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ class Selection:
         level_EB: the level at which blocks are read from the expert's own file, 0 where they are not.
         served_EB: blocks served by another expert's bytes.
         planned_E: bytes per expert, samples included.
-        next_item: the first item that did not fit, None if everything is selected.
-        next_cost_bytes: what it would have cost on top.
+        n_prefix: how many items of the order come before the first that did not fit. Law: it never falls as the
+            budget grows.
     """
 
     level_EB: NDArray[np.int8]
     served_EB: NDArray[np.bool_]
     planned_E: NDArray[np.int64]
-    next_item: int | None
-    next_cost_bytes: int
+    n_prefix: int
 
     @property
     def read_EB(self) -> NDArray[np.bool_]:
@@ -48,50 +47,91 @@ def full_costs(candidates: Candidates, sample_E: NDArray[np.int64]) -> NDArray[n
     return np.asarray(cost_E + sample_E * takes_part_E, np.int64)
 
 
-def take_prefix(
+def select_items(
     candidates: Candidates, items: Items, order_I: Order, sample_E: NDArray[np.int64], budget_bytes: int
 ) -> Selection:
-    """Select the longest prefix of `order_I` that costs at most `budget_bytes`.
+    """Select the longest prefix of `order_I` that costs at most `budget_bytes`, then what else fits, in that order.
 
     `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
     """
-    first_E = _first_uses(candidates, items, order_I, np.flatnonzero(sample_E))
+    users = _item_users(candidates, items, np.flatnonzero(sample_E))
     cost_I = items.cost_I[order_I]
-    for e, place in first_E.items():
-        cost_I[place] += sample_E[e]
+    for e, uses_I in users.items():
+        if uses_I.any():
+            cost_I[int(uses_I[order_I].argmax())] += sample_E[e]
     reached_I = np.cumsum(cost_I)
-    n_taken = int(np.searchsorted(reached_I, budget_bytes, side="right"))
-    taken = order_I[:n_taken]
-    level_EB = _expand(candidates, items, taken)
-    served_EB = _served(candidates, level_EB > 0)
+    n_prefix = int(np.searchsorted(reached_I, budget_bytes, side="right"))
+    left_bytes = budget_bytes - (int(reached_I[n_prefix - 1]) if n_prefix else 0)
+    samples = [(int(sample_E[e]), uses_I) for e, uses_I in users.items() if not uses_I[order_I[:n_prefix]].any()]
+    chosen = np.concatenate([order_I[:n_prefix], _fitting_items(items, order_I[n_prefix:], left_bytes, samples)])
+    level_EB = _expand(candidates, items, chosen)
     planned_E = np.zeros(candidates.n_experts, np.int64)
-    np.add.at(planned_E, items.expert_I[taken], items.cost_I[taken])
-    for e, place in first_E.items():
-        planned_E[e] += sample_E[e] * (place < n_taken)
-    rest = n_taken < len(items)
-    return Selection(
-        level_EB,
-        served_EB,
-        planned_E,
-        int(order_I[n_taken]) if rest else None,
-        int(cost_I[n_taken]) if rest else 0,
-    )
+    np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
+    for e, uses_I in users.items():
+        planned_E[e] += sample_E[e] * uses_I[chosen].any()
+    return Selection(level_EB, _served(candidates, level_EB > 0), planned_E, n_prefix)
 
 
-def _first_uses(candidates: Candidates, items: Items, order_I: Order, experts: NDArray[np.int64]) -> dict[int, int]:
-    """Find the position in the order at which each of `experts` first contributes; others are left out."""
+def _fitting_items(
+    items: Items, rest: Order, left_bytes: int, samples: list[tuple[int, NDArray[np.bool_]]]
+) -> NDArray[np.int64]:
+    """Choose of the `rest`, in order, every item that fits what is left; a level step only after those before it.
+
+    `samples` are costs that come with the first chosen item of those marked. Law: nothing that is left out fits.
+    """
+    chosen: list[Order] = [rest[:0]]
+    while len(rest):
+        cost_R = items.cost_I[rest]
+        for sample_bytes, uses_I in samples:
+            cost_R = cost_R + sample_bytes * uses_I[rest]
+        fits_R = _without_gaps(items.flat_I[rest], cost_R <= left_bytes)
+        fitting = rest[fits_R]
+        if not len(fitting):
+            break
+        reached_R = np.cumsum(_charged_once(items, fitting, samples))
+        n_taken = int(np.searchsorted(reached_R, left_bytes, side="right"))
+        taken = fitting[:n_taken]
+        chosen.append(taken)
+        left_bytes -= int(reached_R[n_taken - 1])
+        samples = [(sample_bytes, uses_I) for sample_bytes, uses_I in samples if not uses_I[taken].any()]
+        is_open_R = np.ones(len(rest), np.bool_)
+        is_open_R[np.flatnonzero(fits_R)[:n_taken]] = False
+        rest = rest[is_open_R]
+    return np.concatenate(chosen)
+
+
+def _charged_once(items: Items, fitting: Order, samples: list[tuple[int, NDArray[np.bool_]]]) -> NDArray[np.int64]:
+    """Return the cost of each item, with each sample at the first item that it comes with."""
+    cost_R = items.cost_I[fitting].copy()
+    for sample_bytes, uses_I in samples:
+        uses_R = uses_I[fitting]
+        if uses_R.any():
+            cost_R[int(uses_R.argmax())] += sample_bytes
+    return cost_R
+
+
+def _without_gaps(flat_R: NDArray[np.int64], fits_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Leave out the level steps of a block that come after one of it that does not fit."""
+    missed = np.flatnonzero(~fits_R)[::-1]
+    if not len(missed) or not fits_R.any():
+        return fits_R
+    first_missed_F = np.full(int(flat_R.max()) + 1, len(flat_R), np.int64)
+    first_missed_F[flat_R[missed]] = missed  # of several the last assignment counts: the first that is missed
+    return fits_R & (np.arange(len(flat_R)) < first_missed_F[flat_R])
+
+
+def _item_users(candidates: Candidates, items: Items, experts: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
+    """Mark by expert the items that it takes part in, with bytes of its own or served."""
     if not len(experts) or not len(items):
         return {}
-    place_I = np.empty(len(items), np.int64)
-    place_I[order_I] = np.arange(len(items))
-    found: dict[int, int] = {}
     follower_expert, column, serving = candidates.followers()
     serving_item = np.searchsorted(items.flat_I[: items.n_single], serving * items.n_columns + column)
+    users: dict[int, NDArray[np.bool_]] = {}
     for e in experts.tolist():
-        places = np.concatenate([place_I[items.expert_I == e], place_I[serving_item[follower_expert == e]]])
-        if len(places):
-            found[e] = int(places.min())
-    return found
+        uses_I = items.expert_I == e
+        uses_I[serving_item[follower_expert == e]] = True
+        users[e] = uses_I
+    return users
 
 
 def _expand(candidates: Candidates, items: Items, taken: Order) -> NDArray[np.int8]:
