@@ -109,8 +109,7 @@ class MergeOptions(_CommonOptions):
         threads, memory_bytes, home, catalog: see `RunOptions`.
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
         shard_bytes: largest output file, in bytes of tensor data.
-        statistics: let a full merge gather on its way what `analyze` would read for; by default with 4 compute threads
-            or more, because with fewer it costs time.
+        statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
         keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
@@ -127,7 +126,7 @@ class MergeOptions(_CommonOptions):
 
     plan: PlanOptions = field(default_factory=PlanOptions)
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    statistics: bool | None = None
+    statistics: bool = False
     resume: bool | None = None
     reuse: bool = True
     keep_accumulators: bool = False

@@ -90,8 +90,8 @@ class MergeWork:
 class AnalysisWork:
     """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed.
 
-    With a `probe_fraction` above zero only that share of every block is read, and each task has one expert; else a
-    `tap` may look on.
+    With a `probe_fraction` above zero only that share of every `probe_stride`-th block is read, and each task has one
+    expert; else a `tap` may look on.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -99,6 +99,7 @@ class AnalysisWork:
     densities: tuple[float, ...]
     on_statistics: OnStatistics
     probe_fraction: float = 0.0
+    probe_stride: int = 1
     tap: Tap | None = None
 
 
@@ -185,7 +186,8 @@ def execute_analysis(
     def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
         if not work.probe_fraction:
             return full_access(index, task)
-        return sample_runs(index, task, BlockGrid(task.base.n_elements, work.block_elements), work.probe_fraction)
+        grid = BlockGrid(task.base.n_elements, work.block_elements)
+        return sample_runs(index, task, grid, work.probe_fraction, work.probe_stride)
 
     shapes = plan_jobs(work.tasks, sizes, runs_of, cut_of)
     pipeline = Pipeline(work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, on_tick)
@@ -306,7 +308,7 @@ def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: i
             grid = BlockGrid(task.base.n_elements, work.block_elements)
             summary: TensorSummary | ProbeSummary
             if work.probe_fraction:
-                summary = ProbeSummary(grid, task.experts[0])
+                summary = ProbeSummary(grid, task.experts[0], work.probe_stride)
             else:
                 summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))

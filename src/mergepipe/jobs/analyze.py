@@ -82,7 +82,7 @@ def run_analysis(
             if tasks:
                 work = AnalysisWork(
                     tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
-                    packer.tap,
+                    tap=packer.tap,
                 )  # fmt: skip
                 execute_analysis(work, files, engine, report_progress)
             check_unchanged(store, (base_checkpoint, *checkpoints))

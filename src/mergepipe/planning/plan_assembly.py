@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
+from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
@@ -27,6 +28,8 @@ from mergepipe.planning.plan import (
 )
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.planning.selection.select import Selection
+
+SAMPLED = "norms and magnitude cuts are estimates; `mergepipe analyze` makes them exact"
 
 
 def planned_tensors(
@@ -68,12 +71,16 @@ def _accesses(
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
     cuts = rules.cut_bits_ET[e].tolist()
+    is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | ((level_B > 0) & (level_B < ALL))
+    n_missing_T = np.bincount(columns.tensor_B[is_missing_B], minlength=len(columns.tasks))
+    # what is read in full has its exact cut computed on the way
+    cuts_exactly = [(e, t) in rules.cut_errors and not n_missing_T[t] for t in range(len(columns.tasks))]
     return [
         Access(
             blocks=read[t],
             free=free[t],
             shared=shared[t],
-            threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
+            threshold_bits=None if cuts[t] == UNKNOWN or cuts_exactly[t] else cuts[t],
             products=rules.products.get((e, t)),
             levels=levels[t],
             energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
@@ -172,6 +179,26 @@ def whole_tensor_fallbacks(
         )
         for (e, reason), found in tensors.items()
     )
+
+
+def estimate_fallbacks(
+    problem: PlanningProblem, columns: Columns, known_statistics: KnownStatistics, rules: Rules
+) -> tuple[Fallback, ...]:
+    """Build one notice per expert that was sampled, and one per expert whose cuts come from a histogram."""
+    notices = []
+    for e, model in enumerate(problem.experts):
+        sampled_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e]
+        errors = {t: error for (expert, t), error in rules.cut_errors.items() if expert == e}
+        of_histogram = [error for t, error in errors.items() if not sampled_T[t]]
+        where, n_tensors = f"expert '{model.text}'", len(columns.tasks)
+        if sampled_T.any():
+            decision = f"{int(sampled_T.sum())} of {n_tensors} tensors are known from a sample of their blocks"
+            notices.append(Fallback(where, decision, SAMPLED))
+        if of_histogram:
+            decision = f"the magnitude cuts of {len(of_histogram)} of {n_tensors} tensors are taken from histograms"
+            reason = f"the share that is kept is off by at most {max(of_histogram):.2g} where a tensor is read in part"
+            notices.append(Fallback(where, decision, reason))
+    return tuple(notices)
 
 
 def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:

@@ -31,8 +31,9 @@ from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.estimates.energy_left import norms_left
 from mergepipe.planning.estimates.omission_bound import NoBound, omission_bound
 from mergepipe.planning.estimates.sign_elections import expected_energies, expected_error, is_error_complete
-from mergepipe.planning.plan import Access, Fallback, OmissionBound, Plan, Runs, TimePrice
+from mergepipe.planning.plan import Access, Fallback, OmissionBound, Outlook, Plan, Runs, TimePrice
 from mergepipe.planning.plan_assembly import (
+    estimate_fallbacks,
     planned_models,
     planned_tensors,
     starved_fallbacks,
@@ -95,7 +96,7 @@ class _PlanningData:
     candidates: Candidates
     reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
     sample_E: NDArray[np.int64]
-    side_E: NDArray[np.int64]  # bytes of indices: read to make any plan
+    side_E: NDArray[np.int64]  # bytes of indices and of probes: read to make any plan
     full_E: NDArray[np.int64]
 
 
@@ -122,8 +123,9 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
     decoding_EB = _decoding(columns, ladders, pricing)
     candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB)
-    sample_E, side_E = _sample_costs(problem), _side_costs(problem)
-    full_E = full_costs(candidates, sample_E) + side_E + _unread_lower_bounds(problem)
+    sample_E, index_E = _sample_costs(problem), _side_costs(problem)
+    full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
+    side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, sample_E, side_E, full_E)
 
 
@@ -231,6 +233,22 @@ class Ranking:
         """Compute the expected error of a budget."""
         return expected_error(self._energies(self.select(budget_bytes)))
 
+    def outlook(self, plan: Plan) -> Outlook | None:
+        """Estimate what a plan loses, and what half as much budget again would leave; None where nothing is known."""
+        columns = self.data.columns
+        silent_ET = columns.silent_ET() | (np.diff(columns.first_T) == 0)
+        if self.problem.unread or not (self.data.known_statistics.informed_ET | silent_ET).all():
+            return None
+        spent_bytes = plan.planned_bytes + plan.saved_bytes
+        larger_bytes = min(self.full_cost_bytes, spent_bytes + max(1, spent_bytes // 2))
+        selected = replace(self, enough_bytes=None)  # beyond a target error too
+        return Outlook(
+            three_digits(self.expected_error(spent_bytes)),
+            larger_bytes,
+            three_digits(selected.expected_error(larger_bytes)),
+            is_least=not is_error_complete(columns, self.data.rules),
+        )
+
     def least_useful_bytes(self) -> int | None:
         """Return the smallest budget under which something is read; None where there is nothing to read.
 
@@ -322,6 +340,7 @@ class Ranking:
             fallbacks=(
                 *unread_fallbacks(problem, budget_bytes),
                 *whole_tensor_fallbacks(problem, data.columns, data.reasons),
+                *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
                 *starved_fallbacks(problem, candidates, selection, budget_bytes),
                 *no_bound,
                 *self._target_fallback(energy_ET2),

@@ -47,12 +47,8 @@ Budget = Annotated[
     str | None, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [default: everything is read]")
 ]
 Statistics = Annotated[
-    bool | None,
-    typer.Option(
-        "--gather/--no-gather",
-        help="Let a full merge gather what `analyze` would.  [default: with 4 compute threads or more]",
-        show_default=False,
-    ),
+    bool,
+    typer.Option("--gather", help="Let a full merge gather what `analyze` would, for about a third more time."),
 ]
 KeepAccumulators = Annotated[
     bool,
@@ -92,7 +88,7 @@ def merge(
     strict: Strict = False,
     home: Home = None,
     no_catalog: NoCatalog = False,
-    statistics: Statistics = None,
+    statistics: Statistics = False,
     allow_dropped: AllowDropped = None,
     resume: Resume = None,
     no_reuse: NoReuse = False,
