@@ -175,10 +175,11 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed",
+        "probe", "strict",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_accumulators", "overlay", "pack",
-        "allow_dropped",
+        "allow_dropped", "strict",
     ]  # fmt: skip
 
 

@@ -78,8 +78,8 @@ def merge(
     recipe: str | Path,
     out: str | Path,
     *,
-    budget: str | None = None,
-    target_error: float | None = None,
+    budget: str | float | None = None,
+    target_error: str | float | None = None,
     force: bool = False,
     seed: int = 0,
     options: MergeOptions | None = None,
@@ -90,7 +90,8 @@ def merge(
     Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
 
     Args:
-        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
+        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
+            0.25); 0 asks for the base.
         target_error: see `plan`.
         force: replace a snapshot that is already at `out`.
         seed: seed of the random operators and of the policy `random`.
@@ -114,8 +115,9 @@ def merge(
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
-        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse
-    )
+        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse,
+        strict=options.strict,
+    )  # fmt: skip
     return run_budgeted(Location.of(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
@@ -175,9 +177,9 @@ def analyze(
 
 def plan(
     recipe: str | Path,
-    budget: str | None = None,
+    budget: str | float | None = None,
     *,
-    target_error: float | None = None,
+    target_error: str | float | None = None,
     seed: int = 0,
     home: str | Path | None = None,
     reuse: bool = True,
@@ -189,9 +191,10 @@ def plan(
     Reads no tensor data, but for measuring how fast the base is read where reads are priced by time for the first time.
 
     Args:
-        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
+        budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
+            0.25); 0 asks for the base.
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
-            to the full merge, relative to what that changes.
+            to the full merge, relative to what that changes (`10%`, 0.1).
         seed: seed of the random operators and of the policy `random`.
         home: the catalog's home.
         reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.

@@ -72,6 +72,8 @@ class PlanOptions:
         price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.
+        probe: sample experts of which nothing is known, within the budget, and record the estimates.
+        strict: refuse a plan that reads nothing of an expert, which is a warning otherwise.
 
     Raises:
         LimitError, RecipeError: a name that is not known, a number out of its range, or a speed without `price="time"`.
@@ -83,6 +85,8 @@ class PlanOptions:
     block_elements: int | None = None
     price: str = Price.BYTES.value
     storage_speed: str | None = None
+    probe: bool = True
+    strict: bool = False
 
     def __post_init__(self) -> None:
         price = choice("--price", self.price, Price)
@@ -105,8 +109,7 @@ class MergeOptions(_CommonOptions):
         threads, memory_bytes, home, catalog: see `RunOptions`.
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
         shard_bytes: largest output file, in bytes of tensor data.
-        statistics: let a full merge gather on its way what `analyze` would read for; by default with 4 compute threads
-            or more, because with fewer it costs time.
+        statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
         keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
@@ -115,6 +118,7 @@ class MergeOptions(_CommonOptions):
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
+        strict: treat warnings as errors; see `PlanOptions`.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
@@ -122,13 +126,14 @@ class MergeOptions(_CommonOptions):
 
     plan: PlanOptions = field(default_factory=PlanOptions)
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    statistics: bool | None = None
+    statistics: bool = False
     resume: bool | None = None
     reuse: bool = True
     keep_accumulators: bool = False
     overlay: bool = False
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots

@@ -56,6 +56,32 @@ class CheckReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCoverage:
+    """The share of an expert's blocks that are in a merge: read, served by equal bytes, or equal to the base."""
+
+    model: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetVerdict:
+    """What a budget makes of a merge. Errors are relative to what the full merge changes.
+
+    `expected_error` is None where nothing is known of some expert, and with `is_least` only a part of what is lost.
+    `unread` names the experts of which nothing is read. A budget of `larger_budget_bytes` would leave
+    `larger_expected_error`.
+    """
+
+    expected_error: float | None
+    is_least: bool
+    meaning: str
+    experts: tuple[ExpertCoverage, ...]
+    unread: tuple[str, ...]
+    larger_budget_bytes: int | None
+    larger_expected_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class MergeReport:
     """What a merge did. Bytes are those requested from storage, page rounding included."""
 
@@ -83,6 +109,7 @@ class MergeReport:
     reused_from: tuple[str, ...] = ()  # sids of the snapshots that blocks or kept sums were taken from
     reused_by: str = ""  # what had to be equal for that
     sum_bytes: int = 0  # of the sums that this run kept, read back to round them
+    verdict: BudgetVerdict | None = None  # of a merge under a budget
 
     @property
     def read_bytes(self) -> int:

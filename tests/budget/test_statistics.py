@@ -70,7 +70,11 @@ def check_statistics(base: Model, expert: Model, name: str, found: TensorStatist
     bits_N = np.sort(delta_N.view(np.uint32) & np.uint32(0x7FFFFFFF))[::-1]
     for density in found.densities_D.tolist():
         rank, cut = rank_of_density(density, len(delta_N)), found.threshold_bits(density)
-        assert cut == (0xFFFFFFFF if rank == 0 else 0 if rank >= len(bits_N) else bits_N[rank - 1])
+        assert cut is not None
+        if density in DENSITIES:
+            assert cut == (0xFFFFFFFF if rank == 0 else 0 if rank >= len(bits_N) else bits_N[rank - 1])
+        else:  # of the histogram: the share at or above an edge is exact
+            assert np.count_nonzero(bits_N >= cut) == rank
     base_N = as_float32(base, name).astype(np.float64)
     with np.errstate(all="ignore"):
         delta64_N = delta_N.astype(np.float64)
@@ -131,7 +135,7 @@ def test_analyze__is_right_in_every_dtype_with_special_values(tmp_path: Path, la
     family = write_family(tmp_path, make_models(3), layout)
     analyze(family, tmp_path / "home", densities=(0.001, 0.37, 1.0))
     found = recorded(family, tmp_path / "home")
-    assert all(tuple(s.densities_D.tolist()) == DENSITIES for each in found for s in each.values())
+    assert all({*s.densities_D.tolist()} >= {*DENSITIES} for each in found for s in each.values())
     assert check_family(family, found) >= 27
 
 
@@ -318,7 +322,10 @@ def test_probe__estimates_and_reads_only_its_share(tmp_path: Path, fraction: flo
                 norm = float(np.sqrt(np.square(delta_N[span.start : span.stop]).sum()))
                 assert norm / 5 <= float(record["norm"]) <= 5 * norm
                 assert record["changed"] > 0
-            assert len(statistics.densities_D) == 0
+            assert statistics.is_estimate
+            cuts_D = statistics.threshold_bits_D.astype(np.uint32).view(np.float32)
+            shares_D = [float((np.abs(delta_N) >= cut).mean()) for cut in cuts_D]
+            assert np.abs(np.array(shares_D) - statistics.densities_D).max() < 0.35
 
 
 def test_probe__of_even_blocks_is_close(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_analyze__density_adds_a_cut(work: Workplace, run: Runner) -> None:
         (["--probe", "-1%"], 2, "option.share"),
         (["--probe", "1GB"], 2, "option.share"),
         (["--density", "1.5"], 2, "option.density"),
-        (["--density", "x"], 2, "option.invalid"),
+        (["--density", "x"], 2, "option.density"),
         (["--threads", "0"], 10, "option.not-positive"),
         (["--memory", "plenty"], 2, "option.size"),
         (["nowhere"], 3, "checkpoint.path.not_found"),
@@ -213,14 +213,17 @@ def test_plan__renormalize_is_taken(work: Workplace, run: Runner) -> None:
 @pytest.mark.usefixtures("analyzed")
 def test_plan__budgets_in_bytes_and_shares_agree(work: Workplace, run: Runner) -> None:
     half = run("plan", work.recipe, "--budget", "50%", "--json").json()
-    same = run("plan", work.recipe, "--budget", str(half["budget_bytes"]), "--json").json()
+    same = run("plan", work.recipe, "--budget", f"{half['budget_bytes']}B", "--json").json()
     assert same["digest"] == half["digest"]
 
 
 @pytest.mark.usefixtures("analyzed")
-def test_plan__nothing_of_the_budget_used_is_said(work: Workplace, run: Runner) -> None:
-    ran = run("plan", work.recipe, "--budget", "1B")
-    assert "no block of any expert is read: the result is the base" in ran.out
+@pytest.mark.parametrize("command", ["plan", "merge"])
+def test_budget__under_which_nothing_is_read_is_refused(work: Workplace, run: Runner, command: str) -> None:
+    out = [work.out, "--quiet"] if command == "merge" else []
+    ran = run(command, work.recipe, *out, "--budget", "1B")
+    assert (ran.exit_code, codes(ran)) == (10, ["plan.budget-useless"])
+    assert "the smallest useful budget is" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -233,6 +236,8 @@ def test_plan__nothing_of_the_budget_used_is_said(work: Workplace, run: Runner) 
         ("-1", "budget.negative"),
         ("-5%", "budget.negative"),
         ("5XB", "budget.unit"),
+        ("25", "budget.unit"),
+        ("2.5", "budget.range"),
         ("101%", "budget.range"),
         ("99999PB", "budget.range"),
     ],

@@ -27,7 +27,7 @@ from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, RunOptions
-from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore

@@ -17,7 +17,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.deltastore.decode_speed import measure_decoding
 from mergepipe.errors import RecipeError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.level_ladders import Ladder, ladder_steps
+from mergepipe.planning.candidates.level_ladders import Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs import speeds as speeds_module

@@ -25,7 +25,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
 from mergepipe.engine.access import level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
-from mergepipe.planning.level_ladders import ALL, Ladder, ladder_steps
+from mergepipe.planning.candidates.level_ladders import ALL, Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from support.disk_families import DiskFamily, read_snapshot, weights_digest, write_family, write_recipe
@@ -175,7 +175,7 @@ def test_plan__expects_the_error_that_comes_and_bounds_it(place: Place, folder: 
 def test_plan__of_levels_beats_dropping_blocks_of_the_originals(place: Place, folder: Path) -> None:
     recipes = {name: place.recipe(AVERAGE, name, "float32") for name in ("raw", "mixed", "packed")}
     full = mergepipe.plan(recipes["raw"], "100%", home=place.home).full_cost_bytes
-    plans = {name: mergepipe.plan(recipe, str(full // 8), home=place.home) for name, recipe in recipes.items()}
+    plans = {name: mergepipe.plan(recipe, f"{full // 8}B", home=place.home) for name, recipe in recipes.items()}
     errors = {name: float32_error(place, plan, folder) for name, plan in plans.items()}
     assert errors["packed"] < 0.5 * errors["raw"]
     assert errors["packed"] < errors["mixed"] < errors["raw"]
@@ -187,7 +187,7 @@ def test_plan__for_an_error_is_the_cheapest_that_is_expected_to_keep_it(place: P
     plan = mergepipe.plan(recipe, "100%", target_error=target, home=place.home)
     assert plan.expected_error is not None
     assert plan.expected_error <= target
-    cheaper = mergepipe.plan(recipe, str(plan.planned_bytes - 1), home=place.home)
+    cheaper = mergepipe.plan(recipe, f"{plan.planned_bytes - 1}B", home=place.home)
     assert cheaper.expected_error is not None
     assert cheaper.expected_error > target
 

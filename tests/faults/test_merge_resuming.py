@@ -241,7 +241,7 @@ def requested(total: mmap.mmap) -> int:
     return int(struct.unpack("<Q", total[:8])[0])
 
 
-@pytest.mark.parametrize(("budget", "step"), [("40%", 31), ("100%", 31), ("700000", 23)])
+@pytest.mark.parametrize(("budget", "step"), [("40%", 31), ("100%", 31), ("700000B", 23)])
 def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Path, budget: str, step: int) -> None:
     """What the system is asked for in three runs is accounted for, within the budget, or the run is refused."""
     job = make_job(tmp_path, budget=budget)
@@ -278,7 +278,7 @@ def test_merge__killed_twice_under_a_budget_never_reads_more_in_all(tmp_path: Pa
             assert manifest.run.get("earlier_runs_expert_bytes", 0) == totals.expert_bytes
         job.check_whole()
     assert Ending.FAILED not in endings
-    assert endings >= ({Ending.WENT_ON} if budget == "700000" else {Ending.REFUSED})
+    assert endings >= ({Ending.WENT_ON} if budget == "700000B" else {Ending.REFUSED})
 
 
 def test_merge__that_fails_twice_under_a_budget_counts_every_read(tmp_path: Path) -> None:

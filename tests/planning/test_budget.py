@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import RecipeError
-from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget, parse_budget
+from mergepipe.planning.budget import (
+    BudgetRequest,
+    ByteBudget,
+    ShareBudget,
+    parse_budget,
+    parse_fraction,
+    parse_target_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,14 +27,22 @@ from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget, pa
         ("4GiB", ByteBudget(4 << 30)),
         (" 500 MB ", ByteBudget(500_000_000)),
         ("1.5g", ByteBudget(1_500_000_000)),
-        ("1.9", ByteBudget(1)),
+        ("1.9B", ByteBudget(1)),
+        ("25B", ByteBudget(25)),
+        (str(1 << 20), ByteBudget(1 << 20)),
+        ("0.25", ShareBudget(Fraction(1, 4))),
+        (".5", ShareBudget(Fraction(1, 2))),
+        ("1.0", ShareBudget(Fraction(1))),
+        (0.25, ShareBudget(Fraction(1, 4))),
+        (1e-5, ShareBudget(Fraction(1, 100_000))),
+        (0, ByteBudget(0)),
         ("25%", ShareBudget(Fraction(1, 4))),
         ("0.1 %", ShareBudget(Fraction(1, 1000))),
         ("100%", ShareBudget(Fraction(1))),
         ("0%", ShareBudget(Fraction(0))),
     ],
 )
-def test_parse_budget__reads_bytes_and_shares(text: str, expected: BudgetRequest) -> None:
+def test_parse_budget__reads_bytes_and_shares(text: str | float, expected: BudgetRequest) -> None:
     assert parse_budget(text) == expected
 
 
@@ -43,11 +59,18 @@ def test_parse_budget__reads_bytes_and_shares(text: str, expected: BudgetRequest
         ("-5%", "budget.negative", "negative"),
         ("4 parsecs", "budget.unit", "unknown unit 'parsecs'"),
         ("4GBi", "budget.unit", "did you mean"),
+        ("25", "budget.unit", "did you mean 25%? (bytes are written 25B)"),
+        ("1", "budget.unit", "did you mean 1%?"),
+        ("5000", "budget.unit", "did you mean 5000kB or 5000MB?"),
+        (str((1 << 20) - 1), "budget.unit", "without a unit"),
+        ("1.9", "budget.range", "did you mean 1.9%?"),
+        (25, "budget.unit", "did you mean 25%?"),
+        (math.nan, "budget.malformed", "nan"),
         ("101%", "budget.range", "100% reads everything"),
         ("9999999PB", "budget.range", "more than"),
     ],
 )
-def test_parse_budget__refuses_with_the_right_code(text: str, code: str, part: str) -> None:
+def test_parse_budget__refuses_with_the_right_code(text: str | float, code: str, part: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_budget(text, "--budget")
     assert caught.value.code == code
@@ -72,3 +95,29 @@ def test_budgets__refuse_what_is_none() -> None:
         ByteBudget(-1)
     with pytest.raises(ValueError, match="not a share: 3/2"):
         ShareBudget(Fraction(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("10%", 0.1), ("0.1", 0.1), (0.1, 0.1), ("0", 0.0), ("1", 1.0), ("100%", 1.0)]
+)
+def test_parse_target_error__reads_the_forms_of_a_budget(text: str | float, error: float) -> None:
+    assert parse_target_error(text) == error
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("10", "did you mean 10%?"), ("101%", "that of the base"), ("-1", "'-1' was given"), ("1GB", "10% or 0.1")],
+)
+def test_parse_target_error__refuses_what_is_no_share(text: str, part: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_target_error(text)
+    assert caught.value.code == "option.error"
+    assert part in str(caught.value)
+
+
+@given(units=st.integers(1, 10_000))
+def test_number_forms__agree_everywhere(units: int) -> None:
+    decimal, percent = f"{units / 10_000:.4f}", f"{units / 100:.2f}%"
+    assert parse_budget(decimal) == parse_budget(percent)
+    assert parse_target_error(decimal) == parse_target_error(percent) == parse_fraction(decimal, "--probe")
+    assert parse_fraction(decimal, "--probe") == parse_fraction(percent, "--probe")

@@ -72,14 +72,14 @@ Home: TypeAlias = Annotated[
 ]
 NoCatalog: TypeAlias = Annotated[bool, typer.Option("--no-catalog", help="Use no catalog, and record nothing in it.")]
 
-BUDGET_HELP = "Read at most this from the experts: bytes (4GiB) or a share of what reading all would cost (25%)."
+BUDGET_HELP = "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB)."
 TargetError: TypeAlias = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--target-error",
         metavar="E",
-        help="Spend no more of the budget than is expected to keep the error this small (0.1: a tenth of what merging "
-        "changes).",
+        help="Spend no more of the budget than is expected to keep the error this small (10%, 0.1: a tenth of what "
+        "merging changes).",
     ),
 ]
 Select: TypeAlias = Annotated[
@@ -122,20 +122,29 @@ AdjustOperator: TypeAlias = Annotated[
     bool, typer.Option("--adjust-operator", help="Let densities of TIES and DARE fall under a tight budget.")
 ]
 MinDensity: TypeAlias = Annotated[
-    float | None,
+    str | None,
     typer.Option("--min-density", metavar="SHARE", help="How far --adjust-operator may go.  [default: 0.05]"),
 ]
 DEFAULT_MIN_DENSITY = 0.05
+NoProbe: TypeAlias = Annotated[
+    bool,
+    typer.Option("--no-probe", help="Do not sample experts of which nothing is known; plan them by whole tensors."),
+]
+Strict: TypeAlias = Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")]
 
 
-def adjust_min_density(*, adjust_operator: bool, min_density: float | None) -> float | None:
+def adjust_min_density(*, adjust_operator: bool, min_density: str | None) -> float | None:
     """The lowest density allowed, None where densities stay as they are.
 
     Raises:
-        RecipeError: `option.pair`, one option without the other that gives it a meaning.
+        RecipeError: `option.pair`, one option without the other that gives it a meaning; `option.density`.
     """
     if adjust_operator:
-        return DEFAULT_MIN_DENSITY if min_density is None else min_density
+        if min_density is None:
+            return DEFAULT_MIN_DENSITY
+        from mergepipe.planning.budget import parse_fraction
+
+        return parse_fraction(min_density, "--min-density", "option.density")
     if min_density is None:
         return None
     from mergepipe.errors import RecipeError
@@ -151,6 +160,8 @@ def plan_options(
     storage_speed: str | None,
     adjust_min_density: float | None = None,
     block_elements: int | None = None,
+    no_probe: bool = False,
+    strict: bool = False,
 ) -> PlanOptions:
     """Return the plan options that were given, with the defaults of `PlanOptions` for the others.
 
@@ -165,4 +176,6 @@ def plan_options(
         block_elements=block_elements,
         price=price or default.price,
         storage_speed=storage_speed,
+        probe=not no_probe,
+        strict=strict,
     )

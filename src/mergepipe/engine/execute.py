@@ -39,7 +39,7 @@ from mergepipe.engine.stages import Needs, StagedReduction
 from mergepipe.engine.summaries import TensorSummary
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics
-from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, ShardLayout, ShardWriter, TensorDigest, TensorSpec, plan_shards
@@ -91,8 +91,8 @@ class MergeWork:
 class AnalysisWork:
     """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed.
 
-    With a `probe_fraction` above zero only that share of every block is read, and each task has one expert; else a
-    `tap` may look on.
+    With a `probe_fraction` above zero only that share of every `probe_stride`-th block is read, and each task has one
+    expert; else a `tap` may look on.
     """
 
     tasks: tuple[MergeTask, ...]
@@ -100,6 +100,7 @@ class AnalysisWork:
     densities: tuple[float, ...]
     on_statistics: OnStatistics
     probe_fraction: float = 0.0
+    probe_stride: int = 1
     tap: Tap | None = None
 
 
@@ -186,7 +187,8 @@ def execute_analysis(
     def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
         if not work.probe_fraction:
             return full_access(index, task)
-        return sample_runs(index, task, BlockGrid(task.base.n_elements, work.block_elements), work.probe_fraction)
+        grid = BlockGrid(task.base.n_elements, work.block_elements)
+        return sample_runs(index, task, grid, work.probe_fraction, work.probe_stride)
 
     shapes = plan_jobs(work.tasks, sizes, runs_of, cut_of)
     pipeline = Pipeline(work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, on_tick)
@@ -307,7 +309,7 @@ def _analysis_jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: i
             grid = BlockGrid(task.base.n_elements, work.block_elements)
             summary: TensorSummary | ProbeSummary
             if work.probe_fraction:
-                summary = ProbeSummary(grid, task.experts[0])
+                summary = ProbeSummary(grid, task.experts[0], work.probe_stride)
             else:
                 summary = TensorSummary(grid, len(task.experts), None, work.densities)
             works.append(TensorWork(task, summary, _no_function, _reporter(task, summary, work.on_statistics)))

@@ -53,6 +53,10 @@ class RankSearch:
             raise ValueError(f"rank {rank} is not decided")
         return answer
 
+    def histogram(self) -> NDArray[np.float64]:
+        """Return the counts by upper magnitude bits, after `decide`."""
+        return self._coarse_B.astype(np.float64)
+
     def move_counts(self, counts_B: NDArray[np.int64]) -> None:
         """Add a block's coarse histogram, computed elsewhere, and clear it."""
         from mergepipe.kernels.reduce import move_counts

@@ -1,8 +1,10 @@
-"""Estimate statistics from one small sample of every block, without a full pass."""
+"""Estimate statistics from one small sample of every block, or of every few blocks, without a full pass."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 from blake3 import blake3
@@ -13,23 +15,30 @@ from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.engine.segments import Run
 from mergepipe.engine.summaries import fill_record
 from mergepipe.operators.base import RawBlock, Reduced
-from mergepipe.operators.statistics import BLOCK_RECORD, HASH_BYTES, N_OCTAVES, N_SKETCH, TensorStatistics
+from mergepipe.operators.statistics import (
+    BLOCK_RECORD,
+    HASH_BYTES,
+    N_OCTAVES,
+    N_SKETCH,
+    TensorStatistics,
+    histogram_cuts,
+)
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
-def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: float) -> Iterable[Run]:
-    """Return one run per block: whole pages in the middle of the block, `fraction` of it but at least one page.
+def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: float, stride: int = 1) -> Iterable[Run]:
+    """Return one run per `stride`-th block: whole pages in its middle, `fraction` of it but at least one page.
 
     Elements that lie across the ends of those pages are left out. A block without a whole page inside is read in full.
     The task has one expert.
     """
     expert = task.experts[0]
     if not isinstance(expert, TensorEntry):  # it has no pages of its own
-        yield from (Run(task_index, span, (0,), (0,)) for span in grid.spans())
+        yield from (Run(task_index, span, (0,), (0,)) for span in islice(grid.spans(), 0, None, stride))
         return
     size = expert.dtype.itemsize
-    for span in grid.spans():
+    for span in islice(grid.spans(), 0, None, stride):
         start, stop = expert.offset + span.start * size, expert.offset + span.stop * size
         first, last = -(-start // PAGE_BYTES), stop // PAGE_BYTES
         pages = min(max(1, int((last - first) * fraction)), last - first)
@@ -43,12 +52,18 @@ def sample_runs(task_index: int, task: MergeTask, grid: BlockGrid, fraction: flo
 class ProbeSummary:
     """Scales the sample of each block up to the block; a `Reduction` for a task with one expert.
 
-    Norms and counts are estimates; no magnitude cut and no inner product is claimed. The hash is one of the block's
+    Norms, counts and magnitude cuts are estimates; no inner product is claimed. A block that is not sampled is taken to
+    be like the sampled one before it. The hash is one of the block's
     place, since its bytes are not known: no block is taken for the same as another.
     """
 
-    def __init__(self, grid: BlockGrid, expert: Source) -> None:
+    def __init__(self, grid: BlockGrid, expert: Source, stride: int = 1) -> None:
+        from mergepipe.kernels.reduce import COARSE_BINS
+
         self._grid = grid
+        self._stride = stride
+        self._weight_B = np.zeros(COARSE_BINS, np.float64)
+        self._lock = threading.Lock()
         self._place = ",".join(f"{entry.file}:{entry.offset}" for entry in expert.stored)
         self._records_B = np.zeros(grid.n_blocks, BLOCK_RECORD)
 
@@ -73,8 +88,10 @@ class ProbeSummary:
         )  # fmt: skip
         energies_O = np.zeros(N_OCTAVES, np.float64)
         octave_energies(counts_B, largest_bits, energies_O)
+        n_group = sum(self._grid.span(b).n_elements for b in self._group(index))
+        with self._lock:
+            self._weight_B += counts_B * (n_group / block.n_elements)
         record = self._records_B[index : index + 1]
-        record["hash"] = np.frombuffer(blake3(f"{self._place}:{index}".encode()).digest(HASH_BYTES), np.uint8)
         energy = float(cells_C2[:, 0].sum()) * scale
         # A sample without a change proves nothing: the block counts as changed, so that it is never taken for free.
         fill_record(record, energy, largest_bits, max(1, round(changed * scale)), energies_O, sketch_S)
@@ -90,6 +107,17 @@ class ProbeSummary:
 
     def statistics(self, _: int) -> TensorStatistics:
         """The estimates; the argument is the expert's index, of which there is one."""
-        return TensorStatistics(
-            self._grid, self._records_B, np.empty(0, np.float64), np.empty(0, np.uint32), np.full(3, np.nan)
-        )
+        for index in range(self._grid.n_blocks):
+            record = self._records_B[index : index + 1]
+            if index % self._stride:
+                sampled = index - index % self._stride
+                record[:] = self._records_B[sampled : sampled + 1]
+                scale = self._grid.span(index).n_elements / self._grid.span(sampled).n_elements
+                record["norm"] *= np.float32(np.sqrt(scale))
+            record["hash"] = np.frombuffer(blake3(f"{self._place}:{index}".encode()).digest(HASH_BYTES), np.uint8)
+        shares_D, bits_D = histogram_cuts(self._weight_B, self._grid.n_elements)
+        return TensorStatistics(self._grid, self._records_B, shares_D, bits_D, np.full(3, np.nan))
+
+    def _group(self, index: int) -> range:
+        """Return the blocks that a sampled block stands for."""
+        return range(index, min(index + self._stride, self._grid.n_blocks))

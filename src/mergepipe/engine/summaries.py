@@ -25,6 +25,7 @@ from mergepipe.operators.statistics import (
     N_SKETCH,
     TensorStatistics,
     encode_octaves,
+    histogram_cuts,
     rank_of_density,
 )
 
@@ -136,13 +137,28 @@ class TensorSummary:
         """Return the statistics of one expert, after `finish` returned True."""
         n = self._grid.n_elements
         bits = [self._search_E[e].threshold_bits(rank_of_density(density, n)) for density in self._densities]
+        densities_D, bits_D = merged_cuts(
+            np.array(self._densities, np.float64), np.array(bits, np.uint32), self._search_E[e].histogram(), n
+        )
         return TensorStatistics(
             self._grid,
             self._records_EB[e],
-            np.array(self._densities, np.float64),
-            np.array(bits, np.uint32),
+            densities_D,
+            bits_D,
             join_products(self._base_C, self._cells_EC2[e : e + 1])[0],
         )
+
+
+def merged_cuts(
+    densities_D: NDArray[np.float64], bits_D: NDArray[np.uint32], counts_B: NDArray[np.float64], n_elements: int
+) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
+    """Merge exact cuts with those of a histogram, by rising share; of one rank the exact cut counts."""
+    shares_H, edges_H = histogram_cuts(counts_B, n_elements)
+    ranks_D = np.floor(densities_D * n_elements)
+    is_new_H = ~np.isin(np.floor(shares_H * n_elements), ranks_D) & (shares_H < 1)
+    shares = np.concatenate([densities_D, shares_H[is_new_H]])
+    order = np.argsort(shares, kind="stable")
+    return shares[order], np.concatenate([bits_D, edges_H[is_new_H]])[order]
 
 
 def _wanted_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:

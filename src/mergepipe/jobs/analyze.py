@@ -96,8 +96,9 @@ def run_analysis(
             if tasks:
                 tap = None if request.probe_fraction else digests.beside(packer.tap)
                 work = AnalysisWork(
-                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction, tap
-                )
+                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
+                    tap=tap,
+                )  # fmt: skip
                 execute_analysis(work, files, engine, report_progress)
             digested = digests.finish()
             check_unchanged(store, digested)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, element_count
 from mergepipe.errors import NotFoundError, did_you_mean
 from mergepipe.jobs.plan import read_plan
-from mergepipe.planning.level_shares import blocks_by_level, level_name
+from mergepipe.planning.level_counts import blocks_by_level, level_name
 from mergepipe.planning.plan import (
     Access,
     Fallback,
@@ -24,7 +24,7 @@ from mergepipe.planning.plan import (
     format_runs,
 )
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.planning.selection_order import layer_of
+from mergepipe.planning.selection.policy_order import layer_of
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from mergepipe.operators.registry import operator_named
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
+from mergepipe.runs.reuse.accumulators import check_sums_can_be_kept
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -20,4 +22,6 @@ def run_merge(
     store = Stores()
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write)
+        if settings.keeps_accumulators:
+            check_sums_can_be_kept(operator_named(inputs.recipe.operator.name), inputs.resolution.tasks)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

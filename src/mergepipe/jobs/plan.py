@@ -11,12 +11,13 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, Graded
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.errors import ConflictError, NotFoundError, Problem, RecipeError, UnsupportedError
+from mergepipe.engine.execute import EngineOptions
+from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.options import PlanOptions, check_seed, default_threads
-from mergepipe.planning.budget import BudgetRequest, parse_budget
+from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
+from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.plan import Plan, PlannedModel
+from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedModel
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
@@ -27,6 +28,7 @@ from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packed_indices import find_unread
+from mergepipe.runs.probe import Prober, probe_unknown
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
@@ -43,7 +45,11 @@ PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The request for a plan. Without `block_elements` the block size follows the experts."""
+    """The request for a plan. Without `block_elements` the block size follows the experts.
+
+    `is_strict`: an expert of which nothing is read is an error. `probes`: experts of which nothing is known are
+    sampled.
+    """
 
     budget: BudgetRequest
     policy: Policy
@@ -52,6 +58,8 @@ class PlanRequest:
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
     pricing: PriceRequest = BY_BYTES
+    is_strict: bool = False
+    probes: bool = True
 
     @property
     def seed(self) -> int:
@@ -60,21 +68,20 @@ class PlanRequest:
 
 
 def plan_request(
-    budget: str | None,
-    target_error: float | None,
+    budget: str | float | None,
+    target_error: str | float | None,
     options: PlanOptions,
     *,
     seed: int,
     allow_dropped: Sequence[str] = (),
     reuse: bool = False,
+    strict: bool = False,
 ) -> PlanRequest:
     """Return what a plan is asked for.
 
     Raises:
         RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`.
     """
-    if target_error is not None and not target_error >= 0:
-        raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
     density = options.adjust_min_density
@@ -82,7 +89,7 @@ def plan_request(
         OnOmit(options.on_omit),
         None if density is None else AdjustPolicy(density),
         check_seed(seed),
-        target_error,
+        None if target_error is None else parse_target_error(target_error),
     )
     return PlanRequest(
         parse_budget("100%" if budget is None else budget),
@@ -92,6 +99,8 @@ def plan_request(
         tuple(allow_dropped),
         reuse,
         price_request(options),
+        strict or options.strict,
+        options.probe,
     )
 
 
@@ -102,8 +111,9 @@ def make_plan(
     link: CatalogLink,
     replaced: Path | None = None,
     speeds: Speeds | None = None,
+    prober: Prober | None = None,
 ) -> Plan:
-    """Plan a merge of opened inputs from the catalog; reads no tensor data except indices of packed experts.
+    """Plan a merge of opened inputs from the catalog, from indices of packed experts, and with a `prober` from samples.
 
     With `request.reuse`, what stands in earlier snapshots (that about to be `replaced` among them) is not charged.
     With `speeds` steps are priced in seconds.
@@ -118,16 +128,22 @@ def make_plan(
     if known is None:
         known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
+    block_elements = request.block_elements or _suitable_block(inputs, known)
+    statistics, probe_bytes = known.statistics, (0,) * len(inputs.expert_models)
+    if prober is not None:
+        probe = probe_unknown(prober, inputs, known.statistics, request.budget, block_elements, link)
+        statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
         recipe=inputs.recipe.source_text,
         seed=request.seed,
-        block_elements=request.block_elements or _suitable_block(inputs, known),
+        block_elements=block_elements,
         resolution=inputs.resolution,
         models=tuple(PlanningModel(model.text, checkpoint, identity) for model, checkpoint, identity in described),
-        statistics=known.statistics,
+        statistics=statistics,
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
+        probe_bytes=probe_bytes if any(probe_bytes) else (),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
@@ -135,9 +151,28 @@ def make_plan(
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
     ).plan()
-    plan = replace(plan, vocabulary=_vocabulary(inputs))
+    if not request.budget.is_zero:
+        ranking.check_usefulness(plan)
+    if request.is_strict:
+        _refuse_starved(plan)
+    plan = replace(plan, vocabulary=_vocabulary(inputs), outlook=ranking.outlook(plan))
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _refuse_starved(plan: Plan) -> None:
+    """Refuse a plan that reads nothing of an expert, whatever the reason.
+
+    Raises:
+        LimitError: `plan.expert-unread`, one problem for each such expert.
+    """
+    problems = [
+        Problem("plan.expert-unread", fallback.where, f"{fallback.decision}: {fallback.reason}", "raise --budget")
+        for fallback in plan.fallbacks
+        if fallback.decision == NOTHING_READ
+    ]
+    if problems:
+        raise LimitError(*problems)
 
 
 def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
@@ -175,7 +210,9 @@ def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
-        return make_plan(store, inputs, request, link, speeds=speeds)
+        engine = EngineOptions(default_threads(), default_memory_bytes())
+        prober = Prober(store, engine, _no_tick) if request.probes else None
+        return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
 
 
 def run_budgeted(
@@ -200,7 +237,8 @@ def run_budgeted(
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
         with closing(CatalogLink(settings.home)) as link:
-            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds)
+            prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
+            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
             planned = store.ledger.usage()
             return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
@@ -226,6 +264,10 @@ def run_plan(
     with closing(CatalogLink(settings.home)) as link:
         inputs = _open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+
+
+def _no_tick() -> None:
+    """Samples are read in moments: nothing is reported."""
 
 
 def read_plan(path: Location) -> Plan:

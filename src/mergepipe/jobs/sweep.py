@@ -18,7 +18,7 @@ from mergepipe.jobs.merge import run_merge
 from mergepipe.jobs.plan import PlanRequest, make_plan, run_plan
 from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
-from mergepipe.planning.level_shares import blocks_by_level
+from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.catalog_link import CatalogLink

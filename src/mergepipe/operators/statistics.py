@@ -24,6 +24,34 @@ def rank_of_density(density: float, n_elements: int) -> int:
     return math.floor(density * n_elements)
 
 
+BIN_SHIFT = 16  # float32 bits below those that a bin of the magnitude histogram is made of
+INFINITE_BITS = 0x7F800000
+MOST_SHARE_ERROR = 0.02
+HISTOGRAM_SHARES = (0.001, 0.002, 0.005, *(k / 64 for k in range(1, 64)))
+
+
+@dataclass(frozen=True, slots=True)
+class CutEstimate:
+    """A magnitude cut as float32 bits, and by how much of the tensor the share that it keeps is off at most."""
+
+    bits: int
+    share_error: float
+
+
+def histogram_cuts(counts_B: NDArray[np.float64], n_elements: int) -> tuple[NDArray[np.float64], NDArray[np.uint32]]:
+    """Return shares of the tensor and the cuts that keep exactly those, from a histogram of the upper magnitude bits.
+
+    For each of `HISTOGRAM_SHARES` these are the lower edge of the bin that reaches it, and that of the next bin above.
+    """
+    from_top_B = np.cumsum(counts_B[::-1])
+    filled_B = np.flatnonzero(counts_B[::-1])
+    reached = np.searchsorted(from_top_B[filled_B], np.array(HISTOGRAM_SHARES) * n_elements)
+    places = np.unique(np.concatenate([reached, reached - 1]))
+    places = filled_B[places[(places >= 0) & (places < len(filled_B))]]
+    bits_D = ((len(counts_B) - 1 - places) << BIN_SHIFT).astype(np.uint32)
+    return (from_top_B[places] + 0.5) / n_elements, bits_D
+
+
 BLOCK_RECORD = np.dtype(
     [
         ("hash", "u1", (HASH_BYTES,)),  # BLAKE3-128 of the expert's stored bytes
@@ -61,8 +89,29 @@ class TensorStatistics:
 
     @property
     def is_estimate(self) -> bool:
-        """Whether a probe made them: it knows no cut, and its norms bound nothing."""
-        return not len(self.densities_D) and not np.isfinite(self.products_3).any()
+        """Whether a probe made them: its cuts are estimates, and its norms bound nothing."""
+        return not np.isfinite(self.products_3).any()
+
+    def estimated_cut(self, kept: int) -> CutEstimate | None:
+        """Estimate the cut that keeps `kept` elements from the shares on record around it; None if they are far off.
+
+        Between two cuts of neighbouring histogram bins the lower one is taken, which keeps ties as the exact cut does;
+        between others the logarithm of the magnitude is interpolated.
+        """
+        share = kept / max(1, self.grid.n_elements)
+        above = int(np.searchsorted(self.densities_D, share))
+        if not 0 < above < len(self.densities_D):
+            return None
+        low, high = float(self.densities_D[above - 1]), float(self.densities_D[above])
+        upper, lower = (int(bits) for bits in self.threshold_bits_D[above - 1 : above + 1])
+        if upper > INFINITE_BITS:
+            return None
+        if upper - lower <= 1 << BIN_SHIFT or not lower:
+            return CutEstimate(lower, high - share)
+        if high - low > MOST_SHARE_ERROR:
+            return None
+        weight = (share - low) / (high - low)
+        return CutEstimate(round(upper + weight * (lower - upper)), max(share - low, high - share))
 
     def threshold_bits(self, density: float) -> int | None:
         """The exact cut for `density`, or None if it was not worked out."""

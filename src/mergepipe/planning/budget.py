@@ -1,15 +1,18 @@
-"""Parse what users state in bytes: a budget, as a number or a share of the full cost, and the speed of storage."""
+"""Parse budgets, target errors, shares and storage speeds as users write them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 from mergepipe.core.sizes import MAX_SIZE_BYTES, SIZE_UNITS, split_quantity, unit_bytes
 from mergepipe.errors import RecipeError, did_you_mean
 
 _SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"
-_EXAMPLES = "write it as 4GiB, 500MB, 25% or a number of bytes"
+_EXAMPLES = "write it as 25%, 0.25, 4GiB or 500MB"
+LEAST_BARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,11 @@ class ByteBudget:
     def __post_init__(self) -> None:
         if not 0 <= self.nbytes <= MAX_SIZE_BYTES:
             raise ValueError(f"not a budget: {self.nbytes} bytes")
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the base is asked for."""
+        return not self.nbytes
 
     def limit_bytes(self, full_cost_bytes: int) -> int:
         """Return the cap in bytes for a merge with this full cost."""
@@ -37,6 +45,11 @@ class ShareBudget:
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"not a share: {self.fraction}")
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether the base is asked for."""
+        return not self.fraction
+
     def limit_bytes(self, full_cost_bytes: int) -> int:
         """Return the cap in bytes for a merge with this full cost; a fraction of a byte is cut off."""
         return int(self.fraction * full_cost_bytes)
@@ -45,30 +58,81 @@ class ShareBudget:
 BudgetRequest = ByteBudget | ShareBudget
 
 
-def parse_budget(text: str, where: str = "--budget") -> BudgetRequest:
-    """Read `4GiB`, `500MB`, `25%`, `0`; fractions of a byte are cut off.
+def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:
+    """Read `25%` or `0.25` as a share, `4GiB` or `500MB` as bytes, `0` as nothing; fractions of a byte are cut off.
+
+    A bare whole number below 1 MiB is refused: nobody means 25 bytes. `25B` is taken at its word.
 
     Raises:
         RecipeError: `budget.malformed`, `budget.negative`, `budget.unit` or `budget.range`; it names `where`.
     """
+    text = number_text(value)
     quantity = split_quantity(text)
     if quantity is None:
         raise RecipeError.of("budget.malformed", where, f"'{text[:60]}' is not a budget", _EXAMPLES)
     number, unit = quantity
     if number < 0:
         raise RecipeError.of("budget.negative", where, f"'{text}' is negative", "0 reads nothing from the experts")
-    if unit == "%":
-        if number > 100:
-            raise RecipeError.of("budget.range", where, f"'{text}' is more than everything", "100% reads everything")
-        return ShareBudget(number / 100)
+    if unit == "%" or (not unit and "." in text):
+        return _share_budget(number / 100 if unit else number, text, where)
     factor = unit_bytes(unit)
     if factor is None:
         message = f"'{text}': unknown unit '{unit}'"
         raise RecipeError.of("budget.unit", where, message, did_you_mean(unit, [*SIZE_UNITS, "%"]))
     nbytes = int(number * factor)
+    if not unit and 0 < nbytes < LEAST_BARE_BYTES:
+        hint = f"did you mean {nbytes}%?" if nbytes <= 100 else f"did you mean {nbytes}kB or {nbytes}MB?"
+        message = f"'{text.strip()}' without a unit would be {nbytes} bytes"
+        raise RecipeError.of("budget.unit", where, message, f"{hint} (bytes are written {nbytes}B)")
     if nbytes > MAX_SIZE_BYTES:
         raise RecipeError.of("budget.range", where, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return ByteBudget(nbytes)
+
+
+def _share_budget(share: Fraction, text: str, where: str) -> ShareBudget:
+    if share > 1:
+        hint = "100% reads everything" if "%" in text else f"did you mean {text.strip()}%?"
+        raise RecipeError.of("budget.range", where, f"'{text}' is more than everything", hint)
+    return ShareBudget(share)
+
+
+def parse_target_error(value: str | float, where: str = "--target-error") -> float:
+    """Read `10%` or `0.1` as an error relative to what the full merge changes.
+
+    Raises:
+        RecipeError: `option.error`, not a share from 0 to 1; it names `where`.
+    """
+    text = number_text(value)
+    quantity = split_quantity(text)
+    if quantity is None or quantity[1] not in ("", "%") or quantity[0] < 0:
+        raise RecipeError.of("option.error", where, f"'{text[:60]}' was given", "write it as 10% or 0.1")
+    error = quantity[0] / 100 if quantity[1] else quantity[0]
+    if error > 1:
+        hint = "an error of 1 is that of the base" + ("" if quantity[1] else f"; did you mean {text.strip()}%?")
+        raise RecipeError.of("option.error", where, f"'{text[:60]}' was given", hint)
+    return float(error)
+
+
+def parse_fraction(value: str | float, where: str, code: str = "option.share") -> float:
+    """Read `1%` or `0.01` as a share above 0 and up to 1.
+
+    Raises:
+        RecipeError: `code`; it names `where`.
+    """
+    text = number_text(value)
+    quantity = split_quantity(text)
+    if quantity is not None and quantity[1] in ("", "%"):
+        share = quantity[0] / 100 if quantity[1] else quantity[0]
+        if 0 < share <= 1:
+            return float(share)
+    raise RecipeError.of(code, where, f"'{text[:40]}' is not a share", "write it as 1% or 0.01, up to 100%")
+
+
+def number_text(value: str | float) -> str:
+    """Return what a user would have typed for a number; text is returned as it is."""
+    if isinstance(value, str):
+        return value
+    return format(Decimal(repr(value)), "f") if math.isfinite(value) else str(value)
 
 
 def parse_speed(text: str, where: str = "--storage-speed") -> float:

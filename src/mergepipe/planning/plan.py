@@ -20,6 +20,9 @@ Scalar = float | bool
 Runs = tuple[tuple[int, int], ...]
 SharedRuns = tuple[tuple[int, int, int], ...]
 
+NOTHING_READ = "nothing of it is read"
+"""The decision of the notices about experts that a plan leaves out."""
+
 _LARGEST_BITS = 2**32 - 1
 _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
 
@@ -170,6 +173,16 @@ class OmissionBound:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """The expected error of a plan, relative to what the full merge changes, and that of a somewhat larger budget."""
+
+    expected_error: float
+    larger_budget_bytes: int
+    larger_expected_error: float
+    is_least: bool = False  # only a part of what is lost can be expected
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine."""
 
@@ -191,6 +204,7 @@ class Plan:
     vocabulary: str | None = None  # digest of how tokens are aligned, where a recipe asks for a tokenizer
     price: TimePrice | None = None
     error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
+    outlook: Outlook | None = None  # where something is known of every tensor
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -327,6 +341,8 @@ def _content(plan: Plan) -> dict[str, object]:
         optional["price"] = _price_content(plan.price)
     if plan.error_is_least:
         optional["error_is_least"] = True
+    if plan.outlook is not None:
+        optional["outlook"] = _outlook_content(plan.outlook)
     return {
         "format": PLAN_FORMAT,
         "operator": plan.operator,
@@ -447,6 +463,15 @@ def _reused_content(reused: ReusedSnapshot) -> dict[str, object]:
 def _bound_content(bound: OmissionBound) -> dict[str, object]:
     content: dict[str, object] = {"absolute": bound.absolute}
     return content if bound.relative is None else {**content, "relative": bound.relative}
+
+
+def _outlook_content(outlook: Outlook) -> dict[str, object]:
+    content: dict[str, object] = {
+        "expected_error": outlook.expected_error,
+        "larger_budget_bytes": outlook.larger_budget_bytes,
+        "larger_expected_error": outlook.larger_expected_error,
+    }
+    return {**content, "is_least": True} if outlook.is_least else content
 
 
 def _fallback_content(fallback: Fallback) -> dict[str, object]:

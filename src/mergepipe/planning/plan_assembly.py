@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.items import Candidates, Items
-from mergepipe.planning.level_ladders import ALL
-from mergepipe.planning.operator_rules import UNKNOWN, Rules
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.items import Candidates
+from mergepipe.planning.candidates.known_statistics import KnownStatistics
+from mergepipe.planning.candidates.level_ladders import ALL
+from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 from mergepipe.planning.plan import (
+    NOTHING_READ,
     Access,
     Fallback,
     FileBinding,
@@ -24,11 +26,10 @@ from mergepipe.planning.plan import (
     Runs,
     SharedRuns,
 )
-from mergepipe.planning.prefix_selection import Selection
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
+from mergepipe.planning.selection.select import Selection
 
-BASE_ONLY = "no block of any expert is read: the result is the base"
-STOPPED = "the rest of the budget is not spent"
+SAMPLED = "norms and magnitude cuts are estimates; `mergepipe analyze` makes them exact"
 
 
 def planned_tensors(
@@ -70,12 +71,16 @@ def _accesses(
     free = _runs(candidates.free_EB[e], columns)
     shared = _shared_runs(selection.served_EB[e], candidates.served_by_EB[e], columns)
     cuts = rules.cut_bits_ET[e].tolist()
+    is_missing_B = ~(selection.read_EB[e] | candidates.free_EB[e]) | ((level_B > 0) & (level_B < ALL))
+    n_missing_T = np.bincount(columns.tensor_B[is_missing_B], minlength=len(columns.tasks))
+    # what is read in full has its exact cut computed on the way
+    cuts_exactly = [(e, t) in rules.cut_errors and not n_missing_T[t] for t in range(len(columns.tasks))]
     return [
         Access(
             blocks=read[t],
             free=free[t],
             shared=shared[t],
-            threshold_bits=None if cuts[t] == UNKNOWN else cuts[t],
+            threshold_bits=None if cuts[t] == UNKNOWN or cuts_exactly[t] else cuts[t],
             products=rules.products.get((e, t)),
             levels=levels[t],
             energy=None if energy_ET2 is None else (float(energy_ET2[e, t, 0]), float(energy_ET2[e, t, 1])),
@@ -176,6 +181,26 @@ def whole_tensor_fallbacks(
     )
 
 
+def estimate_fallbacks(
+    problem: PlanningProblem, columns: Columns, known_statistics: KnownStatistics, rules: Rules
+) -> tuple[Fallback, ...]:
+    """Build one notice per expert that was sampled, and one per expert whose cuts come from a histogram."""
+    notices = []
+    for e, model in enumerate(problem.experts):
+        sampled_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e]
+        errors = {t: error for (expert, t), error in rules.cut_errors.items() if expert == e}
+        of_histogram = [error for t, error in errors.items() if not sampled_T[t]]
+        where, n_tensors = f"expert '{model.text}'", len(columns.tasks)
+        if sampled_T.any():
+            decision = f"{int(sampled_T.sum())} of {n_tensors} tensors are known from a sample of their blocks"
+            notices.append(Fallback(where, decision, SAMPLED))
+        if of_histogram:
+            decision = f"the magnitude cuts of {len(of_histogram)} of {n_tensors} tensors are taken from histograms"
+            reason = f"the share that is kept is off by at most {max(of_histogram):.2g} where a tensor is read in part"
+            notices.append(Fallback(where, decision, reason))
+    return tuple(notices)
+
+
 def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
     """Build one notice for each expert whose index does not fit the budget."""
     found = []
@@ -183,23 +208,21 @@ def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallb
         model = problem.experts[e]
         cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
         reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
-        found.append(Fallback(f"expert '{model.text}'", "nothing of it is read", reason))
+        found.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
     return tuple(found)
 
 
-def budget_fallbacks(
-    problem: PlanningProblem, columns: Columns, items: Items, selection: Selection, budget_bytes: int
+def starved_fallbacks(
+    problem: PlanningProblem, candidates: Candidates, selection: Selection, budget_bytes: int
 ) -> tuple[Fallback, ...]:
-    """Build a notice if the budget reads nothing, or if a whole tensor that does not fit ends the selection."""
-    item = selection.next_item
-    if item is None or budget_bytes == 0:
+    """Build one notice for each expert that differs from the base and of which the budget reads nothing."""
+    if not budget_bytes:
         return ()
-    base_only, whole = not selection.read_EB.any(), item >= items.n_single
-    if not (base_only or whole):
-        return ()
-    tensor = columns.tasks[int(items.tensor_I[item])].name
-    expert = problem.experts[int(items.expert_I[item])].text
-    what = f"tensor '{tensor}'" if whole else f"one block of '{tensor}'"
-    left = budget_bytes - selection.planned_bytes
-    reason = f"{what} of expert '{expert}' comes next and costs {selection.next_cost_bytes} bytes, {left} are left"
-    return (Fallback("budget", BASE_ONLY if base_only else STOPPED, reason),)
+    contributes_E = (selection.read_EB | selection.served_EB).any(axis=1)
+    differs_E = (~candidates.free_EB).any(axis=1)
+    unread_E = np.isin(np.arange(candidates.n_experts), list(problem.unread))
+    reason = f"within {budget_bytes} bytes the blocks of other experts come first"
+    return tuple(
+        Fallback(f"expert '{problem.experts[e].text}'", NOTHING_READ, reason)
+        for e in np.flatnonzero(differs_E & ~contributes_E & ~unread_E).tolist()
+    )

@@ -17,6 +17,7 @@ from mergepipe.planning.plan import (
     Fallback,
     FileBinding,
     OmissionBound,
+    Outlook,
     Plan,
     PlannedModel,
     PlannedTensor,
@@ -115,6 +116,7 @@ def _plan_of(top: JsonFields) -> Plan:
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
     price = _price_of(top.object("price")) if top.has("price") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
+    outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
     top.done()
     try:
         return Plan(
@@ -136,6 +138,7 @@ def _plan_of(top: JsonFields) -> Plan:
             vocabulary=vocabulary,
             price=price,
             error_is_least=error_is_least,
+            outlook=outlook,
         )
     except ValueError as error:
         top.refuse(str(error))
@@ -149,6 +152,17 @@ def _parameters_of(row: JsonFields) -> _Parameters:
     )
     row.done()
     return found
+
+
+def _outlook_of(fields: JsonFields) -> Outlook:
+    outlook = Outlook(
+        fields.number("expected_error"),
+        fields.size("larger_budget_bytes"),
+        fields.number("larger_expected_error"),
+        is_least=fields.flag("is_least") if fields.has("is_least") else False,
+    )
+    fields.done()
+    return outlook
 
 
 def _bound_of(top: JsonFields) -> OmissionBound | None:

@@ -1,4 +1,4 @@
-"""Plan a merge: rank everything that can be read, take the longest prefix within the budget. Pure."""
+"""Plan a merge: rank everything that can be read, and select within the budget. Pure."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Graded
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.planning.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.budget import BudgetRequest
+from mergepipe.planning.candidates.block_columns import Columns, lay_out_columns, read_costs
+from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
+from mergepipe.planning.candidates.density_adjustment import adjust_densities
+from mergepipe.planning.candidates.items import Candidates, Items, find_candidates, make_items
+from mergepipe.planning.candidates.known_statistics import (
+    REASON_UNIT,
+    KnownStatistics,
+    gather_statistics,
+    match_statistics,
+    units,
+)
+from mergepipe.planning.candidates.level_ladders import ALL, Ladders, build_ladders
+from mergepipe.planning.candidates.operator_rules import REASON_ROWS, Rules, evaluate_rules
+from mergepipe.planning.candidates.pricing import Pricing
+from mergepipe.planning.candidates.scores import amplitudes, score_blocks
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
-from mergepipe.planning.conflict_policy import conflict_order, tensor_cosines
-from mergepipe.planning.density_adjustment import adjust_densities
-from mergepipe.planning.expected_error import norms_left
-from mergepipe.planning.items import Candidates, Items, find_candidates, make_items
-from mergepipe.planning.known_statistics import REASON_UNIT, KnownStatistics, gather_statistics, match_statistics, units
-from mergepipe.planning.level_ladders import ALL, Ladders, build_ladders
-from mergepipe.planning.omission_bound import NoBound, omission_bound
-from mergepipe.planning.operator_rules import REASON_ROWS, Rules, evaluate_rules
-from mergepipe.planning.plan import Access, Fallback, OmissionBound, Plan, Runs, TimePrice
+from mergepipe.planning.estimates.energy_left import norms_left
+from mergepipe.planning.estimates.omission_bound import NoBound, omission_bound
+from mergepipe.planning.estimates.sign_elections import expected_energies, expected_error, is_error_complete
+from mergepipe.planning.plan import Access, Fallback, OmissionBound, Outlook, Plan, Runs, TimePrice
 from mergepipe.planning.plan_assembly import (
-    budget_fallbacks,
+    estimate_fallbacks,
     planned_models,
     planned_tensors,
+    starved_fallbacks,
     unread_fallbacks,
     whole_tensor_fallbacks,
 )
-from mergepipe.planning.prefix_selection import Selection, full_costs, take_prefix
-from mergepipe.planning.pricing import Pricing
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.sampling_cost import sample_cost_bytes
-from mergepipe.planning.scores import amplitudes, score_blocks
-from mergepipe.planning.selection_order import Order, ascending_steps, norm_order, random_order, stratified_order
-from mergepipe.planning.sign_elections import expected_energies, expected_error, is_error_complete
+from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
+from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
+from mergepipe.planning.selection.select import Selection, full_costs, select_items
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.prices import Duration, three_digits
 
@@ -44,8 +51,9 @@ from mergepipe.storage.prices import Duration, three_digits
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
     """Choose which blocks of the experts are read under the budget `request`.
 
-    Laws: the planned cost is at most the budget; for `OnOmit.KEEP` without adjustment a larger budget reads the same
-    blocks and more; a budget of the full cost reads everything; the same problem gives the same plan on any machine.
+    Laws: the planned cost is at most the budget; nothing that is left out would fit as well; for the policy `norm`, the
+    expected error of rules that add deltas never grows with the budget; a budget of the full cost reads everything; the
+    same problem gives the same plan on any machine.
 
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
@@ -88,7 +96,7 @@ class _PlanningData:
     candidates: Candidates
     reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
     sample_E: NDArray[np.int64]
-    side_E: NDArray[np.int64]  # bytes of indices: read to make any plan
+    side_E: NDArray[np.int64]  # bytes of indices and of probes: read to make any plan
     full_E: NDArray[np.int64]
 
 
@@ -115,8 +123,9 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
     decoding_EB = _decoding(columns, ladders, pricing)
     candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB)
-    sample_E, side_E = _sample_costs(problem), _side_costs(problem)
-    full_E = full_costs(candidates, sample_E) + side_E + _unread_lower_bounds(problem)
+    sample_E, index_E = _sample_costs(problem), _side_costs(problem)
+    full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
+    side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, sample_E, side_E, full_E)
 
 
@@ -192,8 +201,8 @@ def _check_on_omit(problem: PlanningProblem, data: _PlanningData, on_omit: OnOmi
 class Ranking:
     """A ranking of everything that can be read, which gives a plan for every budget.
 
-    `budget_bytes` is the requested budget, or what the target error needs. Law: `plan(a)` reads what
-    `plan(b)` reads and more, for `a >= b`; of what can be read in part, it reads it at the same level or a higher one.
+    `budget_bytes` is the requested budget, or what the target error needs. Law: for `a >= b` the prefix of the order
+    that `plan(a)` reads holds that of `plan(b)`, without adjustment of densities.
     """
 
     problem: PlanningProblem
@@ -214,11 +223,64 @@ class Ranking:
         return int(self.data.full_E.sum())
 
     def select(self, budget_bytes: int) -> Selection:
-        """Select the longest prefix that fits the budget, indices included."""
+        """Select within the budget, indices included; see `select_items`."""
         data, side_bytes = self.data, int(self.data.side_E.sum())
         prefix_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
-        selection = take_prefix(data.candidates, self.items, self.order_I, data.sample_E, prefix_bytes - side_bytes)
+        selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, prefix_bytes - side_bytes)
         return replace(selection, planned_E=selection.planned_E + data.side_E)
+
+    def expected_error(self, budget_bytes: int) -> float:
+        """Compute the expected error of a budget."""
+        return expected_error(self._energies(self.select(budget_bytes)))
+
+    def outlook(self, plan: Plan) -> Outlook | None:
+        """Estimate what a plan loses, and what half as much budget again would leave; None where nothing is known."""
+        columns = self.data.columns
+        silent_ET = columns.silent_ET() | (np.diff(columns.first_T) == 0)
+        if self.problem.unread or not (self.data.known_statistics.informed_ET | silent_ET).all():
+            return None
+        spent_bytes = plan.planned_bytes + plan.saved_bytes
+        larger_bytes = min(self.full_cost_bytes, spent_bytes + max(1, spent_bytes // 2))
+        selected = replace(self, enough_bytes=None)  # beyond a target error too
+        return Outlook(
+            three_digits(self.expected_error(spent_bytes)),
+            larger_bytes,
+            three_digits(selected.expected_error(larger_bytes)),
+            is_least=not is_error_complete(columns, self.data.rules),
+        )
+
+    def least_useful_bytes(self) -> int | None:
+        """Return the smallest budget under which something is read; None where there is nothing to read.
+
+        Of an expert whose index is not read only that cost is known.
+        """
+        side_bytes = int(self.data.side_E.sum())
+        sides = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
+        least = [side_bytes + side.cost_bytes for side in sides if side is not None]
+        if len(self.items):
+            begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
+            flat_S = self.items.flat_I[: self.items.n_single]
+            begins_I[1 : self.items.n_single] = flat_S[1:] != flat_S[:-1]
+            cost_I = self.items.cost_I + self.data.sample_E[self.items.expert_I]
+            least.append(side_bytes + int(cost_I[begins_I].min()))
+        return min(least, default=None)
+
+    def check_usefulness(self, plan: Plan) -> None:
+        """Refuse a plan of a positive budget that reads nothing though there is something to read.
+
+        Raises:
+            LimitError: `plan.budget-useless`, it names the smallest useful budget.
+        """
+        least = self.least_useful_bytes()
+        accesses = (access for tensor in plan.tensors for access in tensor.access)
+        if (
+            self.options.target_error is None
+            and least is not None
+            and not any(access.blocks or access.shared for access in accesses)
+        ):
+            message = f"nothing that could be read fits {plan.budget_bytes} bytes: the result would be the base"
+            hint = f"the smallest useful budget is {least}B; 0 asks for the base"
+            raise LimitError.of("plan.budget-useless", "--budget", message, hint)
 
     def cheapest_bytes(self) -> int:
         """Find the smallest budget whose expected error is at most `options.target_error`.
@@ -256,7 +318,7 @@ class Ranking:
         return expected_energies(self.data.candidates, selection, self.score_EB, self.data.rules)
 
     def plan(self, budget_bytes: int) -> Plan:
-        """Plan the longest prefix that fits the budget."""
+        """Plan what `select` selects."""
         problem, data, candidates = self.problem, self.data, self.data.candidates
         selection = self.select(budget_bytes)
         says_error = bool(candidates.ladders) or self.options.target_error is not None
@@ -278,7 +340,8 @@ class Ranking:
             fallbacks=(
                 *unread_fallbacks(problem, budget_bytes),
                 *whole_tensor_fallbacks(problem, data.columns, data.reasons),
-                *budget_fallbacks(problem, data.columns, self.items, selection, budget_bytes),
+                *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
+                *starved_fallbacks(problem, candidates, selection, budget_bytes),
                 *no_bound,
                 *self._target_fallback(energy_ET2),
             ),

@@ -34,7 +34,8 @@ class PlanningProblem:
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
     tensor without an entry, or with statistics of another grid, is one of which nothing is known.
 
-    With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read.
+    With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read. `probe_bytes` of
+    each expert were read to estimate its statistics; none where empty.
     """
 
     operator: str
@@ -46,12 +47,15 @@ class PlanningProblem:
     statistics: tuple[Mapping[str, TensorStatistics], ...]
     speeds: Speeds | None = None
     unread: frozenset[int] = frozenset()
+    probe_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_elements < 1:
             raise ValueError(f"blocks of {self.block_elements} elements")
         if len(self.statistics) != len(self.experts):
             raise ValueError(f"statistics of {len(self.statistics)} experts for {len(self.experts)}")
+        if self.probe_bytes and len(self.probe_bytes) != len(self.experts):
+            raise ValueError(f"probes of {len(self.probe_bytes)} experts for {len(self.experts)}")
         if len(self.models) != len(self.resolution.models):
             raise ValueError(f"{len(self.models)} models for {len(self.resolution.models)}")
 

@@ -22,7 +22,7 @@ from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
@@ -43,6 +43,7 @@ from mergepipe.runs.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import sidecar_bytes, sidecar_contents
+from mergepipe.runs.verdict import analysis_advice, verdict_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
@@ -425,9 +426,12 @@ class _Run:
         )
 
     def _budget_notices(self) -> tuple[str, ...]:
-        """Return the plan's notices about its budget: it reads nothing, or some of it stays unspent."""
-        fallbacks = () if self._plan is None else self._plan.fallbacks
-        return tuple(f"{fallback.decision}: {fallback.reason}" for fallback in fallbacks if fallback.where == "budget")
+        """Return the plan's warnings: experts of which nothing is read, and what would make the plan better."""
+        if self._plan is None:
+            return ()
+        starved = (fallback for fallback in self._plan.fallbacks if fallback.decision == NOTHING_READ)
+        notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
+        return (*notices, *analysis_advice(self._plan))
 
     def report(self, out: Path, directory: Path, manifest: Manifest) -> MergeReport:
         """What was done in the staging directory, up to now."""
@@ -454,6 +458,7 @@ class _Run:
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
             notices=(*self._link.notices, *self._budget_notices()),
+            verdict=None if self._plan is None else verdict_of(self._plan),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 

@@ -18,8 +18,6 @@ from mergepipe.runs.resume import Resume
 from mergepipe.runs.speeds import PriceRequest
 from mergepipe.storage.prices import Price
 
-GATHERING_THREADS = 4  # with fewer, gathering statistics on the way costs time
-
 
 def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSettings:
     """Return the settings of a merge.
@@ -36,7 +34,7 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         force=force,
         shard_bytes=options.shard_bytes,
         home=catalog_home(options),
-        gathers=engine.threads >= GATHERING_THREADS if options.statistics is None else options.statistics,
+        gathers=options.statistics,
         resume=resume.without_continuing if options.overlay else resume,
         reuse=options.reuse and not options.overlay,
         keeps_accumulators=options.keep_accumulators,

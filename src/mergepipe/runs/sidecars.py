@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
@@ -20,9 +22,11 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTI
 from mergepipe.core.blocks import DType
 from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
 from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.verdict import verdict_of
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
@@ -233,5 +237,8 @@ def model_card(manifest: Manifest) -> bytes:
     )
     environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
     names = list(dict.fromkeys(record.model for record in manifest.inputs))
-    text = environment.from_string(template).render(manifest=manifest, models=names)
+    verdict = None
+    if manifest.plan is not None:
+        verdict = verdict_of(parse_plan(json.dumps(manifest.plan).encode(), Path(CARD_NAME)))
+    text = environment.from_string(template).render(manifest=manifest, models=names, verdict=verdict)
     return text.encode()

@@ -212,7 +212,7 @@ def test_merge__an_adapter_under_a_budget_is_read_or_left_out(root: Path) -> Non
     models = [{"model": str(root / "adapter"), "parameters": {"weight": 0.5}}]
     content = {"merge_method": "task_arithmetic", "base_model": str(root / "base"), "models": models}
     recipe.write_text(yaml.safe_dump({**content, "dtype": "float32"}))
-    report = mergepipe.merge(recipe, root / "out", budget=f"{stored * 6 // 10}")
+    report = mergepipe.merge(recipe, root / "out", budget=f"{stored * 6 // 10}B")
     manifest = json.loads((root / "out" / "mergepipe.json").read_text())
     assert 0 < manifest["realized"]["expert"] + manifest["realized"]["analysis"] <= stored * 6 // 10
     out = load_file(root / "out" / "model.safetensors")

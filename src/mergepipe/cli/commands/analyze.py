@@ -27,7 +27,7 @@ Probe = Annotated[
     typer.Option("--probe", metavar="SHARE", help="Read only this share of every block (1%, 0.01) and estimate."),
 ]
 Densities = Annotated[
-    list[float] | None,
+    list[str] | None,
     typer.Option("--density", metavar="SHARE", help="Work out this magnitude cut too; may be given several times."),
 ]
 
@@ -59,7 +59,9 @@ def analyze(
     """
     session: Session = context.obj
     options = RunOptions(threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home)
-    probe_fraction = 0.0 if probe is None else parse_share(probe, "--probe")
+    from mergepipe.planning.budget import parse_fraction
+
+    probe_fraction = 0.0 if probe is None else parse_fraction(probe, "--probe")
     from mergepipe import api
 
     with progress_shown(session, silent=quiet or as_json) as on_progress:
@@ -67,7 +69,7 @@ def analyze(
             base,
             experts,
             probe_fraction=probe_fraction,
-            densities=density or (),
+            densities=[parse_fraction(each, "--density", "option.density") for each in density or ()],
             block_elements=block_elements,
             pack=pack,
             options=options,
@@ -76,20 +78,3 @@ def analyze(
     from mergepipe.cli.render.merges import analyze_table
 
     print_report(report, analyze_table, as_json=as_json, quiet=quiet)
-
-
-def parse_share(text: str, option: str) -> float:
-    """A share above 0 and up to 1, written `1%` or `0.01`.
-
-    Raises:
-        RecipeError: `option.share`; the message names `option`.
-    """
-    from mergepipe.core.sizes import split_quantity
-    from mergepipe.errors import RecipeError
-
-    quantity = split_quantity(text)
-    if quantity is not None and quantity[1] in ("", "%"):
-        share = quantity[0] / 100 if quantity[1] else quantity[0]
-        if 0 < share <= 1:
-            return float(share)
-    raise RecipeError.of("option.share", option, f"'{text[:40]}' is not a share", "write it as 1% or 0.01, up to 100%")

@@ -21,6 +21,7 @@ from mergepipe.cli.options import (
     Memory,
     MinDensity,
     NoCatalog,
+    NoProbe,
     NoReuse,
     OnOmit,
     OutPath,
@@ -33,6 +34,7 @@ from mergepipe.cli.options import (
     Select,
     ShardSize,
     StorageSpeed,
+    Strict,
     TargetError,
     Threads,
     adjust_min_density,
@@ -45,12 +47,8 @@ Budget = Annotated[
     str | None, typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [default: everything is read]")
 ]
 Statistics = Annotated[
-    bool | None,
-    typer.Option(
-        "--gather/--no-gather",
-        help="Let a full merge gather what `analyze` would.  [default: with 4 compute threads or more]",
-        show_default=False,
-    ),
+    bool,
+    typer.Option("--gather", help="Let a full merge gather what `analyze` would, for about a third more time."),
 ]
 KeepAccumulators = Annotated[
     bool,
@@ -86,9 +84,11 @@ def merge(
     block_elements: BlockElements = None,
     price: Price = None,
     storage_speed: StorageSpeed = None,
+    no_probe: NoProbe = False,
+    strict: Strict = False,
     home: Home = None,
     no_catalog: NoCatalog = False,
-    statistics: Statistics = None,
+    statistics: Statistics = False,
     allow_dropped: AllowDropped = None,
     resume: Resume = None,
     no_reuse: NoReuse = False,
@@ -119,6 +119,7 @@ def merge(
                 "--on-omit": on_omit,
                 "--adjust-operator": adjust_operator or None,
                 "--block-elements": block_elements,
+                "--no-probe": no_probe or None,
             }
         )
     options = MergeOptions(
@@ -133,6 +134,8 @@ def merge(
             block_elements=block_elements,
             price=price,
             storage_speed=storage_speed,
+            no_probe=no_probe,
+            strict=strict,
         ),
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         statistics=statistics,
@@ -142,6 +145,7 @@ def merge(
         overlay=overlay,
         pack=pack,
         allow_dropped=tuple(allow_dropped or ()),
+        strict=strict,
     )
     from mergepipe import api
 

@@ -15,6 +15,7 @@ from mergepipe.cli.options import (
     Debug,
     Home,
     MinDensity,
+    NoProbe,
     NoReuse,
     OnOmit,
     Price,
@@ -22,6 +23,7 @@ from mergepipe.cli.options import (
     Seed,
     Select,
     StorageSpeed,
+    Strict,
     TargetError,
     adjust_min_density,
     plan_options,
@@ -56,6 +58,8 @@ def plan(
     block_elements: BlockElements = None,
     price: Price = None,
     storage_speed: StorageSpeed = None,
+    no_probe: NoProbe = False,
+    strict: Strict = False,
     seed: Seed = 0,
     home: Home = None,
     allow_dropped: AllowDropped = None,
@@ -77,6 +81,8 @@ def plan(
         block_elements=block_elements,
         price=price,
         storage_speed=storage_speed,
+        no_probe=no_probe,
+        strict=strict,
     )
     from mergepipe import api
 

@@ -13,7 +13,7 @@ from mergepipe.cli.render.levels import error_table, error_text, levels_text, pr
 from mergepipe.cli.render.units import format_bytes
 from mergepipe.core.escaping import printable
 from mergepipe.jobs.explain import explanation_of
-from mergepipe.planning.level_shares import blocks_by_level
+from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
 from mergepipe.reports import ExpertShare, Explanation
 

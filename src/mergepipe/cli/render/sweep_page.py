@@ -13,7 +13,7 @@ from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.sweep import expected_text, rounding_note
 from mergepipe.cli.render.units import format_bytes, format_seconds
 from mergepipe.core.escaping import as_line
-from mergepipe.planning.level_shares import NAMES
+from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
 
 _TEMPLATE = "templates/sweep.html.j2"

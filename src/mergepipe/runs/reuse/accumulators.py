@@ -17,8 +17,8 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.core.blocks import F32, element_count
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.engine.execute import MergeWork, OutputPlan, operator_input
-from mergepipe.errors import CorruptError, MergePipeError
-from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction
+from mergepipe.errors import CorruptError, MergePipeError, RecipeError
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots
@@ -81,11 +81,8 @@ def running_totals(work: MergeWork, tasks: Sequence[MergeTask], names: SourceNam
 def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> RunningTotal | None:
     if work.access is not None or task.action is Action.COPY or not task.experts or not task.base.n_elements:
         return None
-    given = operator_input(work, task)
-    if work.operator.granularity(given) > 1 or work.operator.reduction(given) is not None:
-        return None
-    rule = work.operator.block_function(given, NOTHING_REDUCED)
-    if not isinstance(rule, ElementwiseRule) or rule.consensus or rule.keep not in (Keep.ALL, Keep.RANDOM):
+    rule = _sum_rule(work.operator, operator_input(work, task))
+    if rule is None:
         return None
     experts = tuple(e for e, source in enumerate(task.experts) if not isinstance(source, Unchanged))
     base, places = names.name(task.base), [names.name(task.experts[e]) for e in experts]
@@ -100,6 +97,34 @@ def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> Runn
         additions.append(Addition(what, float(rule.coefficients_E[e])))
     start = digest_of([mergepipe.__version__, base, list(task.shape), rule.anchor_scale, int(rule.keep)])
     return RunningTotal(Sum(start, tuple(additions)), rule, experts)
+
+
+def _sum_rule(operator: Operator, given: OperatorInput) -> ElementwiseRule | None:
+    """Return the operator's rule for a tensor if it is a sum over experts; None for any other."""
+    if operator.granularity(given) > 1 or operator.reduction(given) is not None:
+        return None
+    rule = operator.block_function(given, NOTHING_REDUCED)
+    if not isinstance(rule, ElementwiseRule) or rule.consensus or rule.keep not in (Keep.ALL, Keep.RANDOM):
+        return None
+    return rule
+
+
+def check_sums_can_be_kept(operator: Operator, tasks: Iterable[MergeTask]) -> None:
+    """Refuse to keep the sums of a merge in which no tensor is a sum over experts.
+
+    Raises:
+        RecipeError: `option.accumulators`, it says what to do instead.
+    """
+    for task in (task for task in tasks if task.action is Action.MERGE and task.experts and task.base.n_elements):
+        parameters, keys = task.parameters, (0,) * len(task.experts)
+        given = OperatorInput(
+            parameters.globals, parameters.anchor, parameters.experts, task.base.n_elements, keys, shape=task.shape
+        )
+        if _sum_rule(operator, given) is not None:
+            return
+    message = f"'{operator.spec.name}' does not add up experts one by one, so there is no sum to keep"
+    hint = "pack the experts (`mergepipe pack`): a merge with one more then reads about a tenth of their bytes"
+    raise RecipeError.of("option.accumulators", "--keep-accumulators", message, hint)
 
 
 # --- continuing a kept sum ---

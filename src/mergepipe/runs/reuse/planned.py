@@ -120,7 +120,6 @@ def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
             else t
             for t in plan.tensors
         ),
-        fallbacks=tuple(fallback for fallback in plan.fallbacks if fallback.where != "budget"),
         reuse=tuple(snapshots),
     )
 

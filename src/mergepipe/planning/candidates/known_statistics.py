@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, TensorStatistics
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.level_ladders import NO_LADDERS, Ladder, Ladders
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.level_ladders import NO_LADDERS, Ladder, Ladders
 from mergepipe.planning.problem import PlanningProblem
 
 REASON_MISSING = "no statistics: not analysed against this base"

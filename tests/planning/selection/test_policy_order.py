@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
-from planning_problems import BLOCK, Arrays, make, random_arrays
 
-from mergepipe.planning.block_columns import lay_out_columns
 from mergepipe.planning.budget import ByteBudget, ShareBudget
+from mergepipe.planning.candidates.block_columns import lay_out_columns
+from mergepipe.planning.candidates.items import Items
+from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.choices import PlanningChoices, Policy
-from mergepipe.planning.conflict_policy import tensor_cosines
-from mergepipe.planning.items import Items
-from mergepipe.planning.level_ladders import ALL
 from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.selection_order import (
+from mergepipe.planning.selection.conflict_order import tensor_cosines
+from mergepipe.planning.selection.policy_order import (
     descending_order,
     kind_of,
     layer_of,
@@ -30,6 +29,7 @@ from mergepipe.planning.selection_order import (
     random_order,
     stratified_order,
 )
+from support.planning_problems import BLOCK, Arrays, make, random_arrays
 
 SIZES = {f"model.layers.{layer}.{kind}.weight": 2 * BLOCK for layer in range(3) for kind in ("attn", "mlp")}
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.operators.statistics import N_SKETCH
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.items import Candidates, Items
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.items import Candidates, Items
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.selection_order import Order, descending_order
+from mergepipe.planning.selection.policy_order import Order, descending_order
 
 SKETCH_STEP = 2.0**-8
 MOST_POOLED_BLOCKS = 64

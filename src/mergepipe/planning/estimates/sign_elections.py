@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Graded
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.expected_error import energies_by_tensor, energy_left
-from mergepipe.planning.items import Candidates
-from mergepipe.planning.operator_rules import Rules
-from mergepipe.planning.prefix_selection import Selection
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.items import Candidates
+from mergepipe.planning.candidates.operator_rules import Rules
+from mergepipe.planning.estimates.energy_left import energies_by_tensor, energy_left
+from mergepipe.planning.selection.select import Selection
 
 SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512

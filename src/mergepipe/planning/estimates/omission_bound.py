@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.planning.block_columns import Columns
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.known_statistics import KnownStatistics
+from mergepipe.planning.candidates.operator_rules import Rules
 from mergepipe.planning.choices import OnOmit
-from mergepipe.planning.known_statistics import KnownStatistics
-from mergepipe.planning.operator_rules import Rules
 from mergepipe.planning.plan import OmissionBound
 
 SAFETY = 1e-6  # of the sum itself; the norms are upper bounds already

@@ -7,13 +7,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_problems import make
 
 from mergepipe.operators.statistics import COMMON_DENSITIES
 from mergepipe.planning.budget import ShareBudget
+from mergepipe.planning.candidates.density_adjustment import adjusted_density
 from mergepipe.planning.choices import AdjustPolicy, PlanningChoices, Policy
-from mergepipe.planning.density_adjustment import adjusted_density
 from mergepipe.planning.planner import plan_merge
+from support.planning_problems import make
 
 SHARES = st.floats(0.001, 1.0)
 

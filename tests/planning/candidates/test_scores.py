@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from planning_problems import BLOCK, Given, make
 
 from mergepipe.operators.statistics import N_OCTAVES
-from mergepipe.planning.block_columns import lay_out_columns
-from mergepipe.planning.known_statistics import gather_statistics, match_statistics
-from mergepipe.planning.operator_rules import evaluate_rules
-from mergepipe.planning.scores import OCTAVE_SHARES, octave_position, score_blocks
+from mergepipe.planning.candidates.block_columns import lay_out_columns
+from mergepipe.planning.candidates.known_statistics import gather_statistics, match_statistics
+from mergepipe.planning.candidates.operator_rules import evaluate_rules
+from mergepipe.planning.candidates.scores import OCTAVE_SHARES, octave_position, score_blocks
 from mergepipe.recipes.parse.recipe import Scalar
 from support.octaves import decode_octaves
+from support.planning_problems import BLOCK, Given, make
 
 
 def scores_of(given: Given) -> NDArray[np.float64]:

@@ -18,8 +18,8 @@ from mergepipe.operators.base import (
 )
 from mergepipe.operators.influence import Average, Election, Influence
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics
-from mergepipe.planning.block_columns import Columns
+from mergepipe.operators.statistics import CutEstimate, TensorStatistics
+from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.recipes.resolve.tasks import MergeTask
 
@@ -57,6 +57,7 @@ class Rules:
     lacking: Mapping[tuple[int, int], str]
     elections_T: tuple[Election | None, ...] = ()  # one per tensor, among its own experts
     shares_kept: Mapping[tuple[int, int], float] = field(default_factory=dict)  # ties at the cut included, where known
+    cut_errors: Mapping[tuple[int, int], float] = field(default_factory=dict)  # of the share kept, where estimated
 
     @property
     def elects(self) -> bool:
@@ -77,6 +78,7 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     products: dict[tuple[int, int], _Products] = {}
     lacking: dict[tuple[int, int], str] = {}
     shares: dict[tuple[int, int], float] = {}
+    cut_errors: dict[tuple[int, int], float] = {}
     operator = operator_named(problem.operator)
     influences = _Influences(operator)
     found: list[Influence] = []
@@ -88,7 +90,11 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
         match request:
             case MagnitudeCut(kept_E):
                 for e, kept in zip(experts, kept_E, strict=True):
-                    cut_bits_ET[e, t] = cut = known_cut(statistics[e], kept, task.base.n_elements)
+                    cut = known_cut(statistics[e], kept, task.base.n_elements)
+                    estimate = estimated_cut(statistics[e], kept) if cut == UNKNOWN else None
+                    if estimate is not None:
+                        cut, cut_errors[e, t] = estimate.bits, estimate.share_error
+                    cut_bits_ET[e, t] = cut
                     share = share_with_ties(statistics[e], cut)
                     if share is not None:
                         shares[e, t] = share
@@ -115,7 +121,7 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
         found.append(influence)
-    return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares)
+    return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares, cut_errors=cut_errors)
 
 
 def whole_tensor_reason(
@@ -144,10 +150,15 @@ def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -
         return NOTHING_KEPT_BITS
     if kept >= n_elements:
         return 0
-    if statistics is None:
+    if statistics is None or statistics.is_estimate:
         return UNKNOWN
     same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == kept)
     return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
+
+
+def estimated_cut(statistics: TensorStatistics | None, kept: int) -> CutEstimate | None:
+    """Estimate a cut from the shares on record; None if there are none close enough."""
+    return None if statistics is None else statistics.estimated_cut(kept)
 
 
 def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:

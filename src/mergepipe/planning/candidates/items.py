@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.known_statistics import KnownStatistics
-from mergepipe.planning.level_ladders import ALL, NO_LADDERS, Ladders, ladder_steps
-from mergepipe.planning.pricing import BY_BYTES, Pricing
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.known_statistics import KnownStatistics
+from mergepipe.planning.candidates.level_ladders import ALL, NO_LADDERS, Ladders, ladder_steps
+from mergepipe.planning.candidates.pricing import BY_BYTES, Pricing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.planning.items import Candidates
-from mergepipe.planning.prefix_selection import Selection
+from mergepipe.planning.candidates.items import Candidates
+from mergepipe.planning.selection.select import Selection
 
 
 def energy_left(candidates: Candidates, selection: Selection, score_EB: NDArray[np.float64]) -> NDArray[np.float64]:

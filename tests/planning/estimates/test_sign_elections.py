@@ -12,8 +12,13 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
-from mergepipe.planning.operator_rules import share_with_ties
-from mergepipe.planning.sign_elections import ElectionExperts, lost_and_total_energy, tail_magnitudes, ties_consensus
+from mergepipe.planning.candidates.operator_rules import share_with_ties
+from mergepipe.planning.estimates.sign_elections import (
+    ElectionExperts,
+    lost_and_total_energy,
+    tail_magnitudes,
+    ties_consensus,
+)
 
 VOTERS = ElectionExperts(
     weight_E=np.array([1.0, 0.5, 0.7, 0.4]),

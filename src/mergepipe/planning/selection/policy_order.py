@@ -7,7 +7,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.planning.items import Items
+from mergepipe.planning.candidates.items import Items
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")

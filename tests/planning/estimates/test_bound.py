@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_problems import DEFAULT_SIZES, Given, make, random_arrays
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.access import OMITTED, source_of_blocks
@@ -17,6 +16,7 @@ from mergepipe.planning.budget import ByteBudget, ShareBudget
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.planning.planner import plan_merge
+from support.planning_problems import DEFAULT_SIZES, Given, make, random_arrays
 
 
 def present_elements(plan: Plan, tensor: PlannedTensor) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:

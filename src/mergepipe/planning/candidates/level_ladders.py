@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Graded, Unchanged
 from mergepipe.operators.base import Operator
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.operator_rules import operator_input
-from mergepipe.planning.pricing import BY_BYTES, Pricing
-from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.operator_rules import operator_input
+from mergepipe.planning.candidates.pricing import BY_BYTES, Pricing
+from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 
 _FOR_NOTHING = 1e150  # the rate of what costs nothing more

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_problems import checkpoint
 
 from mergepipe.checkpoints.content_id import content_id
-from mergepipe.planning.sampling_cost import sample_cost_bytes
+from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
 from mergepipe.storage.location import Location
+from support.planning_problems import checkpoint
 
 
 class CountingFile:

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.operators.statistics import N_OCTAVES
-from mergepipe.planning.block_columns import Columns
-from mergepipe.planning.known_statistics import KnownStatistics
-from mergepipe.planning.level_ladders import NO_LADDERS, Ladders
-from mergepipe.planning.operator_rules import UNKNOWN, Rules
+from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.planning.candidates.known_statistics import KnownStatistics
+from mergepipe.planning.candidates.level_ladders import NO_LADDERS, Ladders
+from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
 
 _QUARTER_POWERS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
 

@@ -1,0 +1,1 @@
+"""What can be read of the experts: blocks, costs, statistics, scores."""

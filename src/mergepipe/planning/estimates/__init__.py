@@ -1,0 +1,1 @@
+"""What a selection loses against the full merge."""

@@ -1,0 +1,1 @@
+"""Which candidates are read: the order of a policy, cut to a budget."""

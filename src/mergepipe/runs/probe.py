@@ -1,0 +1,172 @@
+"""Sample experts of which nothing is known, for a small share of a budget, so that blocks can be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence
+from mergepipe.checkpoints.contract import TensorEntry, files_of
+from mergepipe.checkpoints.open_files import open_files
+from mergepipe.checkpoints.read_cost import range_cost_bytes
+from mergepipe.core.blocks import BlockGrid, DTypeKind
+from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
+from mergepipe.engine.probing import sample_runs
+from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.planning.budget import BudgetRequest, ShareBudget
+from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
+from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.inputs import Inputs
+from mergepipe.storage.contract import Store
+
+MOST_OF_BUDGET = 1 / 8
+MOST_OF_EVERYTHING = 1 / 80  # more buys less than reading blocks does
+MOST_SAMPLED = 1 / 32  # of a block: more than that hardly makes estimates better
+
+StatisticsByTask = Mapping[str, TensorStatistics]
+
+
+@dataclass(frozen=True, slots=True)
+class Prober:
+    """Samples experts through `store`; `on_tick` is called on the way."""
+
+    store: Store
+    engine: EngineOptions
+    on_tick: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Statistics of all experts, estimates among them, and the bytes that were read of each to estimate."""
+
+    statistics: tuple[StatisticsByTask, ...]
+    cost_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """Pairs of a task and one of its experts to sample, by which share of every `stride`-th block."""
+
+    pairs: tuple[tuple[int, MergeTask, str | None], ...]  # the plan's expert, the task with it alone, its catalog name
+    fraction: float
+    stride: int
+    cost_bytes: tuple[int, ...]
+
+
+def probe_unknown(
+    prober: Prober,
+    inputs: Inputs,
+    known: Sequence[StatisticsByTask],
+    budget: BudgetRequest,
+    block_elements: int,
+    link: CatalogLink,
+) -> ProbeResult:
+    """Sample the stored tensors of which nothing is known, for at most an eighth of the budget, and record estimates.
+
+    Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much.
+    """
+    everything_bytes = inputs.resolution.expert_bytes
+    limit_bytes = budget.limit_bytes(everything_bytes)
+    is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
+    pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, known)
+    most_bytes = min(limit_bytes * MOST_OF_BUDGET, everything_bytes * MOST_OF_EVERYTHING)
+    sampling = _affordable(pairs, int(most_bytes), block_elements, len(known)) if pairs else None
+    if sampling is None:
+        return ProbeResult(tuple(known), (0,) * len(known))
+    found = _sampled(prober, inputs, sampling, block_elements)
+    _record(link, inputs, sampling, found)
+    statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in known]
+    for (e, task, _), estimate in zip(sampling.pairs, found, strict=True):
+        statistics[e][task.name] = estimate
+    return ProbeResult(tuple(statistics), sampling.cost_bytes)
+
+
+def _unknown_pairs(inputs: Inputs, known: Sequence[StatisticsByTask]) -> tuple[tuple[int, MergeTask, str | None], ...]:
+    """List the stored tensors of experts without statistics, each as a task with that expert alone."""
+    expert_of = {model: e for e, model in enumerate(inputs.expert_models)}
+    pairs = []
+    for task in inputs.resolution.tasks:
+        for slot, (model, source) in enumerate(zip(task.expert_models, task.experts, strict=True)):
+            e = expert_of[model]
+            is_stored = isinstance(source, TensorEntry) and isinstance(task.base, TensorEntry)
+            is_float = task.base.dtype.kind is source.dtype.kind is DTypeKind.FLOAT
+            wanted = task.action is Action.MERGE and task.base.n_elements and task.name not in known[e]
+            if wanted and is_stored and is_float:
+                alone = replace(
+                    task, experts=(source,), expert_models=(model,), parameters=TensorParameters({}, {}, ({},))
+                )
+                pairs.append((e, alone, inputs.pair_name(task, slot)))
+    return tuple(pairs)
+
+
+def _affordable(
+    pairs: tuple[tuple[int, MergeTask, str | None], ...], limit_bytes: int, block_elements: int, n_experts: int
+) -> _Sampling | None:
+    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more."""
+    stride = 1
+    while True:
+        cost_E = _cost(pairs, 0.0, stride, block_elements, n_experts)
+        if sum(cost_E) <= limit_bytes:
+            break
+        longest = max(BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs)
+        if stride > longest:
+            return None
+        stride *= 2
+    fraction = MOST_SAMPLED
+    while stride == 1 and fraction > 1 / 1024:
+        more_E = _cost(pairs, fraction, stride, block_elements, n_experts)
+        if sum(more_E) <= limit_bytes:
+            return _Sampling(pairs, fraction, stride, tuple(more_E))
+        fraction /= 2
+    return _Sampling(pairs, 0.0, stride, tuple(cost_E))
+
+
+def _cost(
+    pairs: Sequence[tuple[int, MergeTask, str | None]],
+    fraction: float,
+    stride: int,
+    block_elements: int,
+    n_experts: int,
+) -> list[int]:
+    """Sum the bytes that a sampling requests of each expert."""
+    cost_E = [0] * n_experts
+    for e, task, _ in pairs:
+        source = task.experts[0]
+        if isinstance(source, TensorEntry):
+            size = source.dtype.itemsize
+            for run in sample_runs(0, task, BlockGrid(task.base.n_elements, block_elements), fraction, stride):
+                first, stop = source.offset + run.span.start * size, source.offset + run.span.stop * size
+                cost_E[e] += range_cost_bytes(first, stop)
+    return cost_E
+
+
+def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements: int) -> list[TensorStatistics]:
+    tasks = tuple(task for _, task, _ in sampling.pairs)
+    found: dict[int, TensorStatistics] = {}
+    place_of = {id(task): place for place, task in enumerate(tasks)}
+
+    def take(task: MergeTask, _: int, statistics: TensorStatistics) -> None:
+        found[place_of[id(task)]] = statistics
+
+    # a fraction of 0 asks for one page: the engine takes 0 for no probe
+    work = AnalysisWork(tasks, block_elements, (), take, sampling.fraction or 1e-9, sampling.stride)
+    paths = files_of(source for task in tasks for source in (task.base, *task.experts))
+    with open_files(prober.store, paths, [checkpoint for _, _, checkpoint in inputs.leaves()]) as files:
+        execute_analysis(work, files, prober.engine, prober.on_tick)
+    return [found[place] for place in range(len(tasks))]
+
+
+def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, found: Sequence[TensorStatistics]) -> None:
+    """Record the estimates of pairs that the catalog has a name for."""
+    by_pair: dict[tuple[int, int], dict[str, TensorStatistics]] = {}
+    for (_, task, name), statistics in zip(sampling.pairs, found, strict=True):
+        if name is not None:
+            by_pair.setdefault((task.expert_models[0], task.base_model), {})[name] = statistics
+
+    def put(catalog: Catalog) -> None:
+        for (expert, base), statistics in by_pair.items():
+            row, base_row = (catalog.register_model(inputs.checkpoints[model]) for model in (expert, base))
+            catalog.put_many(row, base_row, statistics, evidence=Evidence.PROBE)
+
+    link.use(put)

@@ -1,0 +1,59 @@
+"""Judge a budgeted merge in words and numbers: what it loses, what of each expert is in it, what more would bring."""
+
+from __future__ import annotations
+
+import shlex
+
+from mergepipe.planning.candidates.known_statistics import REASON_MISSING
+from mergepipe.planning.plan import NOTHING_READ, Plan
+from mergepipe.planning.plan_assembly import SAMPLED
+from mergepipe.reports import BudgetVerdict, ExpertCoverage
+from mergepipe.runs.coverage import coverage_of
+
+CLOSE_ERROR = 0.25
+PARTIAL_ERROR = 0.75
+SCALE = (
+    (CLOSE_ERROR, "close to the full merge: at 0.2 three retrieval tasks could not tell them apart"),
+    (PARTIAL_ERROR, "a part of the merge: at 0.7 three quarters of its gain were kept"),
+    (float("inf"), "little of the merge: an error of 1 is that of the base"),
+)
+UNKNOWN = "not known: nothing is known of some experts"
+
+
+def meaning_of(error: float | None) -> str:
+    """Say what an expected error means, on the scale of what was measured."""
+    return UNKNOWN if error is None else next(text for limit, text in SCALE if error <= limit)
+
+
+def verdict_of(plan: Plan) -> BudgetVerdict:
+    """Judge a plan, from what it records."""
+    coverage, outlook = coverage_of(plan), plan.outlook
+    experts = [model.model for model in plan.models if model.role == "expert"]
+    planned = [0] * len(experts)
+    for tensor in plan.tensors:
+        for e in tensor.models:
+            planned[e] += -(-tensor.n_elements // plan.block_elements)
+    covered = zip(coverage.read, coverage.shared, coverage.free, strict=True)
+    shares = [sum(counts) / n if n else 1.0 for counts, n in zip(covered, planned, strict=True)]
+    error = None if outlook is None else outlook.expected_error
+    return BudgetVerdict(
+        expected_error=error,
+        is_least=outlook is not None and outlook.is_least,
+        meaning=meaning_of(error),
+        experts=tuple(ExpertCoverage(model, share) for model, share in zip(experts, shares, strict=True)),
+        unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
+        larger_budget_bytes=None if outlook is None else outlook.larger_budget_bytes,
+        larger_expected_error=None if outlook is None else outlook.larger_expected_error,
+    )
+
+
+def analysis_advice(plan: Plan) -> tuple[str, ...]:
+    """Name the command that would make a plan exact, and what it reads; nothing where all is known."""
+    wanted = {fallback.where for fallback in plan.fallbacks if fallback.reason in (SAMPLED, REASON_MISSING)}
+    experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in wanted]
+    bases = [model for model in plan.models if model.role == "base"]
+    if not experts or not bases:
+        return ()
+    command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
+    nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
+    return (f"the plan is made from estimates: `{command}` reads {nbytes} bytes once, and makes later plans exact",)
