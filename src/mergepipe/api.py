@@ -68,7 +68,7 @@ def check(
         MergePipeError: every problem found, in one error.
     """
     positive("--shard-size", shard_bytes)
-    from mergepipe.engine.execute import plan_output
+    from mergepipe.engine.work import plan_output
     from mergepipe.jobs.check import check_report
     from mergepipe.runs.inputs import open_inputs
     from mergepipe.storage.local import LocalStore

@@ -16,9 +16,9 @@ import pytest
 
 import mergepipe
 from mergepipe.engine import pipeline
+from mergepipe.engine.executors import threads
 from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
-from mergepipe.runs import execution as executing
 from mergepipe.runs import merge_run as merging
 from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
@@ -68,7 +68,7 @@ PLACES = [
     (pipeline.Pipeline, "_handle"),
     (pipeline.Pipeline, "_after_compute"),
     (OutputFile, "_open"),
-    (executing, "execute_merge"),
+    (threads, "make_part"),
     (merging, "write_durably"),
     (publish, "sync_directory"),
     (owned, "renameat2"),

@@ -1,10 +1,11 @@
-"""Input files during a run: opened together, and checked for having stayed as they were."""
+"""Input files during a run: pinned to a version, opened together, checked for having stayed as they were."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
@@ -12,6 +13,46 @@ from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
 
 _SPARE_FILES = 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PinnedFile:
+    """A file and the version that it is read at: a value that any process can open again."""
+
+    path: Path
+    version: str
+
+
+def pin_files(store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()) -> tuple[PinnedFile, ...]:
+    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now.
+
+    Raises:
+        ConflictError: `input.changed`, a file is not there any more.
+    """
+    versions = {path: file.version for path, file in _files_of(checkpoints)}
+    return tuple(PinnedFile(path, versions.get(path) or _version_now(store, path)) for path in sorted(set(paths)))
+
+
+def _version_now(store: Store, path: Path) -> str:
+    status = store.stat(path)
+    if status is None:
+        raise _changed(path)
+    return status.version
+
+
+@contextlib.contextmanager
+def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Path, RangeFile]]:
+    """Open files for direct reads, and close them all at the end.
+
+    Raises:
+        ConflictError: `input.changed`, a file has another version than the pinned one.
+    """
+    versions = {file.path: file.version for file in pinned}
+    with open_files(store, versions) as files:
+        for path, file in files.items():
+            if file.version != versions[path]:
+                raise _changed(path)
+        yield files
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from mergepipe.catalog.rows import Evidence, ModelRow
 from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
+from mergepipe.engine import analysis
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
@@ -80,11 +82,9 @@ def run_analysis(
             for checkpoint in (base_checkpoint, *checkpoints):
                 known_content_id(link, checkpoint, files)
             if tasks:
-                work = AnalysisWork(
-                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
-                    packer.tap,
-                )  # fmt: skip
-                execute_analysis(work, files, engine, report_progress)
+                work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
+                observer = Observer(lambda _: report_progress(), recorder.take, packer.tap)
+                analysis.run_analysis(work, files, engine, observer)
             check_unchanged(store, (base_checkpoint, *checkpoints))
             packer.finish()
             recorder.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergepipe.engine.execute import OutputPlan
+from mergepipe.engine.work import OutputPlan
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs import Inputs

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +16,15 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.open_files import check_unchanged, open_files, pin_files
 from mergepipe.core.outcome import private_outputs, published_but
-from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
+from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.known_quantities import ExpertQuantities, RecordedQuantities
+from mergepipe.engine.observer import SILENT, Observer
+from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, OverlayBase, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -55,7 +58,6 @@ from mergepipe.snapshots.manifest import (
     record_of,
 )
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
-from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile
@@ -250,35 +252,31 @@ class _Run:
         """Write all files of the snapshot; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
-        overlay = self._overlay(directory, checkpoints)
+        observer = Observer(
+            lambda _: self.tick("merge"), recorder.take if recorder else SILENT.on_statistics, packer.tap
+        )
         execution = Execution(
-            self._store, self._settings.engine, directory, self._output, self._plan, checkpoints,
-            lambda: self.tick("merge"), overlay,
+            self._store, ThreadExecutor(self._store, self._settings.engine), self._settings.engine.threads, directory,
+            self._plan, checkpoints, observer,
         )  # fmt: skip
-        with self._open_files() as files, overlay or contextlib.nullcontext():
-            ids = self._content_ids(files)
-            work = replace(
-                merge_work(self._operator.spec.name, self._output.tasks, self._plan, self._settings.seed, ids),
-                on_statistics=recorder.take if recorder else None,
-                statistics_of=recorder.expected if recorder else frozenset(),
-                known_of=self._known_statistics(),
-                tap=packer.tap,
-            )
-            result = execution.run(work, files, sources, progress)
+        work = self._work(checkpoints, recorder.expected if recorder else frozenset())
+        result = execution.run(work, sources, progress)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
         if recorder:
             recorder.flush()
-        if overlay is not None:
-            self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, result, ids, progress, overlay)
+        if result.overlay is not None:
+            self._link.notices.append(overlay_notice(result.overlay))
+        return self._write_small_files(directory, result, work.content_ids, progress)
 
-    def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
-        if not self._settings.overlay:
-            return None
-        files, places = base_places(self._output.tasks, checkpoints)
-        return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
+    def _work(self, checkpoints: Sequence[Checkpoint], statistics_of: frozenset[str]) -> MergeWork:
+        """Build the work of this merge, without reuse of earlier snapshots."""
+        files = pin_files(self._store, self._input_paths(), checkpoints)
+        ids = self._content_ids(checkpoints)
+        work = merge_work(self._operator.spec.name, self._output, self._plan, self._settings.seed, ids, files)
+        overlay = OverlayBase(*base_places(self._output.tasks, checkpoints)) if self._settings.overlay else None
+        return replace(work, statistics_of=statistics_of, recorded=self._recorded(work, statistics_of), overlay=overlay)
 
     def _write_small_files(
         self,
@@ -286,7 +284,6 @@ class _Run:
         result: MergeResult,
         ids: Mapping[int, str],
         progress: MergeProgress,
-        overlay: OverlayWriter | None,
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
@@ -296,8 +293,8 @@ class _Run:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
-        if overlay is not None:
-            manifest, contents = as_overlay(manifest, contents, overlay.table)
+        if result.overlay is not None:
+            manifest, contents = as_overlay(manifest, contents, result.overlay)
         small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
         for name, content in small.items():
             path = directory / name
@@ -305,17 +302,21 @@ class _Run:
             write_durably(path, content, self._store.ledger)
         return manifest
 
-    def _content_ids(self, files: Mapping[Path, RangeFile]) -> dict[int, str]:
+    def _content_ids(self, checkpoints: Sequence[Checkpoint]) -> dict[int, str]:
         """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
         if not self._operator.is_random:
             return {}
-        wanted, known = self._inputs.expert_models, {}
+        models, planned = self._inputs.expert_models, {}
         if self._plan is not None:
             identities = [model.content_id for model in self._plan.models]
-            known = {model: identity for model, identity in enumerate(identities) if identity is not None}
-            wanted = tuple(wanted[e] for e in sorted(_used_experts(self._plan)))
-        found = {model: self._content_id(model, files) for model in wanted if model not in known}
-        return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
+            planned = {model: identity for model, identity in enumerate(identities) if identity is not None}
+            models = tuple(models[e] for e in sorted(_used_experts(self._plan)))
+        paths = self._input_paths()
+        for model in self._inputs.expert_models:  # dropped tensors are sampled too
+            paths |= files_of(self._inputs.checkpoints[model].tensors.values())
+        with open_files(self._store, paths, checkpoints) as files:
+            read = {model: self._content_id(model, files) for model in models if model not in planned}
+        return {**dict.fromkeys(self._inputs.expert_models, ""), **planned, **read}
 
     def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
         """Return a model's content id; that of an unwritten intermediate is derived from its inputs."""
@@ -323,14 +324,28 @@ class _Run:
         is_made = model in self._inputs.intermediates
         return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
 
-    def _known_statistics(self) -> Callable[[MergeTask], Sequence[TensorStatistics | None]] | None:
-        """Look up exact statistics of a task's experts for a full merge; a plan already holds what it needs."""
+    def _recorded(self, work: MergeWork, statistics_of: frozenset[str]) -> Mapping[str, RecordedQuantities]:
+        """Look up what a full merge would reduce; a plan already holds what it needs."""
         if self._plan is not None:
-            return None
-        known = self._link.use(lambda catalog: PairStatistics(catalog, self._inputs, (Evidence.EXACT,)))
-        if known is None:
-            return None
-        return lambda task: self._link.use(lambda _: _statistics_of_task(known, task)) or (None,) * len(task.experts)
+            return {}
+        tasks = [
+            task
+            for task in self._output.tasks
+            if task.experts and task.base.n_elements and task.name not in statistics_of
+            and self._operator.reduction(operator_input(work, task)) is not None
+        ]  # fmt: skip
+        return self._link.use(lambda catalog: self._exact_quantities(catalog, tasks)) or {} if tasks else {}
+
+    def _exact_quantities(self, catalog: Catalog, tasks: Sequence[MergeTask]) -> dict[str, RecordedQuantities]:
+        """Return the quantities of the tasks of whose experts all have exact statistics."""
+        pairs = PairStatistics(catalog, self._inputs, (Evidence.EXACT,))
+        recorded = {}
+        for task in tasks:
+            statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
+            experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
+            if len(experts) == len(statistics):
+                recorded[task.name] = RecordedQuantities(experts)
+        return recorded
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
@@ -356,14 +371,11 @@ class _Run:
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
 
-    def _open_files(self) -> AbstractContextManager[Mapping[Path, RangeFile]]:
+    def _input_paths(self) -> set[Path]:
+        """Collect the files that the tasks read."""
         sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
         encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-        paths = files_of(sources) | files_of(encoded)
-        if self._operator.is_random:  # content ids sample dropped tensors too
-            for model in self._inputs.expert_models:
-                paths |= files_of(self._inputs.checkpoints[model].tensors.values())
-        return open_files(self._store, paths, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
+        return files_of(sources) | files_of(encoded)
 
     def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
@@ -464,7 +476,3 @@ def _used_experts(plan: Plan) -> set[int]:
         for e, access in zip(tensor.models, tensor.access, strict=True)
         if access.blocks or access.shared
     }
-
-
-def _statistics_of_task(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
-    return tuple(known.of(task, slot) for slot in range(len(task.experts)))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.checkpoints.content_id import content_id, stored_entries
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.open_files import check_unchanged, open_files, pin_files
 from mergepipe.core.blocks import DTYPES, element_count
-from mergepipe.engine.execute import EngineOptions, MergeWork, execute_merge, plan_output
+from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
@@ -26,7 +27,6 @@ from mergepipe.runs.reuse.keys import block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
 
 _ONE_FILE = 1 << 62
@@ -131,9 +131,8 @@ def rebuild_tensors(
         if missing:
             raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-        with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
-            work = _work(manifest, inputs, output.tasks, files)
-            digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
+        work = _work(manifest, inputs, output, store, checkpoints)
+        digests = ThreadExecutor(store, engine).run(work, directory).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
@@ -154,19 +153,14 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
         )
         for r, (_, _, checkpoint) in pairs
     ]
-    with open_files(store, _paths(inputs, tasks)) as files:
-        work = _work(manifest, inputs, tasks, files)
+    work = _work(manifest, inputs, OutputPlan((), tasks), store)
     return block_keys(work, tasks, checkpoints).to_bytes()
 
 
 def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
-    """Collect the files that the tasks and the content ids read."""
+    """Collect the files that the tasks read."""
     encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-    paths = files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
-    if operator_named(inputs.recipe.operator.name).is_random:
-        checkpoints = [inputs.checkpoints[model] for model in inputs.expert_models]
-        paths |= {entry.file for checkpoint in checkpoints for entry in stored_entries(checkpoint)}
-    return paths
+    return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
 
 
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
@@ -175,8 +169,13 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
 
 
 def _work(
-    manifest: Manifest, inputs: Inputs, tasks: tuple[MergeTask, ...], files: Mapping[Path, RangeFile]
+    manifest: Manifest, inputs: Inputs, output: OutputPlan, store: LocalStore, checkpoints: Sequence[Checkpoint] = ()
 ) -> MergeWork:
+    """Build the work of an output, with its files at the versions of `checkpoints`."""
     experts = inputs.expert_models if operator_named(manifest.operator).is_random else ()
-    ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}
-    return merge_work(manifest.operator, tasks, recorded_plan(manifest), manifest.seed, ids)
+    paths = _paths(inputs, output.tasks)
+    sampled = {entry.file for model in experts for entry in stored_entries(inputs.checkpoints[model])}
+    with open_files(store, paths | sampled if experts else (), checkpoints) as files:
+        ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}
+    pinned = pin_files(store, paths, checkpoints)
+    return merge_work(manifest.operator, output, recorded_plan(manifest), manifest.seed, ids, pinned)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mergepipe.checkpoints.open_files import PinnedFile
 from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.execute import MergeWork
-from mergepipe.operators.registry import operator_named
+from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan
-from mergepipe.recipes.resolve.tasks import MergeTask
 
 ON_OMIT_RENORMALIZE = "renormalize"
 
 
 def merge_work(
-    operator: str, tasks: Sequence[MergeTask], plan: Plan | None, seed: int, content_ids: Mapping[int, str]
+    operator: str,
+    output: OutputPlan,
+    plan: Plan | None,
+    seed: int,
+    content_ids: Mapping[int, str],
+    files: Sequence[PinnedFile] = (),
 ) -> MergeWork:
-    """Build the work of merging `tasks` by `plan`, or in full without one; a plan's seed overrides `seed`."""
+    """Build the work of merging `output` by `plan`, or in full without one; a plan's seed overrides `seed`."""
     access = None
     if plan is not None:
         access = PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
     return MergeWork(
-        tuple(tasks),
-        operator_named(operator),
+        output,
+        operator,
         seed if plan is None else plan.seed,
         content_ids,
+        tuple(files),
         access=access,
         renormalize=plan is not None and plan.on_omit == ON_OMIT_RENORMALIZE,
     )

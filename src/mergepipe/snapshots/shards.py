@@ -120,6 +120,15 @@ def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> 
     return BlockTable(DEFAULT_BLOCK_ELEMENTS, headers, tuple(digest.blocks for digest in digests))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardProgress:
+    """How far one output file has come."""
+
+    name: str
+    written_bytes: int
+    file_bytes: int
+
+
 class DurableProgress(Protocol):
     """The durable part of an interrupted output, and the recording of further progress."""
 
@@ -156,6 +165,7 @@ class ShardWriter:
         self._ledger = ledger
         self._shards = iter(shards)
         self._progress = progress
+        self._shard: ShardLayout | None = None
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
         self._hasher = _BlockHasher()
@@ -165,6 +175,16 @@ class ShardWriter:
         self._noted = 0
         self._unnoted_bytes = 0  # in files that are closed, hence durable
         self._next_shard()
+
+    @property
+    def progress(self) -> ShardProgress | None:
+        """The progress of the file that is being written; None when all are complete. Read from any thread."""
+        shard = self._shard
+        return (
+            None
+            if shard is None
+            else ShardProgress(shard.name, min(self._position, shard.file_bytes), shard.file_bytes)
+        )
 
     def append(self, content: NDArray[np.uint8]) -> None:
         """Write the next bytes (uint8) of the current tensor; they may not reach into the next one."""
@@ -215,6 +235,7 @@ class ShardWriter:
             if self._position < shard.file_bytes:
                 break
             shard = next(self._shards, None)
+        self._shard = shard
         if shard is None:
             return
         path = self._directory / shard.name

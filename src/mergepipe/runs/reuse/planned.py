@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mergepipe.engine.work import OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -74,7 +75,7 @@ class ReusingPlanner:
         """Plan the prefix of a limit, without the cost of blocks it can reuse."""
         plan = self.ranking.plan(limit_bytes)
         tasks = self.tasks_of(plan)
-        work = merge_work(plan.operator, tasks, plan, plan.seed, self.content_ids)
+        work = merge_work(plan.operator, OutputPlan((), tasks), plan, plan.seed, self.content_ids)
         keys = block_keys(work, tasks, [checkpoint for _, _, checkpoint in self.inputs.leaves()])
         reuse = find_reuse(work, tasks, keys, self.snapshots)
         return _with_reuse(plan, reuse, self.ranking)
