@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,25 +14,19 @@ from pathlib import Path
 import mergepipe
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.content_id import content_id
-from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files, pin_files
+from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
 from mergepipe.engine.executors.threads import ThreadExecutor
-from mergepipe.engine.known_quantities import ExpertQuantities, RecordedQuantities
 from mergepipe.engine.observer import SILENT, Observer
-from mergepipe.engine.tensor_work import operator_input
-from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, OverlayBase, plan_output
+from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
 from mergepipe.errors import OutputError
-from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.references import reference_text
-from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder
 from mergepipe.runs.coverage import coverage_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
-from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.manifest_records import (
     file_records,
     own_sum_bytes,
@@ -60,7 +54,6 @@ from mergepipe.snapshots.manifest import (
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import make_folders, write_durably
@@ -242,7 +235,6 @@ class _Run:
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
-        self._operator = operator_named(inputs.recipe.operator.name)
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
         if plan is not None:
@@ -259,7 +251,12 @@ class _Run:
             self._store, ThreadExecutor(self._store, self._settings.engine), self._settings.engine.threads, directory,
             self._plan, checkpoints, observer,
         )  # fmt: skip
-        work = self._work(checkpoints, recorder.expected if recorder else frozenset())
+        work = merge_work(
+            self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link,
+            recorder.expected if recorder else frozenset(),
+        )  # fmt: skip
+        if self._settings.overlay:
+            work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
         result = execution.run(work, sources, progress)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
@@ -269,14 +266,6 @@ class _Run:
         if result.overlay is not None:
             self._link.notices.append(overlay_notice(result.overlay))
         return self._write_small_files(directory, result, work.content_ids, progress)
-
-    def _work(self, checkpoints: Sequence[Checkpoint], statistics_of: frozenset[str]) -> MergeWork:
-        """Build the work of this merge, without reuse of earlier snapshots."""
-        files = pin_files(self._store, self._input_paths(), checkpoints)
-        ids = self._content_ids(checkpoints)
-        work = merge_work(self._operator.spec.name, self._output, self._plan, self._settings.seed, ids, files)
-        overlay = OverlayBase(*base_places(self._output.tasks, checkpoints)) if self._settings.overlay else None
-        return replace(work, statistics_of=statistics_of, recorded=self._recorded(work, statistics_of), overlay=overlay)
 
     def _write_small_files(
         self,
@@ -302,51 +291,6 @@ class _Run:
             write_durably(path, content, self._store.ledger)
         return manifest
 
-    def _content_ids(self, checkpoints: Sequence[Checkpoint]) -> dict[int, str]:
-        """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
-        if not self._operator.is_random:
-            return {}
-        models, planned = self._inputs.expert_models, {}
-        if self._plan is not None:
-            identities = [model.content_id for model in self._plan.models]
-            planned = {model: identity for model, identity in enumerate(identities) if identity is not None}
-            models = tuple(models[e] for e in sorted(_used_experts(self._plan)))
-        paths = self._input_paths()
-        for model in self._inputs.expert_models:  # dropped tensors are sampled too
-            paths |= files_of(self._inputs.checkpoints[model].tensors.values())
-        with open_files(self._store, paths, checkpoints) as files:
-            read = {model: self._content_id(model, files) for model in models if model not in planned}
-        return {**dict.fromkeys(self._inputs.expert_models, ""), **planned, **read}
-
-    def _content_id(self, model: int, files: Mapping[Path, RangeFile]) -> str:
-        """Return a model's content id; that of an unwritten intermediate is derived from its inputs."""
-        checkpoint = self._inputs.checkpoints[model]
-        is_made = model in self._inputs.intermediates
-        return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
-
-    def _recorded(self, work: MergeWork, statistics_of: frozenset[str]) -> Mapping[str, RecordedQuantities]:
-        """Look up what a full merge would reduce; a plan already holds what it needs."""
-        if self._plan is not None:
-            return {}
-        tasks = [
-            task
-            for task in self._output.tasks
-            if task.experts and task.base.n_elements and task.name not in statistics_of
-            and self._operator.reduction(operator_input(work, task)) is not None
-        ]  # fmt: skip
-        return self._link.use(lambda catalog: self._exact_quantities(catalog, tasks)) or {} if tasks else {}
-
-    def _exact_quantities(self, catalog: Catalog, tasks: Sequence[MergeTask]) -> dict[str, RecordedQuantities]:
-        """Return the quantities of the tasks of whose experts all have exact statistics."""
-        pairs = PairStatistics(catalog, self._inputs, (Evidence.EXACT,))
-        recorded = {}
-        for task in tasks:
-            statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
-            experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
-            if len(experts) == len(statistics):
-                recorded[task.name] = RecordedQuantities(experts)
-        return recorded
-
     def _recorder(self) -> StatisticsRecorder | None:
         """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
         if self._plan is not None or not self._inputs.expert_models or not self._settings.gathers:
@@ -370,12 +314,6 @@ class _Run:
             if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
-
-    def _input_paths(self) -> set[Path]:
-        """Collect the files that the tasks read."""
-        sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
-        encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-        return files_of(sources) | files_of(encoded)
 
     def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
@@ -466,13 +404,3 @@ class _Run:
             notices=(*self._link.notices, *self._budget_notices()),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-
-
-def _used_experts(plan: Plan) -> set[int]:
-    """Return the plan's experts of which any block is used."""
-    return {
-        e
-        for tensor in plan.tensors
-        for e, access in zip(tensor.models, tensor.access, strict=True)
-        if access.blocks or access.shared
-    }

@@ -8,19 +8,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.checkpoints.content_id import content_id, stored_entries
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files, pin_files
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
-from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.reuse.keys import block_keys
@@ -131,7 +129,7 @@ def rebuild_tensors(
         if missing:
             raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-        work = _work(manifest, inputs, output, store, checkpoints)
+        work = _work(manifest, inputs, output, store)
         digests = ThreadExecutor(store, engine).run(work, directory).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
@@ -157,25 +155,11 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes
     return block_keys(work, tasks, checkpoints).to_bytes()
 
 
-def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
-    """Collect the files that the tasks read."""
-    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-    return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
-
-
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     message = "by its recipe the inputs have no such tensor"
     return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
 
 
-def _work(
-    manifest: Manifest, inputs: Inputs, output: OutputPlan, store: LocalStore, checkpoints: Sequence[Checkpoint] = ()
-) -> MergeWork:
-    """Build the work of an output, with its files at the versions of `checkpoints`."""
-    experts = inputs.expert_models if operator_named(manifest.operator).is_random else ()
-    paths = _paths(inputs, output.tasks)
-    sampled = {entry.file for model in experts for entry in stored_entries(inputs.checkpoints[model])}
-    with open_files(store, paths | sampled if experts else (), checkpoints) as files:
-        ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}
-    pinned = pin_files(store, paths, checkpoints)
-    return merge_work(manifest.operator, output, recorded_plan(manifest), manifest.seed, ids, pinned)
+def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: LocalStore) -> MergeWork:
+    """Build the work of an output by a snapshot's plan and seed, without a catalog."""
+    return merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mergepipe.engine.work import OutputPlan
+from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
 from mergepipe.runs.reuse.keys import block_keys
-from mergepipe.runs.work import merge_work
+from mergepipe.runs.work import planned_access, renormalizes
 
 MAX_EARLIER_BUDGETS = 8
 MAX_STEPS = 10
@@ -75,7 +75,14 @@ class ReusingPlanner:
         """Plan the prefix of a limit, without the cost of blocks it can reuse."""
         plan = self.ranking.plan(limit_bytes)
         tasks = self.tasks_of(plan)
-        work = merge_work(plan.operator, OutputPlan((), tasks), plan, plan.seed, self.content_ids)
+        work = MergeWork(
+            OutputPlan((), tasks),
+            plan.operator,
+            plan.seed,
+            self.content_ids,
+            access=planned_access(plan),
+            renormalize=renormalizes(plan),
+        )
         keys = block_keys(work, tasks, [checkpoint for _, _, checkpoint in self.inputs.leaves()])
         reuse = find_reuse(work, tasks, keys, self.snapshots)
         return _with_reuse(plan, reuse, self.ranking)
