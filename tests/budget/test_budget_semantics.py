@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mergepipe import api as session
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.access import FREE, source_of_blocks
+from mergepipe.engine.planned_access import FREE, source_of_blocks
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import GRAIN, planned_tensor, tensor_plans

@@ -16,8 +16,8 @@ from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BF16, F32, DType, Span
 from mergepipe.engine.executors.threads import ThreadExecutor
-from mergepipe.engine.fused import MergedTensor, can_fuse
-from mergepipe.engine.segments import full_access
+from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
+from mergepipe.engine.pipeline.segments import full_access
 from mergepipe.engine.work import EngineOptions, MergeWork, plan_output
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named

@@ -191,7 +191,7 @@ def test_make_part__refuses_another_version_of_an_input(tmp_path: Path) -> None:
 def test_make_part__reports_the_shards_it_writes(
     cases: dict[tuple[str, bool], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.engine.pipeline.TICK_SECONDS", 0.0)  # a report at every event
+    monkeypatch.setattr("mergepipe.engine.pipeline.pipeline.TICK_SECONDS", 0.0)  # a report at every event
     work, reports = cases["linear", False].work, list[ShardProgress | None]()
     part = split(work.output, 2)[1]
     make_part(work, part, tmp_path, LocalStore(), OPTIONS, Observer(reports.append))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import KeptTotal, TensorEntry
 from mergepipe.core.blocks import BF16, F32, Span
-from mergepipe.engine.segment_layout import lay_out
-from mergepipe.engine.segments import Reusable, full_access, plan_jobs, with_reuse
-from mergepipe.engine.segments import choose_buffer_sizes as sizes_for
+from mergepipe.engine.pipeline.segment_layout import lay_out
+from mergepipe.engine.pipeline.segments import Reusable, full_access, plan_jobs, with_reuse
+from mergepipe.engine.pipeline.segments import choose_buffer_sizes as sizes_for
 from mergepipe.engine.tensor_work import can_reuse
 from mergepipe.engine.work import MergeWork, plan_output
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning_problems import DEFAULT_SIZES, Given, make, random_arrays
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.access import OMITTED, source_of_blocks
+from mergepipe.engine.planned_access import OMITTED, source_of_blocks
 from mergepipe.planning.budget import ByteBudget, ShareBudget
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import Plan, PlannedTensor

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
-from mergepipe.engine.passes import Job, TensorWork
-from mergepipe.engine.pipeline import Pipeline
-from mergepipe.engine.probing import ProbeSummary, sample_runs
-from mergepipe.engine.segment_layout import Piece
-from mergepipe.engine.segments import (
+from mergepipe.engine.pipeline.jobs import Job, TensorWork
+from mergepipe.engine.pipeline.pipeline import Pipeline
+from mergepipe.engine.pipeline.segment_layout import Piece
+from mergepipe.engine.pipeline.segments import (
     JobShape,
     Run,
     choose_buffer_sizes,
@@ -24,7 +23,8 @@ from mergepipe.engine.segments import (
     plan_jobs,
     uncut_blocks,
 )
-from mergepipe.engine.summaries import TensorSummary
+from mergepipe.engine.reductions.probe_summary import ProbeSummary, sample_runs
+from mergepipe.engine.reductions.tensor_summary import TensorSummary
 from mergepipe.engine.tensor_work import no_function, reporter
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import MergeTask

@@ -15,10 +15,10 @@ from mergepipe.checkpoints.contract import NeedsBase
 from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 from mergepipe.engine.observer import SILENT, Observer, Tap
-from mergepipe.engine.passes import Job
-from mergepipe.engine.pipeline import Pipeline, SegmentSink
-from mergepipe.engine.segment_layout import Piece
-from mergepipe.engine.segments import (
+from mergepipe.engine.pipeline.jobs import Job
+from mergepipe.engine.pipeline.pipeline import Pipeline, SegmentSink
+from mergepipe.engine.pipeline.segment_layout import Piece
+from mergepipe.engine.pipeline.segments import (
     BufferSizes,
     CutOf,
     JobShape,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.engine.segment_layout import Piece
+from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.snapshots.shards import ShardProgress

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from mergepipe.checkpoints.content_id import stream_key
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid
-from mergepipe.engine.known_quantities import NOTHING_KNOWN
 from mergepipe.engine.observer import OnStatistics
-from mergepipe.engine.passes import TensorWork
-from mergepipe.engine.probing import ProbeSummary
-from mergepipe.engine.reductions import Reduction, make_reduction
-from mergepipe.engine.stages import Needs, StagedReduction
-from mergepipe.engine.summaries import TensorSummary
+from mergepipe.engine.pipeline.jobs import TensorWork
+from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
+from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN
+from mergepipe.engine.reductions.probe_summary import ProbeSummary
+from mergepipe.engine.reductions.staged_reduction import Needs, StagedReduction
+from mergepipe.engine.reductions.tensor_summary import TensorSummary
 from mergepipe.engine.work import MergeWork
 from mergepipe.operators.base import NOTHING_REDUCED, OperatorInput, Reduced
 from mergepipe.operators.statistics import COMMON_DENSITIES

@@ -8,9 +8,9 @@ from functools import reduce
 from operator import add
 
 from mergepipe.checkpoints.open_files import PinnedFile
-from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.known_quantities import RecordedQuantities
-from mergepipe.engine.segments import Reusable
+from mergepipe.engine.pipeline.segments import Reusable
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.reductions.known_quantities import RecordedQuantities
 from mergepipe.operators.base import BlockFunction, Operator
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.resolve.tasks import MergeTask

@@ -14,7 +14,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
-from mergepipe.engine.fused import MergedTensor, can_fuse
+from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics

@@ -11,8 +11,8 @@ from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.content_id import content_id
 from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
 from mergepipe.checkpoints.open_files import open_files, pin_files
-from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.known_quantities import ExpertQuantities, RecordedQuantities
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.reductions.known_quantities import ExpertQuantities, RecordedQuantities
 from mergepipe.engine.tensor_work import operator_input
 from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.registry import operator_named

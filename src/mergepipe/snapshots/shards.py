@@ -122,7 +122,7 @@ def table_of(shards: Sequence[ShardLayout], digests: Sequence[TensorDigest]) -> 
 
 @dataclass(frozen=True, slots=True)
 class ShardProgress:
-    """How far one output file has come."""
+    """The bytes of one output file that are written, its header included."""
 
     name: str
     written_bytes: int
@@ -166,6 +166,7 @@ class ShardWriter:
         self._shards = iter(shards)
         self._progress = progress
         self._shard: ShardLayout | None = None
+        self.progress: ShardProgress | None = None  # replaced as a whole: read from any thread
         self._specs: deque[TensorSpec] = deque()
         self._file: OutputFile | None = None
         self._hasher = _BlockHasher()
@@ -176,24 +177,15 @@ class ShardWriter:
         self._unnoted_bytes = 0  # in files that are closed, hence durable
         self._next_shard()
 
-    @property
-    def progress(self) -> ShardProgress | None:
-        """The progress of the file that is being written; None when all are complete. Read from any thread."""
-        shard = self._shard
-        return (
-            None
-            if shard is None
-            else ShardProgress(shard.name, min(self._position, shard.file_bytes), shard.file_bytes)
-        )
-
     def append(self, content: NDArray[np.uint8]) -> None:
         """Write the next bytes (uint8) of the current tensor; they may not reach into the next one."""
         self._skip_empty()
-        if not self._specs or self._file is None:
+        if not self._specs or self._file is None or self._shard is None:
             raise ValueError("more bytes than the layout has tensors")
         self._hasher.begin(self._specs[0])
         self._file.append(content)
         self._position += len(content)
+        self.progress = ShardProgress(self._shard.name, self._position, self._shard.file_bytes)
         self._hasher.update(content)
         if self._hasher.complete:
             self._end_tensor()

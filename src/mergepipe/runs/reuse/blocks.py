@@ -16,7 +16,7 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
-from mergepipe.engine.segments import Reusable
+from mergepipe.engine.pipeline.segments import Reusable
 from mergepipe.engine.tensor_work import can_reuse
 from mergepipe.engine.work import MergeWork
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Problem

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Fetch, TensorEntry
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import DType, Span
-from mergepipe.engine.passes import TensorWork, merge_piece
-from mergepipe.engine.pipeline import fill_now, opened_sources
-from mergepipe.engine.segment_layout import lay_out
-from mergepipe.engine.segments import SegmentShape, full_access, stored_bytes
+from mergepipe.engine.pipeline.jobs import TensorWork, merge_piece
+from mergepipe.engine.pipeline.pipeline import fill_now, opened_sources
+from mergepipe.engine.pipeline.segment_layout import lay_out
+from mergepipe.engine.pipeline.segments import SegmentShape, full_access, stored_bytes
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.resolve.tasks import Action, MergeTask

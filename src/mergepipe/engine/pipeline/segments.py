@@ -228,8 +228,8 @@ def choose_buffer_sizes(
             f"{memory_bytes + reserved_bytes} bytes were allowed, at least {needed + reserved_bytes} are needed",
             "raise --memory",
         )
-    wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
-    scale = wanted / smallest
+    ideal = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
+    scale = ideal / smallest
     return BufferSizes(
         round_up(int(raw_bytes * scale), PAGE_BYTES), max(out_bytes, int(out_bytes * scale) // PAGE_BYTES * PAGE_BYTES)
     )

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.operators.statistics import TensorStatistics, rank_of_density
 

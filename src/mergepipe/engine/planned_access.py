@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.engine.known_quantities import NOTHING_KNOWN, KnownQuantities, NothingKnown
-from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS
-from mergepipe.engine.segments import Run, full_access
+from mergepipe.engine.pipeline.segments import Run, full_access
+from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities, NothingKnown
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.planning.plan import Access, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask

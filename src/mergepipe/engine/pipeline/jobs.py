@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.engine.observer import Tap
-from mergepipe.engine.reductions import Reduction
-from mergepipe.engine.segment_layout import Piece, SegmentLayout
-from mergepipe.engine.segments import JobShape, SegmentShape
+from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
+from mergepipe.engine.pipeline.segments import JobShape, SegmentShape
+from mergepipe.engine.reductions.block_reductions import Reduction
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipes.resolve.tasks import MergeTask
