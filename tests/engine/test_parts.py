@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mergepipe
+from mergepipe.checkpoints.computed.gathered_rows import RowMap
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DTYPES
 from mergepipe.engine.executors.threads import ThreadExecutor
@@ -22,6 +24,7 @@ from mergepipe.engine.make_part import make_part
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import MergeWork, OutputPlan, Part, PartResult, joined, plan_output, split, whole
 from mergepipe.errors import ConflictError
+from mergepipe.operators.rules.elementwise import ElementwiseRule, Shares
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.catalog_link import CatalogLink
@@ -217,3 +220,22 @@ def test_part_result__of_overlapping_parts_do_not_add_up() -> None:
     with pytest.raises(ValueError, match="disjoint"):
         _ = one + both
     assert joined([PartResult({2: ()}), one]).part == Part((1, 2))
+
+
+ROWS = np.arange(3, dtype=np.int64)
+VALUES = [
+    (RowMap(np.zeros(3, np.int32), ROWS), RowMap(np.zeros(3, np.int32), ROWS[::-1].copy())),
+    (Shares(np.array([0.5, 2.0]), 1.0), Shares(np.array([0.5, 3.0]), 1.0)),
+    (
+        ElementwiseRule(np.array([1, 2], np.float32), cuts_E=np.array([3, 4], np.uint64)),
+        ElementwiseRule(np.array([1, 2], np.float32)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "another"), VALUES, ids=lambda value: type(value).__name__)
+def test_value_of_arrays__unpickles_to_an_equal_one(value: object, another: object) -> None:
+    copy = pickle.loads(pickle.dumps(value))
+    assert copy == value
+    assert hash(copy) == hash(value)
+    assert copy != another
