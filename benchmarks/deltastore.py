@@ -33,6 +33,7 @@ from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.families import FamilyPaths, FamilyShape, write_family
 
 # Six of the 28 layers of Qwen3-0.6B with a fifth of its vocabulary: the same tensors, the same share of embeddings.
@@ -155,7 +156,7 @@ def dropping_error(stores: Sequence[Checkpoint], errors_BL: Floats, budget_bytes
 
 
 def measure_average(
-    stores: Sequence[Checkpoint], files: Mapping[Path, RangeFile], levels_B: NDArray[np.int64], threads: int
+    stores: Sequence[Checkpoint], files: Mapping[Location, RangeFile], levels_B: NDArray[np.int64], threads: int
 ) -> float:
     """Decode every block at its level, average, and compare with the exact average: the honest relative error."""
     firsts, at = [], 0
@@ -186,7 +187,7 @@ def measure_average(
     return float(np.sqrt(left / whole))
 
 
-def _deltas(tensor: PackedTensor, files: Mapping[Path, RangeFile], span: Span, level: Level) -> NDArray[np.float32]:
+def _deltas(tensor: PackedTensor, files: Mapping[Location, RangeFile], span: Span, level: Level) -> NDArray[np.float32]:
     """Deltas of one block; at LOSSLESS those of the decoded expert."""
     if level is Level.NOTHING:
         return np.zeros(span.n_elements, np.float32)
@@ -197,7 +198,7 @@ def _deltas(tensor: PackedTensor, files: Mapping[Path, RangeFile], span: Span, l
         return out.view(np.float32)
     raw = np.empty(2 * span.n_elements, np.uint8)
     start = tensor.base.offset + 2 * span.start
-    with tensor.base.file.open("rb") as stream:
+    with tensor.base.file.local_path.open("rb") as stream:
         stream.seek(start)
         raw[:] = np.frombuffer(stream.read(len(raw)), np.uint8)
     return np.asarray(_f32(out.view(np.uint16)) - _f32(raw.view(np.uint16)))
@@ -321,8 +322,8 @@ def measure_family(family: FamilyPaths, out: Path, threads: int) -> dict[str, ob
     report = pack(family.base, family.experts, out / "alone", threads=threads)  # they are there
     raw_bytes = sum(expert.tensor_bytes for expert in report.experts)
     store = LocalStore()
-    base = open_checkpoint(store, family.base)
-    stores = [open_store(store, expert.store, base) for expert in report.experts]
+    base = open_checkpoint(store, Location.local(family.base))
+    stores = [open_store(store, Location.local(expert.store), base) for expert in report.experts]
     costs_BL, errors_BL = level_tables(stores)
     points = []
     paths = {entry.file for each in stores for t in packed_tensors(each) for entry in t.stored}

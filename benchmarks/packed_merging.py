@@ -34,6 +34,7 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
+from mergepipe.storage.location import Location
 from support.families import QWEN3_0_6B, FamilyPaths, family_paths, write_family
 
 RATES = (100e6, 250e6, 500e6, 1e9, math.inf)
@@ -76,7 +77,7 @@ def slow_storage(limit: RateLimit) -> Iterator[None]:
         return done
 
     def limited_metadata(store: LocalStore, path: Path, offset: int, nbytes: int) -> bytes:
-        found = read_metadata(store, path, offset, nbytes)
+        found = read_metadata(store, Location.local(path), offset, nbytes)
         _sleep_until(limit.reserve(len(found), time.perf_counter()))
         return found
 

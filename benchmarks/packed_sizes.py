@@ -32,6 +32,7 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.deltastore.checkpoint import open_store
 from mergepipe.options import MergeOptions
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 RATES = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4)
 STEPS = (30, 100, 300)
@@ -119,8 +120,8 @@ def measure_store(base: Path, expert: Path, work: Path, threads: int) -> StoreSi
     packed = pack(base, [expert], work / "stores", threads=threads).experts[0]
     read = {name: _merge_reads(base, packed.store, work, name) for name in ("linear", "ties")}
     store = LocalStore()
-    base_checkpoint = open_checkpoint(store, base)
-    checkpoint = open_store(store, packed.store, base_checkpoint)
+    base_checkpoint = open_checkpoint(store, Location.local(base))
+    checkpoint = open_store(store, Location.local(packed.store), base_checkpoint)
     measured = StoreSizes(
         sizes=measure_sizes([checkpoint]),
         whole_pages=read["linear"] / packed.tensor_bytes,

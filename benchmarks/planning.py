@@ -30,6 +30,7 @@ from mergepipe.planning.planner import plan_merge
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.storage.location import Location
 
 CASES = (
     ("task_arithmetic", Policy.NORM),
@@ -64,10 +65,12 @@ def llama_like(parameters: float) -> dict[str, tuple[int, ...]]:
 def checkpoint(name: str, shapes: dict[str, tuple[int, ...]]) -> Checkpoint:
     entries, offset = {}, 1000
     for tensor, shape in shapes.items():
-        entry = TensorEntry(tensor, BF16, shape, Path("/") / name, offset, int(np.prod(shape)) * BF16.itemsize)
+        entry = TensorEntry(
+            tensor, BF16, shape, Location.local(Path("/") / name), offset, int(np.prod(shape)) * BF16.itemsize
+        )
         entries[tensor] = entry
         offset += entry.nbytes
-    return Checkpoint(Path("/") / name, Path("/"), entries, (), ())
+    return Checkpoint(Location.local(Path("/") / name), Location.local(Path("/")), entries, (), ())
 
 
 def random_statistics(n_elements: int, rng: np.random.Generator) -> TensorStatistics:
@@ -91,7 +94,7 @@ def make_problem(operator: str, n_experts: int, parameters: float) -> PlanningPr
     base = checkpoint("base", shapes)
     inputs = tuple(ModelInput(f"expert-{e}", m.path, PARAMETERS[operator], "") for e, m in enumerate(models))
     spec = operator_specs()[operator]
-    recipe = Recipe(Path("/r"), "", spec, ModelInput("base", base.path, {}, ""), inputs, {}, None, None)
+    recipe = Recipe(Location.local(Path("/r")), "", spec, ModelInput("base", base.path, {}, ""), inputs, {}, None, None)
     rng = np.random.default_rng(0)
     known = tuple(
         {name: random_statistics(entry.n_elements, rng) for name, entry in model.tensors.items()} for model in models

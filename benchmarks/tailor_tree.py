@@ -12,6 +12,7 @@ import numpy as np
 from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
 from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.composition.copy.plan import CopyRange, Literal, Segment
@@ -120,7 +121,7 @@ def _from_pool(pool: Path, nbytes: int, seed: int) -> Iterator[CopyRange]:
     start = seed * 4096 % _POOL_BYTES
     while nbytes:
         take = min(nbytes, _POOL_BYTES - start)
-        yield CopyRange(pool, start, take, is_skeleton=True)
+        yield CopyRange(Location.local(pool), start, take, is_skeleton=True)
         nbytes, start = nbytes - take, 0
 
 

@@ -1,6 +1,7 @@
 """The demonstration behind `make demo`: a small family, merged three ways by the command line, and one table."""
 
 from __future__ import annotations
+from mergepipe.storage.location import Location
 
 import json
 import subprocess
@@ -96,7 +97,7 @@ def measure_change(base: Path, model: Path) -> Change:
 
 def paired_tensors(base: Path, model: Path) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """The tensors of both, by name."""
-    opened = [open_checkpoint(LocalStore(), path.absolute()) for path in (base, model)]
+    opened = [open_checkpoint(LocalStore(), Location.local(path.absolute())) for path in (base, model)]
     for name in sorted(opened[0].tensors):
         yield read_tensor(opened[0], name), read_tensor(opened[1], name)
 
@@ -104,7 +105,7 @@ def paired_tensors(base: Path, model: Path) -> Iterator[tuple[NDArray[np.float32
 def read_tensor(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     """One bf16 tensor, flat."""
     (entry,) = checkpoint.tensors[name].stored
-    stored_N = np.fromfile(entry.file, "<u2", entry.n_elements, offset=entry.offset)
+    stored_N = np.fromfile(entry.file.local_path, "<u2", entry.n_elements, offset=entry.offset)
     return (stored_N.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

@@ -10,6 +10,8 @@ import pytest
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec
 from mergepipe.recipes.parse.recipe_files import RECIPE_KEYS, load_recipes
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -99,6 +101,6 @@ def test_recipes_doc__shows_recipes_that_load(recipes: str, tmp_path: Path, monk
     outputs = []
     for text in shown:
         path.write_text(text, encoding="utf-8")
-        outputs.append(load_recipes(path)[-1])
+        outputs.append(load_recipes(Location.local(path), LocalStore())[-1])
     assert [recipe.operator.name for recipe in outputs] == ["ties", "passthrough", "linear", "ties", "task_arithmetic"]
     assert [model.text for model in outputs[0].experts()] == ["./expert-code", "~/models/expert-math"]

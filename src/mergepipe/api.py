@@ -31,6 +31,7 @@ from mergepipe.options import (
     needed_home,
     threads_of,
 )
+from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
@@ -71,9 +72,9 @@ def check(
     from mergepipe.engine.work import plan_output
     from mergepipe.jobs.check import check_report
     from mergepipe.runs.inputs import open_inputs
-    from mergepipe.storage.local import LocalStore
+    from mergepipe.storage.stores import Stores
 
-    inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
+    inputs = open_inputs(Location.of(recipe), Stores(), allow_dropped)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
 
@@ -113,13 +114,13 @@ def merge(
     if planned_by is None:
         from mergepipe.jobs.merge import run_merge
 
-        return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
+        return run_merge(Location.of(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
         budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse
     )
-    return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
+    return run_budgeted(Location.of(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
 # --- planning under a budget ---
@@ -165,8 +166,8 @@ def analyze(
     from mergepipe.operators.statistics import COMMON_DENSITIES
 
     request = AnalysisRequest(
-        base=Path(base),
-        experts=tuple(Path(expert) for expert in experts),
+        base=Location.of(base),
+        experts=tuple(Location.of(expert) for expert in experts),
         home=needed_home(options, "an analysis"),
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
@@ -208,7 +209,7 @@ def plan(
 
     options = options or PlanOptions()
     request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse)
-    return plan_recipe(Path(recipe), request, home_of(home))
+    return plan_recipe(Location.of(recipe), request, home_of(home))
 
 
 def store_plan(plan: Plan, path: str | Path) -> None:
@@ -308,7 +309,7 @@ def sweep(
     place = None if work is None else Path(work)
     request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place)
     settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
-    return run_sweep(Path(recipe), request, settings, on_progress)
+    return run_sweep(Location.of(recipe), request, settings, on_progress)
 
 
 # --- packing experts ---
@@ -346,8 +347,10 @@ def pack(
     n_threads = threads_of(threads)  # before anything compiled is loaded
     from mergepipe.jobs.pack import pack_experts
 
-    paths = [Path(expert) for expert in experts]
-    return pack_experts(Path(base), paths, Path(out), replaces=replace, threads=n_threads, on_progress=on_progress)
+    paths = [Location.of(expert) for expert in experts]
+    return pack_experts(
+        Location.of(base), paths, Path(out), replaces=replace, threads=n_threads, on_progress=on_progress
+    )
 
 
 def unpack(
@@ -376,8 +379,8 @@ def unpack(
     n_threads = threads_of(threads)  # before anything compiled is loaded
     from mergepipe.jobs.unpack import unpack_store
 
-    place = None if base is None else Path(base)
-    return unpack_store(Path(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
+    place = None if base is None else Location.of(base)
+    return unpack_store(Location.of(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
 
 
 # --- looking after snapshots ---
@@ -532,7 +535,7 @@ def materialise(
     from mergepipe.jobs.materialise import MaterialiseSettings, materialise_overlay
 
     path = _snapshot_path(overlay, options.home)
-    moved = None if base is None else Path(base)
+    moved = None if base is None else Location.of(base)
     settings = MaterialiseSettings(n_threads, force, catalog_home(options), moved)
     target = path if out is None else Path(out)
     return materialise_overlay(path, target, settings, started=started, on_progress=on_progress)

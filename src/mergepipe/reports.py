@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mergepipe.recipes.resolve.tasks import DroppedTensor
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class AnalyzedExpert:
 class AnalyzeReport:
     """What an analysis did. `analysis_bytes` were read a second time, for want of memory."""
 
-    base: Path
+    base: Location
     experts: tuple[AnalyzedExpert, ...]
     home: Path
     base_bytes: int
@@ -132,7 +133,7 @@ class PackedExpert:
     share, by bytes, of the time of all that were packed in one pass.
     """
 
-    expert: Path
+    expert: Location
     store: Path
     tensor_bytes: int
     store_bytes: int
@@ -161,7 +162,7 @@ class NotPacked:
 class PackReport:
     """What `pack` did, expert by expert, and what it requested of the base's and the experts' tensors."""
 
-    base: Path
+    base: Location
     experts: tuple[PackedExpert, ...]
     base_bytes: int
     expert_bytes: int
@@ -172,8 +173,8 @@ class PackReport:
 class UnpackReport:
     """What `unpack` did."""
 
-    store: Path
-    base: Path
+    store: Location
+    base: Location
     out: Path
     tensor_bytes: int
     seconds: float
@@ -322,7 +323,7 @@ class SweepReport:
     `changed_norm` is `||M - M_0||`, `full_norm` is `||M||`, over all tensors of floats.
     """
 
-    recipe: Path
+    recipe: Location
     operator: str
     policy: str
     seed: int
@@ -340,11 +341,11 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInput:
-    """One input of a snapshot; `sid` is set where it was a snapshot itself."""
+    """One input of a snapshot, `path` as recorded; `sid` is set where it was a snapshot itself."""
 
     role: str
     model: str
-    path: Path
+    path: str
     content_id: str | None
     read_bytes: int
     sid: str | None

@@ -17,6 +17,7 @@ from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.runs.models import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.location import Location
 from support.delta_checkpoints import metadata_of
 from support.safetensors_bytes import file_bytes, record
 from support.stores import InMemoryStore, MetadataStore
@@ -25,7 +26,7 @@ from support.torch_bytes import Named as GlobalName
 
 T = TypeVar("T")
 
-PATH = Path("adapter_config.json")
+PATH = Location.parse("adapter_config.json")
 KEYS = st.sampled_from(
     ["peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"]
 )
@@ -40,8 +41,8 @@ VALUES = st.recursive(
 class Named:
     """A model as a recipe names it."""
 
-    path: Path
-    adapter: Path | None = None
+    path: Location
+    adapter: Location | None = None
     is_delta: bool = False
 
 
@@ -106,7 +107,7 @@ def test_open_model__survives_any_adapter(
     tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, list[int]]
 ) -> None:
     root = tmp_path_factory.mktemp("a")
-    base = open_model(MetadataStore(), Named(base_at(root / "base")), None)
+    base = open_model(MetadataStore(), Named(Location.local(base_at(root / "base"))), None)
     header, end = {}, 0
     for name, shape in shapes.items():
         size = 4
@@ -117,7 +118,7 @@ def test_open_model__survives_any_adapter(
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_model.safetensors").write_bytes(file_bytes(header, bytes(end)))
     (root / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
-    opened = outcome(lambda: open_model(MetadataStore(), Named(root / "adapter"), base))
+    opened = outcome(lambda: open_model(MetadataStore(), Named(Location.local(root / "adapter")), base))
     if isinstance(opened, MergePipeError):
         assert str(opened).isprintable()
     else:
@@ -126,25 +127,25 @@ def test_open_model__survives_any_adapter(
 
 
 def test_open_model__a_pickled_adapter_executes_nothing(tmp_path: Path) -> None:
-    base = open_model(MetadataStore(), Named(base_at(tmp_path / "base")), None)
+    base = open_model(MetadataStore(), Named(Location.local(base_at(tmp_path / "base"))), None)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     proof = tmp_path / "executed"
     call = Call(GlobalName("os", "mkdir"), (str(proof),))
     (tmp_path / "a" / "adapter_model.bin").write_bytes(torch_bytes({"x": call}))
     with pytest.raises(UnsupportedError, match=r"'os\.mkdir', which is not on the list"):
-        open_model(MetadataStore(), Named(tmp_path / "a"), base)
+        open_model(MetadataStore(), Named(Location.local(tmp_path / "a")), base)
     assert not proof.exists()
 
 
 def test_open_model__no_link_leads_out_of_an_adapter(tmp_path: Path) -> None:
-    base = open_model(MetadataStore(), Named(base_at(tmp_path / "base")), None)
+    base = open_model(MetadataStore(), Named(Location.local(base_at(tmp_path / "base"))), None)
     (tmp_path / "a").mkdir()
     (tmp_path / "secret.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "a" / "adapter_config.json").symlink_to(tmp_path / "secret.json")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(file_bytes({}))
     with pytest.raises(CorruptError, match="outside of the checkpoint"):
-        open_model(MetadataStore(), Named(tmp_path / "a"), base)
+        open_model(MetadataStore(), Named(Location.local(tmp_path / "a")), base)
 
 
 @given(

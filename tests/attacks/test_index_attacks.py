@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.directory import MAX_PROBLEMS, open_checkpoint
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file
 from support.stores import MetadataStore
 
@@ -39,7 +40,7 @@ def write_index(root: Path, weight_map: object) -> None:
 
 def refusal(root: Path, error: type[MergePipeError] = CorruptError) -> MergePipeError:
     with pytest.raises(error) as caught:
-        open_checkpoint(MetadataStore(), root)
+        open_checkpoint(MetadataStore(), Location.local(root))
     return caught.value
 
 
@@ -101,7 +102,7 @@ def test_open_checkpoint__an_index_over_the_cap_is_not_read(root: Path) -> None:
         file.truncate(WEIGHT_INDEX_BYTES + 1)
     store = MetadataStore()
     with pytest.raises(CorruptError) as caught:
-        open_checkpoint(store, root)
+        open_checkpoint(store, Location.local(root))
     assert (caught.value.code, store.reads) == ("storage.too-large", [])
 
 
@@ -283,7 +284,7 @@ JSON = st.recursive(
 def test_open_checkpoint__any_weight_map_opens_soundly_or_is_refused(root: Path, weight_map: object) -> None:
     write_index(root, weight_map)
     try:
-        tensors = open_checkpoint(MetadataStore(), root).tensors
+        tensors = open_checkpoint(MetadataStore(), Location.local(root)).tensors
     except MergePipeError:
         return
     assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == weight_map
@@ -297,7 +298,7 @@ def test_open_checkpoint__survives_byte_flips_in_the_index(root: Path, draws: st
         text[position] = draws.draw(st.integers(0, 255))
     (root / INDEX).write_bytes(text)
     try:
-        tensors = open_checkpoint(MetadataStore(), root).tensors
+        tensors = open_checkpoint(MetadataStore(), Location.local(root)).tensors
     except MergePipeError:
         return
     assert {name: tensor.stored[0].file.name for name, tensor in tensors.items()} == json.loads(text)["weight_map"]

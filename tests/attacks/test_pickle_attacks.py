@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.formats.inert_pickle import PickleLimits, load_inert
 from mergepipe.checkpoints.formats.torch_zip import StoredTensor, read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.location import Location
 from support.stores import MetadataStore
 from support.torch_bytes import (
     Call,
@@ -241,7 +242,7 @@ def refused(tmp_path: Path, content: bytes) -> str:
     path = tmp_path / "file.pt"
     path.write_bytes(content)
     with pytest.raises(MergePipeError) as caught:
-        read_torch_zip(MetadataStore(), path).tensors()
+        read_torch_zip(MetadataStore(), Location.local(path)).tensors()
     assert isinstance(caught.value, CorruptError | UnsupportedError)
     return caught.value.code
 
@@ -330,6 +331,6 @@ def test_read_torch_zip__raises_nothing_but_typed_errors_when_bytes_flip(tmp_pat
     path = tmp_path / "flipped.pt"
     path.write_bytes(content)
     found: list[StoredTensor] = []
-    code = code_of(lambda: found.extend(read_torch_zip(MetadataStore(), path).tensors().values()))
+    code = code_of(lambda: found.extend(read_torch_zip(MetadataStore(), Location.local(path)).tensors().values()))
     assert code.split(".")[0] in ("", "zip", "torch", "pickle")
     assert all(t.offset + t.nbytes <= len(content) for t in found)

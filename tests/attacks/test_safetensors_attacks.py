@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import safetensors
@@ -15,10 +14,11 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
 from mergepipe.checkpoints.formats.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file, record
 from support.stores import InMemoryStore
 
-PATH = Path("model.safetensors")
+PATH = Location.parse("model.safetensors")
 LIBRARY_READ: Callable[[bytes], list[tuple[str, dict[str, object]]]] = safetensors.deserialize
 
 

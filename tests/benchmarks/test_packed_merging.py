@@ -30,6 +30,7 @@ from safetensors.numpy import save_file
 
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.families import TINY, write_family
 
 pytestmark = pytest.mark.slow  # `make test-benchmarks`, which CI runs too
@@ -54,10 +55,10 @@ def test_slow_storage__counts_every_byte_and_changes_none(tmp_path: Path) -> Non
     path.write_bytes(bytes(range(100)))
     limit, buffer = RateLimit(math.inf), bytearray(40)
     with slow_storage(limit):
-        file = LocalStore().open(path)
+        file = LocalStore().open(Location.local(path))
         assert file.read_into(10, memoryview(buffer), Purpose.EXPERT) == 40
         file.close()
-        assert LocalStore().read_metadata(path, 90, 100) == bytes(range(90, 100))
+        assert LocalStore().read_metadata(Location.local(path), 90, 100) == bytes(range(90, 100))
     assert bytes(buffer) == bytes(range(10, 50))
     assert limit.passed_bytes == 50
 

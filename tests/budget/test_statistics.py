@@ -27,6 +27,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.budgets import GRAIN, TensorPlanOf, as_float32, make_budget_models, tensor_plans
 from support.disk_families import DiskFamily, Model, make_models, weights_digest, write_family, write_recipe
 from support.faults import Fault, replaced
@@ -41,8 +42,8 @@ def recorded(family: DiskFamily, home: Path, *, accept: tuple[Evidence, ...] = (
     """Per expert the statistics in the catalog by tensor."""
     store = LocalStore()
     with closing(Catalog.open(home)) as catalog:
-        base = catalog.model_for(open_checkpoint(store, family.places[0]))
-        experts = [catalog.model_for(open_checkpoint(store, place)) for place in family.places[1:]]
+        base = catalog.model_for(open_checkpoint(store, Location.local(family.places[0])))
+        experts = [catalog.model_for(open_checkpoint(store, Location.local(place))) for place in family.places[1:]]
         assert base is not None
         return [{} if e is None else dict(catalog.statistics(e, base, accept=accept)) for e in experts]
 

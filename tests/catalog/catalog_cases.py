@@ -23,6 +23,7 @@ from mergepipe.snapshots.manifest import (
     SmallFileRecord,
 )
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.location import Location
 
 WEIGHTS_NAME = "model.safetensors"
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -62,12 +63,12 @@ def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool 
     file = directory / WEIGHTS_NAME
     file.write_bytes(content)
     entries = (
-        TensorEntry("a.weight", BF16, (10, 100), file, 0, 2000),
-        TensorEntry("b.weight", BF16, (24,), file, 2000, 48),
+        TensorEntry("a.weight", BF16, (10, 100), Location.local(file), 0, 2000),
+        TensorEntry("b.weight", BF16, (24,), Location.local(file), 2000, 48),
     )
     return Checkpoint(
-        path=file if bare else directory,
-        root=directory,
+        path=Location.local(file if bare else directory),
+        root=Location.local(directory),
         tensors={entry.name: entry for entry in entries},
         files=(fingerprint_of(file),),
         sidecars=(),
@@ -76,7 +77,9 @@ def make_checkpoint(directory: Path, content: bytes = b"weights", *, bare: bool 
 
 def reopened(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint as its files are now."""
-    return replace(checkpoint, files=tuple(fingerprint_of(checkpoint.root / file.name) for file in checkpoint.files))
+    return replace(
+        checkpoint, files=tuple(fingerprint_of((checkpoint.root / file.name).local_path) for file in checkpoint.files)
+    )
 
 
 def rewrite(path: Path, content: bytes) -> None:

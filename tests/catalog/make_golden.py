@@ -13,6 +13,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.core.blocks import BF16
+from mergepipe.storage.location import Location
 
 DENSITIES = (0.1, 1 / 3)
 
@@ -20,11 +21,11 @@ DENSITIES = (0.1, 1 / 3)
 def golden_checkpoint(name: str) -> Checkpoint:
     """A checkpoint that is nowhere."""
     path = Path(PurePosixPath("/nowhere", name, WEIGHTS_NAME))
-    entry = TensorEntry("t.weight", BF16, (500, 2), path, 100, 2000)
+    entry = TensorEntry("t.weight", BF16, (500, 2), Location.local(path), 100, 2000)
     file = FileFingerprint(
         WEIGHTS_NAME, 2100, "1700000000123456789.1700000000123456790.12345678901234567890", "ab" * 16
     )
-    return Checkpoint(path, path.parent, {entry.name: entry}, (file,), ())
+    return Checkpoint(Location.local(path), Location.local(path.parent), {entry.name: entry}, (file,), ())
 
 
 def write_golden(path: Path) -> None:

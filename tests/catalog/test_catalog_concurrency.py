@@ -20,6 +20,7 @@ from catalog_cases import (
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.storage.location import Location
 
 _SPAWN = multiprocessing.get_context("spawn")
 _TENSORS = 25
@@ -42,7 +43,7 @@ def fill(place: Path, worker: int) -> int:
 def make_existing(directory: Path) -> Checkpoint:
     """The checkpoint over files that are there already: the same in all processes."""
     file = directory / WEIGHTS_NAME
-    return Checkpoint(directory, directory, {}, (fingerprint_of(file),), ())
+    return Checkpoint(Location.local(directory), Location.local(directory), {}, (fingerprint_of(file),), ())
 
 
 def expect_everything(place: Path, workers: int) -> None:

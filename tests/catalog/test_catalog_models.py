@@ -13,13 +13,14 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import ModelKind, Staleness
 from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.errors import UnsupportedError
+from mergepipe.storage.location import Location
 
 
 def test_register_model__describes_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "expert")
     with Catalog.open(tmp_path / "home") as catalog:
         row = catalog.register_model(checkpoint, "c" * 32)
-        assert row.path == (tmp_path / "expert").resolve()
+        assert row.path.local_path == (tmp_path / "expert").resolve()
         assert (row.kind, row.content_id) == (ModelKind.DIRECTORY, "c" * 32)
         assert (row.n_tensors, row.n_parameters, row.tensor_bytes) == (2, 1024, 2048)
         assert row.dtypes == (("BF16", 1024),)
@@ -33,7 +34,12 @@ def test_register_model__twice_is_one_row(tmp_path: Path) -> None:
     with Catalog.open(tmp_path / "home") as catalog:
         row = catalog.register_model(checkpoint)
         assert catalog.register_model(checkpoint) == row
-        assert catalog.register_model(replace(checkpoint, path=tmp_path / "link", root=tmp_path / "link")) == row
+        assert (
+            catalog.register_model(
+                replace(checkpoint, path=Location.local(tmp_path / "link"), root=Location.local(tmp_path / "link"))
+            )
+            == row
+        )
         assert catalog.models() == (row,)
 
 
@@ -45,7 +51,7 @@ def test_register_model__tells_what_the_path_is(tmp_path: Path, kind: ModelKind)
     with Catalog.open(tmp_path / "home") as catalog:
         row = catalog.register_model(checkpoint)
         assert row.kind is kind
-        assert row.root == (tmp_path / "expert").resolve()
+        assert row.root.local_path == (tmp_path / "expert").resolve()
         assert catalog.stale_models() == ()
 
 

@@ -30,7 +30,7 @@ def family(tmp_path: Path, n_tensors: int = 3) -> tuple[ModelRow, ModelRow]:
         for seed in range(n_tensors):
             catalog.put_many(expert, base, {f"t{seed}": make_statistics(seed, 2000)})
         catalog.put_many(expert, base, {"probed": make_statistics(99)}, evidence=Evidence.PROBE)
-        manifest = publish(tmp_path / "out" / "one", (base.path, expert.path))
+        manifest = publish(tmp_path / "out" / "one", (base.path.local_path, expert.path.local_path))
         catalog.record_snapshot(manifest, tmp_path / "out" / "one", created=NOON)
     return expert, base
 
@@ -57,7 +57,7 @@ def test_rebuild__finds_snapshots_that_were_never_recorded_and_their_lineage(tmp
     assert report.snapshots == 2
     with Catalog.open(tmp_path / "new-home") as catalog:
         nodes = catalog.lineage(tmp_path / "out" / "deep" / "er" / "two")
-        assert [node.path.name for node in nodes] == ["two", "one", "base", "expert"]
+        assert [Path(node.path).name for node in nodes] == ["two", "one", "base", "expert"]
 
 
 def test_rebuild__leaves_out_training_composites_and_names_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mergepipe.snapshots.manifest import Coverage, Manifest
 
 def shape_of(nodes: tuple[LineageNode, ...]) -> list[str]:
     """A lineage as an indented list of directory names."""
-    return [f"{' ' * node.depth}{node.path.name}{'*' if node.is_repeated else ''}" for node in nodes]
+    return [f"{' ' * node.depth}{Path(node.path).name}{'*' if node.is_repeated else ''}" for node in nodes]
 
 
 def test_record_snapshot__gives_back_what_the_manifest_says(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_record_snapshot__gives_back_what_the_manifest_says(tmp_path: Path) -> N
         assert row.realized == manifest.realized
         assert row.plan_digest is None
         assert [(each.role, each.path, each.read_bytes, each.sid) for each in row.inputs] == [
-            ("base", tmp_path / "base", 100, None),
-            ("expert", tmp_path / "expert", 101, None),
+            ("base", str(tmp_path / "base"), 100, None),
+            ("expert", str(tmp_path / "expert"), 101, None),
         ]
         assert catalog.snapshots() == (row,)
         assert catalog.coverage(row.sid) is None
@@ -148,7 +148,7 @@ def test_lineage__a_forgotten_generation_still_shows_its_sid(tmp_path: Path) -> 
         generations(catalog, tmp_path, {"one": ("base",), "two": ("one",)})
         sid = catalog.forget(tmp_path / "one").sid
         nodes = catalog.lineage(tmp_path / "two")
-        assert [(node.path.name, node.sid, node.operator) for node in nodes[1:]] == [("one", sid, None)]
+        assert [(Path(node.path).name, node.sid, node.operator) for node in nodes[1:]] == [("one", sid, None)]
 
 
 def test_lineage__an_input_replaced_since_keeps_the_sid_it_had(tmp_path: Path) -> None:

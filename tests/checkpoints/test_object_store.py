@@ -14,6 +14,7 @@ from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, StorageError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, record
 from support.stores import InMemoryStore, StoreRequest
 
@@ -31,7 +32,7 @@ FILES = {
 
 def in_memory(root: Path) -> InMemoryStore:
     """The checkpoint as objects."""
-    return InMemoryStore({root / name: content for name, content in FILES.items()})
+    return InMemoryStore({Location.local(root / name): content for name, content in FILES.items()})
 
 
 def identified(store: Store, checkpoint: Checkpoint) -> str:
@@ -45,7 +46,7 @@ def test_open_checkpoint__finds_the_same_in_an_object_store(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     local, remote = LocalStore(), in_memory(tmp_path)
-    here, there = open_checkpoint(local, tmp_path), open_checkpoint(remote, tmp_path)
+    here, there = open_checkpoint(local, Location.local(tmp_path)), open_checkpoint(remote, Location.local(tmp_path))
     assert dict(here.tensors) == dict(there.tensors)
     assert here.sidecars == there.sidecars == ("additional_chat_templates/tool.jinja", "config.json")
     assert [(f.name, f.size_bytes, f.header_digest) for f in here.files] == [
@@ -56,16 +57,16 @@ def test_open_checkpoint__finds_the_same_in_an_object_store(tmp_path: Path) -> N
 
 def test_open_checkpoint__touches_nothing_but_its_store(tmp_path: Path) -> None:
     store = in_memory(tmp_path / "nowhere")
-    assert set(open_checkpoint(store, tmp_path / "nowhere").tensors) == {"a", "b"}
+    assert set(open_checkpoint(store, Location.local(tmp_path / "nowhere")).tensors) == {"a", "b"}
     with pytest.raises(NotFoundError):
-        open_checkpoint(store, tmp_path)
+        open_checkpoint(store, Location.local(tmp_path))
 
 
 def test_open_files__another_version_is_refused(tmp_path: Path) -> None:
     store = in_memory(tmp_path)
-    checkpoint = open_checkpoint(store, tmp_path)
+    checkpoint = open_checkpoint(store, Location.local(tmp_path))
     check_unchanged(store, (checkpoint,))
-    store.put(tmp_path / SHARDS[1], FILES[SHARDS[1]])
+    store.put(Location.local(tmp_path / SHARDS[1]), FILES[SHARDS[1]])
     for look in (lambda: check_unchanged(store, (checkpoint,)), lambda: identified(store, checkpoint)):
         with pytest.raises(ConflictError) as caught:
             look()
@@ -74,9 +75,9 @@ def test_open_files__another_version_is_refused(tmp_path: Path) -> None:
 
 def test_content_id__refuses_an_object_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
     store = in_memory(tmp_path)
-    checkpoint = open_checkpoint(store, tmp_path)
-    store.put(tmp_path / SHARDS[0], FILES[SHARDS[0]][:2000])
-    paths = {tmp_path / shard for shard in SHARDS}
+    checkpoint = open_checkpoint(store, Location.local(tmp_path))
+    store.put(Location.local(tmp_path / SHARDS[0]), FILES[SHARDS[0]][:2000])
+    paths = {Location.local(tmp_path / shard) for shard in SHARDS}
     with open_files(store, paths) as files, pytest.raises(CorruptError) as caught:
         content_id(checkpoint, files)
     assert caught.value.code == "storage.shrunk"
@@ -91,4 +92,4 @@ def test_open_checkpoint__reports_what_the_store_reports(tmp_path: Path) -> None
 
     store.script = refuse_headers
     with pytest.raises(StorageError, match="the network is gone"):
-        open_checkpoint(store, tmp_path)
+        open_checkpoint(store, Location.local(tmp_path))

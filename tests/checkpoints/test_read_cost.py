@@ -13,12 +13,13 @@ from mergepipe.checkpoints.read_cost import block_cost_bytes, block_costs_bytes,
 from mergepipe.core.blocks import BF16, F32, BlockGrid, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
+from mergepipe.storage.location import Location
 
 DTYPES = st.sampled_from([F32, BF16])
 
 
 def entry(dtype: DType, n: int, offset: int) -> TensorEntry:
-    return TensorEntry("t", dtype, (n,), Path("/f"), offset, n * dtype.itemsize)
+    return TensorEntry("t", dtype, (n,), Location.local(Path("/f")), offset, n * dtype.itemsize)
 
 
 def test_cost__counts_the_pages_that_direct_reads_ask_for() -> None:

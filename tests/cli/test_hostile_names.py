@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from mergepipe.cli import main
 from mergepipe.cli.render.sweep_page import sweep_page
 from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.storage.location import Location
 
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
 FOLDER = "expert\u202ex\u2028y\nINJECTED|`<b>&\x85[bold]\u2066"  # recipes hold no other control characters
@@ -146,7 +147,9 @@ def test_sweep_page__holds_no_tag_of_a_name(ran: dict[str, tuple[Ran, Ran]], pla
     assert ran["sweep"][0].exit_code == 0
     assert raw_characters((place / "sweep.html").read_text(encoding="utf-8")) == []
     point = SweepPoint(NASTY, NASTY, 10, 10, 10, 1.0, float("nan"), 0.1, None, 0.2)
-    hostile = sweep_page(SweepReport(Path(NASTY), NASTY, NASTY, 0, (NASTY,), 10, 10, 1.0, float("inf"), 1.0, (point,)))
+    hostile = sweep_page(
+        SweepReport(Location.local(Path(NASTY)), NASTY, NASTY, 0, (NASTY,), 10, 10, 1.0, float("inf"), 1.0, (point,))
+    )
     assert raw_characters(hostile) == []
     tags = Tags()
     tags.feed(hostile)

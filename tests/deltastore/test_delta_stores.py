@@ -37,6 +37,7 @@ from mergepipe.errors import (
 )
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_single
 from support.safetensors_bytes import file_bytes
 
@@ -94,7 +95,7 @@ def odd(tmp_path: Path) -> Packed:
 
 def opened(packed: Packed, store: LocalStore | None = None) -> Checkpoint:
     store = store or LocalStore()
-    return open_store(store, packed.store, open_checkpoint(store, packed.base))
+    return open_store(store, Location.local(packed.store), open_checkpoint(store, Location.local(packed.base)))
 
 
 def big_tensor(packed: Packed, store: LocalStore | None = None) -> PackedTensor:
@@ -232,7 +233,7 @@ def test_pack__replace_never_removes_a_base_inside_of_the_expert(odd: Packed, tm
 
 
 def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
-    expert, found = open_checkpoint(LocalStore(), odd.expert), opened(odd)
+    expert, found = open_checkpoint(LocalStore(), Location.local(odd.expert)), opened(odd)
     assert list(found.tensors) == list(expert.tensors)
     assert found.sidecars == expert.sidecars
     for name, entry in expert.tensors.items():

@@ -31,6 +31,7 @@ from mergepipe.planning.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe
 from support.flat_options import call_flat
 from support.oracle import MergeCase
@@ -118,7 +119,7 @@ def test_merge__of_packed_experts_does_not_depend_on_how_it_is_run(
 def test_merge__in_full_reads_what_the_stores_hold(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["task_arithmetic"], pair.packed)
     report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
-    inputs = open_inputs(recipe, LocalStore())
+    inputs = open_inputs(Location.local(recipe), LocalStore())
     used = [source for task in inputs.resolution.tasks for source in task.experts]
     exact = sum(entry.nbytes for source in used for entry in source.stored)
     assert exact <= sum(file.stat().st_size for place in pair.packed.places[1:] for file in place.glob("*.bin"))
@@ -135,7 +136,7 @@ def head_bytes(store: Path) -> int:
 def test_merge__of_the_largest_deltas_reads_nothing_else(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
     report = mergepipe.merge(recipe, folder / "out", options=MergeOptions(catalog=False, memory_bytes=LARGE))
-    tensor = open_inputs(recipe, LocalStore()).checkpoints[1].tensors[WIDE]
+    tensor = open_inputs(Location.local(recipe), LocalStore()).checkpoints[1].tensors[WIDE]
     assert isinstance(tensor, PackedTensor)
     assert tensor.at_level(Level.HEAD_EXACT).nbytes < 0.7 * tensor.nbytes
     pages = 4096 * 2 * 3 * 3 * len(pair.raw.models[0])
@@ -152,7 +153,7 @@ def levels_of(operator: str, task: MergeTask, density: float, **shared: bool | f
 
 def test_sufficient_levels__are_below_the_last_only_where_nothing_else_matters(pair: Pair, folder: Path) -> None:
     recipe = write_recipe(folder / "recipe.yml", CASES["ties"], pair.packed)
-    tasks = {task.name: task for task in open_inputs(recipe, LocalStore()).resolution.tasks}
+    tasks = {task.name: task for task in open_inputs(Location.local(recipe), LocalStore()).resolution.tasks}
     wide = tasks[WIDE]
     tensor = wide.experts[0]
     assert isinstance(tensor, PackedTensor)
@@ -172,12 +173,12 @@ def test_analyze__of_packed_experts_records_what_it_records_of_the_originals(pai
     for name, family in (("raw", pair.raw), ("packed", pair.packed)):
         home = folder / name
         mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=home))
-        base = open_path(LocalStore(), family.places[0])
+        base = open_path(LocalStore(), Location.local(family.places[0]))
         with Catalog.open(home) as catalog:
             base_row = catalog.model_for(base)
             assert base_row is not None
             for place in family.places[1:]:
-                row = catalog.model_for(open_path(LocalStore(), place, base))
+                row = catalog.model_for(open_path(LocalStore(), Location.local(place), base))
                 assert row is not None
                 statistics = catalog.statistics(row, base_row)
                 assert WIDE in statistics
@@ -224,13 +225,17 @@ def test_merge__of_slices_of_packed_experts_gives_the_bytes_of_the_originals(
 
 def test_open_model__refuses_a_store_as_the_base_and_a_foreign_base(pair: Pair, folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="is a delta store"):
-        open_path(LocalStore(), pair.packed.places[1])
+        open_path(LocalStore(), Location.local(pair.packed.places[1]))
     other = folder / "other"
     other.mkdir()
     models = make_models(1)
     family = write_family(folder / "other", [{**model, WIDE: np.zeros((2, 3), np.float32)} for model in models])
     with pytest.raises(MismatchError, match="give the base that it was packed with"):
-        open_path(LocalStore(), pair.packed.places[1], open_path(LocalStore(), family.places[0]))
+        open_path(
+            LocalStore(),
+            Location.local(pair.packed.places[1]),
+            open_path(LocalStore(), Location.local(family.places[0])),
+        )
 
 
 def test_verify__and_replay_work_with_packed_experts(pair: Pair, folder: Path) -> None:

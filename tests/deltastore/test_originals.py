@@ -18,6 +18,7 @@ from mergepipe.jobs import pack as packing
 from mergepipe.jobs import unpack as unpacking
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 Edit = Callable[[Path], Path]
 
@@ -150,7 +151,7 @@ def test_pack__takes_files_of_any_time(family: PackFamily, time: int) -> None:
         os.utime(path, ns=(-1, -1))
     store = family.root / "others" / family.experts[0].name
     mergepipe.pack(family.base, family.experts[:1], store.parent)
-    (file,) = [f for f in read_store(LocalStore(), store).header.files if f.name == path.name]
+    (file,) = [f for f in read_store(LocalStore(), Location.local(store)).header.files if f.name == path.name]
     assert file.version == version_of(path, path.stat())
     mergepipe.unpack(store, family.root / "back")
     assert tree(family.root / "back") == tree(family.experts[0])

@@ -21,6 +21,7 @@ from mergepipe.errors import ConflictError, OutputError, RecipeError
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.reports import MergeReport, Progress
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.delta_checkpoints import write_delta
 from support.disk_families import weights_digest
 from support.flat_options import call_flat
@@ -142,7 +143,7 @@ def test_merge__names_differences_and_weights_in_other_files(family: PackFamily,
     report = mergepipe.merge(recipe, tmp_path / "out", options=MergeOptions(catalog=False, pack=tmp_path / "stores"))
     assert [each.reason for each in report.not_packed] == ["holds differences from a base, not weights"]
     assert [each.store.name for each in report.packed] == ["expert-2"]
-    found = reason_against(replace(open_checkpoint(LocalStore(), family.base), files=(TORCH_FILE,)))
+    found = reason_against(replace(open_checkpoint(LocalStore(), Location.local(family.base)), files=(TORCH_FILE,)))
     assert found == "model.bin is not a safetensors file"
 
 

@@ -20,6 +20,7 @@ from mergepipe.deltastore.header import HEADER_NAME, parse_header
 from mergepipe.options import MergeOptions
 from mergepipe.runs.inputs import open_path
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import weights_digest
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -38,27 +39,31 @@ def stores(family: PackFamily) -> list[Path]:
 
 def id_of(path: Path) -> str:
     store = LocalStore()
-    checkpoint = open_checkpoint(store, path)
+    checkpoint = open_checkpoint(store, Location.local(path))
     with open_files(store, files_of(checkpoint.tensors.values())) as files:
         return content_id(checkpoint, files)
 
 
 def test_pack__keeps_the_content_id_of_the_original(family: PackFamily) -> None:
     for store, expert in zip(stores(family), family.experts, strict=True):
-        header = parse_header((store / HEADER_NAME).read_bytes(), store)
+        header = parse_header((store / HEADER_NAME).read_bytes(), Location.local(store))
         assert header.content_id == id_of(expert)
-        opened = open_path(LocalStore(), store, open_checkpoint(LocalStore(), family.base))
+        opened = open_path(
+            LocalStore(), Location.local(store), open_checkpoint(LocalStore(), Location.local(family.base))
+        )
         assert list(samples(opened)) == []
 
 
 @given(data=st.data())
 def test_passing_content_id__does_not_depend_on_how_bytes_pass_by(family: PackFamily, data: st.DataObject) -> None:
-    expert = open_checkpoint(LocalStore(), family.experts[0])
+    expert = open_checkpoint(LocalStore(), Location.local(family.experts[0]))
     passing = PassingContentId(expert)
     shown = data.draw(st.permutations(list(expert.tensors.values())))
     for entry in shown[: data.draw(st.integers(0, len(shown)))]:
         assert isinstance(entry, TensorEntry)
-        content = np.frombuffer(entry.file.read_bytes(), np.uint8)[entry.offset : entry.offset + entry.nbytes]
+        content = np.frombuffer(entry.file.local_path.read_bytes(), np.uint8)[
+            entry.offset : entry.offset + entry.nbytes
+        ]
         cuts = sorted({0, entry.nbytes, *data.draw(st.lists(st.integers(0, entry.nbytes), max_size=4))})
         for start, stop in data.draw(st.permutations(list(pairwise(cuts)))):
             passing.show(entry.name, start, content[start:stop])

@@ -50,7 +50,7 @@ def test_pack__of_many_at_once_gives_the_stores_of_one_by_one(
 ) -> None:
     report = mergepipe.pack(family.base, family.experts, tmp_path, threads=threads)
     assert tree(tmp_path) == wanted
-    assert [each.expert for each in report.experts] == list(family.experts)
+    assert [each.expert.local_path for each in report.experts] == list(family.experts)
     assert all(sum(each.blocks.values()) > 4 for each in report.experts)
 
 

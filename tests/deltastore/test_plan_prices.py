@@ -23,6 +23,7 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs import speeds as speeds_module
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import DecodingPrices, Speeds, two_digits
 from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
 from support.disk_families import DiskFamily, weights_digest, write_family, write_recipe
@@ -106,7 +107,7 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
 
     def counted(store: LocalStore, path: Path, purpose: Purpose) -> float:
         measured.append(path)
-        return measure_reading(store, path, purpose)
+        return measure_reading(store, Location.local(path), purpose)
 
     monkeypatch.setattr(speeds_module, "measure_reading", counted)
     plans = [
@@ -152,7 +153,7 @@ def test_measure_reading__charges_what_it_reads_and_no_more_than_its_limit(tmp_p
     for size in (0, 1000, 5 << 20):
         path, store = tmp_path / f"{size}.bin", LocalStore()
         path.write_bytes(bytes(size))
-        assert measure_reading(store, path, Purpose.BASE) > 0
+        assert measure_reading(store, Location.local(path), Purpose.BASE) > 0
         assert size - 4096 < store.ledger.usage()[Purpose.BASE] <= min(size, MOST_BYTES)
 
 

@@ -25,6 +25,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.rounding import decode, encode
 
 N = 200_003
@@ -76,7 +77,7 @@ class Reversed:
     def cost_bytes(self, span: Span) -> int:
         return block_cost_bytes(self.entry, Span(self.n_elements - span.stop, self.n_elements - span.start))
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         def fetch(span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
             mirrored = Span(self.n_elements - span.stop, self.n_elements - span.start)
             found = values(files, self.entry, mirrored, purpose)[::-1]
@@ -95,10 +96,10 @@ class OnBase(Reversed):
     cut_elements = 1
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         return frozenset({self.entry.file})
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
+    def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         def fetch(span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None:
             mirrored = Span(self.n_elements - span.stop, self.n_elements - span.start)
             total = values(files, self.entry, mirrored, purpose)[::-1]
@@ -107,13 +108,15 @@ class OnBase(Reversed):
         return fetch
 
 
-def values(files: Mapping[Path, RangeFile], entry: TensorEntry, span: Span, purpose: Purpose) -> NDArray[np.float32]:
+def values(
+    files: Mapping[Location, RangeFile], entry: TensorEntry, span: Span, purpose: Purpose
+) -> NDArray[np.float32]:
     """Elements of a stored tensor."""
     raw = np.empty(span.n_elements * entry.dtype.itemsize, np.uint8)
-    with entry.file.open("rb") as stream:
+    with entry.file.local_path.open("rb") as stream:
         stream.seek(entry.offset + span.start * entry.dtype.itemsize)
         raw[:] = np.frombuffer(stream.read(len(raw)), np.uint8)
-    assert files[entry.file].path == entry.file
+    assert files[entry.file].location == entry.file
     assert purpose in (Purpose.EXPERT, Purpose.ANALYSIS)
     return decode(raw.tobytes(), entry.dtype)
 
@@ -131,7 +134,7 @@ class Family:
 def store(folder: Path, name: str, dtype: DType, stored: NDArray[np.generic]) -> TensorEntry:
     path = folder / name
     path.write_bytes(b"?" * 7 + stored.tobytes())
-    return TensorEntry("w", dtype, stored.shape, path, 7, stored.nbytes)
+    return TensorEntry("w", dtype, stored.shape, Location.local(path), 7, stored.nbytes)
 
 
 @pytest.fixture(name="family")
@@ -163,7 +166,7 @@ def make_family(tmp_path: Path) -> Family:
 
 
 def on_base_values(entry: TensorEntry) -> NDArray[np.float32]:
-    raw = np.frombuffer(entry.file.read_bytes()[entry.offset :], "<f4")
+    raw = np.frombuffer(entry.file.local_path.read_bytes()[entry.offset :], "<f4")
     return np.asarray(raw[::-1], np.float32)
 
 

@@ -19,6 +19,7 @@ from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES
 from support.disk_families import (
     UNTOUCHED,
@@ -62,7 +63,7 @@ def family_for(case: MergeCase, folder: Path, layout: int = 0) -> DiskFamily:
 
 def smallest_memory(recipe: Path) -> int:
     """The least `memory_bytes` with which this merge runs when it gathers no statistics."""
-    tasks = plan_output(open_inputs(recipe, LocalStore()).resolution.tasks, 1 << 40).tasks
+    tasks = plan_output(open_inputs(Location.local(recipe), LocalStore()).resolution.tasks, 1 << 40).tasks
     low, high = 0, 1 << 30
     while high - low > 1:
         middle = (low + high) // 2

@@ -32,6 +32,7 @@ from mergepipe.runs.inputs import open_inputs, with_parameters
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.shards import ShardProgress, TensorSpec, plan_shards
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import DiskFamily, make_models, write_family
 from support.parts import OPTIONS, make_pickled
 
@@ -80,7 +81,7 @@ def write_recipe(root: Path, family: DiskFamily, operator: str, experts: Sequenc
 
 def work_of(recipe: Path, plan: Plan | None = None) -> MergeWork:
     store = LocalStore()
-    inputs = open_inputs(recipe, store, ("*",))
+    inputs = open_inputs(Location.local(recipe), store, ("*",))
     inputs = inputs if plan is None else with_parameters(inputs, plan)
     output = plan_output(inputs.resolution.tasks, SHARD_BYTES)
     return merge_work(inputs, output, plan, 5, store, CatalogLink(None))
@@ -176,14 +177,14 @@ def test_merge_work__of_packed_experts_carries_their_index(root: Path, family: D
 
 
 def test_checkpoint__unpickles_to_an_equal_value(family: DiskFamily) -> None:
-    checkpoint = open_checkpoint(LocalStore(), family.places[1])
+    checkpoint = open_checkpoint(LocalStore(), Location.local(family.places[1]))
     assert pickle.loads(pickle.dumps(checkpoint)) == checkpoint
 
 
 def test_make_part__refuses_another_version_of_an_input(tmp_path: Path) -> None:
     family = write_family(tmp_path / "own", make_models(2))
     work = work_of(write_recipe(tmp_path, family, "linear", family.places[1:]))
-    path = work.files[-1].path
+    path = work.files[-1].location.local_path
     path.write_bytes(path.read_bytes())
     (tmp_path / "out").mkdir()
     with pytest.raises(ConflictError) as caught:

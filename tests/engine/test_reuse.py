@@ -18,6 +18,7 @@ from mergepipe.engine.tensor_work import can_reuse
 from mergepipe.engine.work import MergeWork, plan_output
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 GRAIN = 16_384
 N_GRAINS = 40
@@ -25,7 +26,7 @@ N = GRAIN * N_GRAINS - 5
 
 
 def entry(name: str, file: str) -> TensorEntry:
-    return TensorEntry(name, BF16, (N,), Path(file), 4096, 2 * N)
+    return TensorEntry(name, BF16, (N,), Location.local(Path(file)), 4096, 2 * N)
 
 
 def task(operator: str = "task_arithmetic") -> MergeTask:
@@ -69,7 +70,7 @@ def test_lay_out__reads_of_a_known_run_nothing_but_the_result() -> None:
 
 
 def test_lay_out__kept_sums_are_nobodys_expert() -> None:
-    total = KeptTotal("w", F32, (N,), Path("/sums"), 0, 4 * N)
+    total = KeptTotal("w", F32, (N,), Location.local(Path("/sums")), 0, 4 * N)
     one = task()
     summed = MergeTask(
         "w", Action.MERGE, (N,), BF16, one.base, (total, one.experts[1]), one.parameters, expert_models=(1, 2)

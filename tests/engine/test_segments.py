@@ -28,6 +28,7 @@ from mergepipe.errors import LimitError
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 SIZES = st.one_of(
     st.integers(0, 9), st.integers(0, 3000), st.sampled_from([GRAIN_ELEMENTS, GRAIN_ELEMENTS + 1]),
@@ -61,7 +62,7 @@ def _entry(draw: st.DrawFn, name: str, n: int, model: str, ends: dict[Path, int]
     file = Path(model) / draw(st.sampled_from(["a", "b"]))
     offset = ends[file] + draw(st.sampled_from([0, 0, 1, 5000]))
     ends[file] = offset + n * dtype.itemsize
-    return TensorEntry(name, dtype, (n,), file, offset, n * dtype.itemsize)
+    return TensorEntry(name, dtype, (n,), Location.local(file), offset, n * dtype.itemsize)
 
 
 def smallest_memory(tasks: list[MergeTask], cut_elements: int = GRAIN_ELEMENTS) -> int:
@@ -165,7 +166,7 @@ def test_choose_buffer_sizes__leaves_room_for_the_fewest_buffers(data: st.DataOb
 
 
 def test_choose_buffer_sizes__names_the_memory_it_needs() -> None:
-    entry = TensorEntry("t", F32, (1 << 20,), Path("f"), 0, 4 << 20)
+    entry = TensorEntry("t", F32, (1 << 20,), Location.local(Path("f")), 0, 4 << 20)
     parameters = TensorParameters({}, {}, ({},) * 3)
     task = MergeTask("t", Action.MERGE, (1 << 20,), F32, entry, (entry,) * 3, parameters, expert_models=(1, 2, 3))
     with pytest.raises(LimitError) as caught:
@@ -183,18 +184,18 @@ def needed_ranges(layout: SegmentLayout, tasks: list[MergeTask]) -> Iterable[tup
             yield task.experts[e].stored[0], piece.run.span, Purpose.EXPERT, place
 
 
-def check_reads(layout: SegmentLayout, tasks: list[MergeTask], raw_bytes: int, alignments: dict[Path, int]) -> None:
+def check_reads(layout: SegmentLayout, tasks: list[MergeTask], raw_bytes: int, alignments: dict[Location, int]) -> None:
     """Reads are aligned, apart from each other in the buffer and the file, and cover the needed pages and no more."""
     in_buffer = sorted((read.buffer_offset, read.buffer_offset + read.nbytes) for read in layout.reads)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(in_buffer))
     assert all(stop <= raw_bytes for _, stop in in_buffer)
-    covered: dict[tuple[Path, Purpose], list[ByteRange]] = defaultdict(list)
+    covered: dict[tuple[Location, Purpose], list[ByteRange]] = defaultdict(list)
     for read in layout.reads:
         assert read.nbytes > 0
         assert read.buffer_offset % PAGE_BYTES == 0
         assert (read.offset % alignments[read.file], read.nbytes % alignments[read.file]) == (0, 0)
         covered[(read.file, read.purpose)].append(ByteRange(read.offset, read.offset + read.nbytes))
-    needed: dict[tuple[Path, Purpose], list[ByteRange]] = defaultdict(list)
+    needed: dict[tuple[Location, Purpose], list[ByteRange]] = defaultdict(list)
     for entry, span, purpose, place in needed_ranges(layout, tasks):
         if span.n_elements == 0:
             continue

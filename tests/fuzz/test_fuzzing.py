@@ -21,6 +21,8 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.snapshots.journal import read_journal
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.fuzz_seals import (
     instructions_of,
     journal_payloads,
@@ -131,10 +133,10 @@ def test_parse_plan__refuses_what_has_no_digest(targets: dict[str, Target], valu
 @given(st.binary(max_size=300))
 def test_readers__any_bytes_end_in_a_value_or_a_typed_error(raw: bytes) -> None:
     path = Path("/any/bytes")
-    store = InMemoryStore({path: raw})
+    store = InMemoryStore({Location.local(path): raw})
     outcomes = [
-        outcome(lambda: read_header(store, path)),
-        outcome(lambda: read_torch_weights(store, path)),
+        outcome(lambda: read_header(store, Location.local(path))),
+        outcome(lambda: read_torch_weights(store, Location.local(path))),
         outcome(lambda: load_inert(b"\x80\x02" + raw, "any")),
         outcome(lambda: read_pieces(raw, where="any")),
         outcome(lambda: parse_plan(raw)),
@@ -145,7 +147,7 @@ def test_readers__any_bytes_end_in_a_value_or_a_typed_error(raw: bytes) -> None:
 
 @given(st.text(max_size=200))
 def test_reload_recipes__any_text_ends_in_recipes_or_a_typed_error(text: str) -> None:
-    assert outcome(lambda: reload_recipes(text, {})) is not None
+    assert outcome(lambda: reload_recipes(text, LocalStore(), {})) is not None
 
 
 def outcome(read: object) -> str:

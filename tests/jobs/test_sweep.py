@@ -19,6 +19,7 @@ from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.reports import Progress, SweepReport
 from mergepipe.snapshots.distances import distance
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.families import TINY, write_family
 
 RECIPE = """\
@@ -48,7 +49,9 @@ def test_sweep__errors_are_those_of_merges_made_apart(recipe: Path, tmp_path: Pa
     mergepipe.merge(recipe, tmp_path / "full")
     mergepipe.merge(recipe, tmp_path / "budgeted", budget="30%", options=MergeOptions(reuse=False))
     store = LocalStore()
-    full, budgeted, base = (open_checkpoint(store, tmp_path / name) for name in ("full", "budgeted", "base"))
+    full, budgeted, base = (
+        open_checkpoint(store, Location.local(tmp_path / name)) for name in ("full", "budgeted", "base")
+    )
     error = distance(store, budgeted, full, lambda _: None)
     changed = distance(store, full, base, lambda _: None)
     assert report.changed_norm == pytest.approx(changed, rel=1e-12)

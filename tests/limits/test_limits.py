@@ -23,6 +23,7 @@ from big_models import (
 
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 MEMORY_BYTES = 64 << 20
 OVERHEAD_BYTES = 224 << 20
@@ -112,7 +113,7 @@ def merge_many_tensors(root: Path, n_tensors: int) -> None:
     models = write_family(root, shapes, 2)
     recipe = write_recipe(root / "recipe.yml", "ties", models[0], models[1:])
     show(f"ties of {n_tensors} tensors", merge_capped(root, "ties", recipe, n_tensors))
-    assert open_checkpoint(LocalStore(), root / "out").tensors.keys() == shapes.keys()
+    assert open_checkpoint(LocalStore(), Location.local(root / "out")).tensors.keys() == shapes.keys()
 
 
 def test_plan__of_a_hundred_experts_reads_headers_only(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_merge__of_a_thousand_experts_in_full_is_right(tmp_path: Path) -> None:
     recipe = many_experts(tmp_path, 1000)
     body = MERGE.format(recipe=str(recipe), out=str(tmp_path / "out"), memory=512 << 20)
     show("linear of 1000 experts", run_capped(tmp_path, "linear", body, (512 << 20) + OVERHEAD_BYTES))
-    assert len(open_checkpoint(LocalStore(), tmp_path / "out").tensors) == 20
+    assert len(open_checkpoint(LocalStore(), Location.local(tmp_path / "out")).tensors) == 20
 
 
 def many_experts(root: Path, n_experts: int) -> Path:

@@ -15,6 +15,7 @@ from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, Readable
 from mergepipe.core.blocks import BF16
 from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.rounding import decode, encode
 
@@ -32,8 +33,8 @@ CASES = {  # and how many tensors the adapter touches
 class Named:
     """A model as a recipe names it."""
 
-    path: Path
-    adapter: Path | None = None
+    path: Location
+    adapter: Location | None = None
     is_delta: bool = False
 
 
@@ -69,9 +70,9 @@ def assert_agrees(found: NDArray[np.float32], expected: Readable) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_open_adapter__makes_what_peft_makes(cases: Path, case: str) -> None:
     store = LocalStore()
-    base = open_model(store, Named(cases / case / "base"), None)
-    merged = open_model(store, Named(cases / case / "merged"), None)
-    adapter = open_model(store, Named(cases / case / "adapter"), base)
+    base = open_model(store, Named(Location.local(cases / case / "base")), None)
+    merged = open_model(store, Named(Location.local(cases / case / "merged")), None)
+    adapter = open_model(store, Named(Location.local(cases / case / "adapter")), base)
     assert (adapter.kind, len(adapter.tensors)) == (CheckpointKind.ADAPTER, CASES[case])
     assert set(adapter.tensors) <= set(base.tensors)
     for name, expected in merged.tensors.items():
@@ -83,9 +84,11 @@ def test_open_adapter__makes_what_peft_makes(cases: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ["plain", "embedding", "transposed"])
 def test_open_model__base_and_adapter_are_what_peft_makes(cases: Path, case: str) -> None:
     store = LocalStore()
-    merged = open_model(store, Named(cases / case / "merged"), None)
+    merged = open_model(store, Named(Location.local(cases / case / "merged")), None)
     for anchor in (None, merged):
-        both = open_model(store, Named(cases / case / "base", cases / case / "adapter"), anchor)
+        both = open_model(
+            store, Named(Location.local(cases / case / "base"), Location.local(cases / case / "adapter")), anchor
+        )
         assert (both.kind, list(both.tensors)) == (CheckpointKind.FULL, list(merged.tensors))
         for name, expected in merged.tensors.items():
             assert not both.tensors[name].is_delta
@@ -94,6 +97,8 @@ def test_open_model__base_and_adapter_are_what_peft_makes(cases: Path, case: str
 
 def test_open_model__an_adapter_of_the_anchor_itself_is_a_delta(cases: Path) -> None:
     store = LocalStore()
-    base = open_model(store, Named(cases / "plain" / "base"), None)
-    both: Checkpoint = open_model(store, Named(cases / "plain" / "base", cases / "plain" / "adapter"), base)
+    base = open_model(store, Named(Location.local(cases / "plain" / "base")), None)
+    both: Checkpoint = open_model(
+        store, Named(Location.local(cases / "plain" / "base"), Location.local(cases / "plain" / "adapter")), base
+    )
     assert (both.kind, len(both.tensors)) == (CheckpointKind.ADAPTER, CASES["plain"])

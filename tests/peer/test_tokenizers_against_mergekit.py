@@ -22,6 +22,7 @@ from mergepipe.checkpoints.tokenizers.sentencepiece import read_pieces
 from mergepipe.checkpoints.tokenizers.vocabulary_files import read_vocabulary
 from mergepipe.core.blocks import F32
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.families import TINY_LLAMA, write_family
 
 pytestmark = pytest.mark.peer
@@ -175,7 +176,7 @@ def test_far_apart__counts_elements_that_are_two_units_apart() -> None:
 
 
 def token_ids(model: Path) -> dict[str, int]:
-    found = read_vocabulary(open_checkpoint(LocalStore(), model), LocalStore())
+    found = read_vocabulary(open_checkpoint(LocalStore(), Location.local(model)), LocalStore())
     assert found is not None
     return dict(found.ids)
 

@@ -25,6 +25,7 @@ from mergepipe.operators.statistics import (
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
 from mergepipe.recipes.resolve.resolution import resolve
+from mergepipe.storage.location import Location
 
 BLOCK = 4096
 Arrays = Mapping[str, NDArray[np.float32]]
@@ -70,11 +71,13 @@ def checkpoint(name: str, arrays: Arrays, first_offset: int = 1000) -> Checkpoin
     """All arrays in one file of float32, one after the other."""
     entries, offset = {}, first_offset
     for tensor, values in arrays.items():
-        entry = TensorEntry(tensor, F32, (len(values),), Path("/models") / name, offset, values.nbytes)
+        entry = TensorEntry(tensor, F32, (len(values),), Location.local(Path("/models") / name), offset, values.nbytes)
         entries[tensor] = entry
         offset += entry.nbytes
     fingerprint = FileFingerprint(name, offset, "17", blake3(name.encode()).hexdigest(16))
-    return Checkpoint(Path("/models") / name, Path("/models"), entries, (fingerprint,), ())
+    return Checkpoint(
+        Location.local(Path("/models") / name), Location.local(Path("/models")), entries, (fingerprint,), ()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def make(
         for e, model in enumerate(models)
     )
     recipe = Recipe(
-        Path("/r.yml"),
+        Location.local(Path("/r.yml")),
         "",
         operator_specs()[operator],
         ModelInput("./base", anchor.path, {}, ""),

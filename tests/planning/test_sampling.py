@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +11,13 @@ from mergepipe.checkpoints.content_id import content_id
 from mergepipe.planning.sampling_cost import sample_cost_bytes
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES
+from mergepipe.storage.location import Location
 
 
 class CountingFile:
     """A file of zeros that is read in pages."""
 
-    path = Path("/zeros")
+    location = Location.parse("/zeros")
     size_bytes = 2**62
     alignment = DIRECT_ALIGNMENT_BYTES
     version = ""

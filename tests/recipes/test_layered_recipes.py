@@ -13,6 +13,8 @@ from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting, value
 from mergepipe.recipes.parse.recipe import EmbeddingSource, Recipe, TokenizerSource, with_intermediate_paths
 from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe, reload_recipes
 from mergepipe.recipes.parse.references import reference_text
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_all(folder: Path, text: str) -> tuple[Recipe, ...]:
     path = folder / "recipe.yml"
     path.write_text(text, encoding="utf-8")
-    return load_recipes(path)
+    return load_recipes(Location.local(path), LocalStore())
 
 
 def load(folder: Path, text: str) -> Recipe:
@@ -148,22 +150,22 @@ def test_load_recipe__reads_adapters(folder: Path, written: str) -> None:
     text = f"models: [{{model: {written}, parameters: {{weight: 1}}}}]\nmerge_method: ties\nbase_model: a\n"
     recipe = load(folder, text)
     expert = recipe.inputs()[1]
-    assert (expert.text, expert.path, expert.adapter) == ("a+lora", folder / "a", folder / "lora")
+    assert (expert.text, *expert.key) == ("a+lora", Location.local(folder / "a"), Location.local(folder / "lora"))
     assert len(recipe.inputs()) == 2
 
 
 def test_reload_recipe__finds_adapters_where_they_are_said_to_be(folder: Path) -> None:
     text = "models: [{model: a+lora, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: a\n"
     recipe = load(folder, text)
-    places = {model.text: Path(reference_text(model)) for model in recipe.inputs()}
-    again = reload_recipe(recipe.source_text, places)
+    places = {model.text: reference_text(model) for model in recipe.inputs()}
+    again = reload_recipe(recipe.source_text, LocalStore(), places)
     assert [model.key for model in again.inputs()] == [model.key for model in recipe.inputs()]
 
 
 def test_reload_recipe__does_not_forget_an_adapter(folder: Path) -> None:
     text = "models: [{model: a+lora, parameters: {weight: 1}}]\nmerge_method: ties\nbase_model: b\n"
     with pytest.raises(NotFoundError) as caught:
-        reload_recipe(text, {"b": folder / "b", "a+lora": folder / "a"})
+        reload_recipe(text, LocalStore(), {"b": str(folder / "b"), "a+lora": str(folder / "a")})
     assert str(caught.value.problems[0]) == (
         "recipe:1 models[0].model: where the adapter of 'a+lora' lies is not known; merge again by the recipe"
     )
@@ -234,38 +236,41 @@ def test_load_recipes__puts_documents_in_the_order_of_their_needs(folder: Path) 
     last = recipes[-1]
     assert [(m.text, m.intermediate, m.adapter) for m in last.inputs()] == [
         ("second", "second", None),
-        ("first+lora", "first", folder / "lora"),
+        ("first+lora", "first", Location.local(folder / "lora")),
         ("first", "first", None),
     ]
     assert last.intermediates() == ("second", "first")
 
 
 def test_located__says_where_intermediate_models_lie(folder: Path) -> None:
-    last = with_intermediate_paths(load_all(folder, CHAIN)[-1], {"first": folder / "a", "second": folder / "b"})
+    last = with_intermediate_paths(
+        load_all(folder, CHAIN)[-1], {"first": Location.local(folder / "a"), "second": Location.local(folder / "b")}
+    )
     assert [model.key for model in last.inputs()] == [
-        (folder / "b", None),
-        (folder / "a", folder / "lora"),
-        (folder / "a", None),
+        (Location.local(folder / "b"), None),
+        (Location.local(folder / "a"), Location.local(folder / "lora")),
+        (Location.local(folder / "a"), None),
     ]
 
 
 def test_recipe__text_of_a_document_reloads_to_it(folder: Path) -> None:
     recipes = load_all(folder, CHAIN)
     assert recipes[0].source_text.startswith("# two experts into one\nname: first\n")
-    places = {"second": folder / "b", "first": folder / "a", "first+lora": Path(f"{folder / 'a'}+{folder / 'lora'}")}
-    again = reload_recipe(recipes[-1].source_text, places)
+    a, b, lora = (Location.local(folder / name) for name in ("a", "b", "lora"))
+    places = {"second": str(b), "first": str(a), "first+lora": f"{a}+{lora}"}
+    again = reload_recipe(recipes[-1].source_text, LocalStore(), places)
     assert [model.key for model in again.inputs()] == [
-        model.key for model in with_intermediate_paths(recipes[-1], places).inputs()
+        model.key for model in with_intermediate_paths(recipes[-1], {"second": b, "first": a}).inputs()
     ]
     joined = "---\n".join(recipe.source_text for recipe in recipes)
-    everywhere = {name: folder / name for name in ("a", "b", "lora")}
-    assert [recipe.name for recipe in reload_recipes(joined, everywhere)] == ["first", "second", None]
+    everywhere = {name: str(folder / name) for name in ("a", "b", "lora")}
+    assert [recipe.name for recipe in reload_recipes(joined, LocalStore(), everywhere)] == ["first", "second", None]
 
 
 def test_reload_recipe__wants_a_single_document(folder: Path) -> None:
-    places = {name: folder / name for name in ("a", "b", "lora")}
+    places = {name: str(folder / name) for name in ("a", "b", "lora")}
     with pytest.raises(RecipeError, match=r"one recipe is expected here, found 3 documents") as caught:
-        reload_recipe(CHAIN, places)
+        reload_recipe(CHAIN, LocalStore(), places)
     assert caught.value.code == "recipe.yaml.documents"
 
 

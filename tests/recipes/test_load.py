@@ -15,6 +15,8 @@ from mergepipe.errors import MergePipeError, NotFoundError, RecipeError, Unsuppo
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.recipe import Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 METHODS = did_you_mean("", list(operator_specs()))
 
@@ -32,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, text: str) -> Recipe:
     path = folder / "recipe.yml"
     path.write_text(text, encoding="utf-8")
-    (recipe,) = load_recipes(path)
+    (recipe,) = load_recipes(Location.local(path), LocalStore())
     return recipe
 
 
@@ -106,7 +108,7 @@ dtype: bfloat16
 def test_load_recipe__reads_linear(folder: Path) -> None:
     recipe = load(folder, LINEAR)
     assert recipe.operator is operator_specs()["linear"]
-    assert [(m.text, m.path, dict(m.parameters), m.where) for m in recipe.models] == [
+    assert [(m.text, m.path.local_path, dict(m.parameters), m.where) for m in recipe.models] == [
         ("a", folder / "a", {"weight": 1.0}, "recipe.yml:2 models[0]"),
         ("./b", folder / "b", {"weight": 0.3}, "recipe.yml:5 models[1]"),
     ]
@@ -114,7 +116,7 @@ def test_load_recipe__reads_linear(folder: Path) -> None:
     assert recipe.anchor() is recipe.models[0]
     assert recipe.experts() == recipe.models[1:]
     assert recipe.inputs() == recipe.models
-    assert recipe.path == folder / "recipe.yml"
+    assert recipe.path.local_path == folder / "recipe.yml"
     assert recipe.source_text == LINEAR
 
 
@@ -122,7 +124,7 @@ def test_load_recipe__reads_ties_with_the_base_listed(folder: Path) -> None:
     recipe = load(folder, TIES)
     assert recipe.operator.name == "ties"
     assert recipe.base is not None
-    assert (recipe.base.text, recipe.base.path, recipe.base.where) == (
+    assert (recipe.base.text, recipe.base.path.local_path, recipe.base.where) == (
         "base",
         folder / "base",
         "recipe.yml:13 base_model",
@@ -161,25 +163,28 @@ def test_load_recipes__takes_the_default_of_a_parameter_that_has_only_one_value(
 @pytest.mark.parametrize("form", ["{path: a}", "{model: {path: a, revision: null}, lora: null}", "one.safetensors"])
 def test_load_recipe__reads_long_references_and_files(folder: Path, form: str) -> None:
     recipe = load(folder, f"models: [{{model: {form}, parameters: {{weight: 1}}}}]\nmerge_method: linear\n")
-    assert recipe.models[0].path == folder / recipe.models[0].text
+    assert recipe.models[0].path.local_path == folder / recipe.models[0].text
 
 
 def test_load_recipe__expands_home_and_keeps_absolute_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     recipe = load(folder, LINEAR.replace("model: a", "model: ~/a").replace("./b", str(folder / "b")))
-    assert [m.path for m in recipe.models] == [folder / "a", folder / "b"]
+    assert [m.path.local_path for m in recipe.models] == [folder / "a", folder / "b"]
     assert recipe.models[0].text == "~/a"
 
 
 def test_load_recipes__takes_paths_from_the_recipes_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "recipe.yml").write_text(LINEAR, encoding="utf-8")
     monkeypatch.chdir(folder.parent)
-    (recipe,) = load_recipes(Path(folder.name) / "recipe.yml")
-    assert [m.path for m in recipe.models] == [folder / "a", folder / "b"]
+    (recipe,) = load_recipes(Location.local(Path(folder.name) / "recipe.yml"), LocalStore())
+    assert [m.path.local_path for m in recipe.models] == [folder / "a", folder / "b"]
 
 
 def test_load_recipe__accepts_a_plus_in_a_path_that_exists(folder: Path) -> None:
-    assert load(folder, LINEAR.replace("model: a", "model: org/with+plus")).models[0].path == folder / "org/with+plus"
+    assert (
+        load(folder, LINEAR.replace("model: a", "model: org/with+plus")).models[0].path.local_path
+        == folder / "org/with+plus"
+    )
 
 
 def test_load_recipe__knows_the_base_by_another_name(folder: Path) -> None:
@@ -188,7 +193,7 @@ def test_load_recipe__knows_the_base_by_another_name(folder: Path) -> None:
     assert [m.text for m in recipe.experts()] == ["./b"]
     listed = recipe.models[0]
     assert listed.key == recipe.anchor().key
-    assert (listed.text, listed.path, dict(listed.parameters)) == ("link", folder / "a", {"weight": 1.0})
+    assert (listed.text, listed.path.local_path, dict(listed.parameters)) == ("link", folder / "a", {"weight": 1.0})
 
 
 def test_load_recipe__lets_linear_anchor_outside_its_models(folder: Path) -> None:
@@ -671,6 +676,6 @@ def test_load_recipe__gives_a_sound_recipe_or_its_own_error(folder: Path, value:
     if isinstance(found, MergePipeError):
         assert all(problem.code.startswith(("recipe.", "listing.")) for problem in found.problems)
     else:
-        paths = [os.path.realpath(model.path) for model in (found.anchor(), *found.experts())]
+        paths = [os.path.realpath(model.path.local_path) for model in (found.anchor(), *found.experts())]
         assert len(set(paths)) == len(paths)
         assert all(value == value for model in found.models for value in model.parameters.values())

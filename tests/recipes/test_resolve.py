@@ -17,13 +17,14 @@ from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe, Scalar
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
+from mergepipe.storage.location import Location
 
 I64, U8, F8 = DTYPES["I64"], DTYPES["U8"], DTYPES["F8_E8M0"]
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 
 def model(name: str, **parameters: Setting) -> ModelInput:
-    return ModelInput(f"./{name}", Path("/models") / name, parameters, "")
+    return ModelInput(f"./{name}", Location.local(Path("/models") / name), parameters, "")
 
 
 def recipe(
@@ -34,16 +35,25 @@ def recipe(
     dtype: DType | None = None,
     out_dtype: DType | None = None,
 ) -> Recipe:
-    return Recipe(Path("/recipe.yml"), "", operator_specs()[operator], base, models, parameters or {}, dtype, out_dtype)
+    return Recipe(
+        Location.local(Path("/recipe.yml")),
+        "",
+        operator_specs()[operator],
+        base,
+        models,
+        parameters or {},
+        dtype,
+        out_dtype,
+    )
 
 
 def checkpoint(tensors: Tensors) -> Checkpoint:
     entries, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         nbytes = element_count(shape) * dtype.itemsize
-        entries[name] = TensorEntry(name, dtype, shape, Path("/f"), offset, nbytes)
+        entries[name] = TensorEntry(name, dtype, shape, Location.local(Path("/f")), offset, nbytes)
         offset += nbytes
-    return Checkpoint(Path("/m"), Path("/m"), entries, (), ())
+    return Checkpoint(Location.local(Path("/m")), Location.local(Path("/m")), entries, (), ())
 
 
 BASE = model("base")

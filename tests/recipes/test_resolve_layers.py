@@ -20,21 +20,24 @@ from mergepipe.recipes.parse.recipe import LayerSource, ModelInput, OutputModule
 from mergepipe.recipes.resolve.layers import LayerList, is_before_layers, layer_lists
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, Resolution
+from mergepipe.storage.location import Location
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def model(name: str, **parameters: Setting) -> ModelInput:
-    return ModelInput(f"./{name}", Path("/models") / name, parameters, f"recipe.yml:1 {name}")
+    return ModelInput(f"./{name}", Location.local(Path("/models") / name), parameters, f"recipe.yml:1 {name}")
 
 
 def checkpoint(shapes: Shapes, kind: CheckpointKind = CheckpointKind.FULL, dtype: DType = BF16) -> Checkpoint:
     entries, offset = {}, 0
     for name, shape in shapes.items():
         nbytes = element_count(shape) * dtype.itemsize
-        entries[name] = TensorEntry(name, dtype, shape, Path("/f"), offset, nbytes, kind is CheckpointKind.DELTA)
+        entries[name] = TensorEntry(
+            name, dtype, shape, Location.local(Path("/f")), offset, nbytes, kind is CheckpointKind.DELTA
+        )
         offset += nbytes
-    return Checkpoint(Path("/m"), Path("/m"), entries, (), (), kind)
+    return Checkpoint(Location.local(Path("/m")), Location.local(Path("/m")), entries, (), (), kind)
 
 
 def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: int = 8) -> dict[str, tuple[int, ...]]:
@@ -49,7 +52,9 @@ def llama(n_layers: int, *, prefix: str = "model.", head: bool = True, vocab: in
 def merging(
     operator: str, *models: ModelInput, base: ModelInput | None = None, parameters: Mapping[str, Setting] | None = None
 ) -> Recipe:
-    return Recipe(Path("/recipe.yml"), "", operator_specs()[operator], base, models, parameters or {}, None, None)
+    return Recipe(
+        Location.local(Path("/recipe.yml")), "", operator_specs()[operator], base, models, parameters or {}, None, None
+    )
 
 
 def slicing(

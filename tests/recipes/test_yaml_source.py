@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, StorageError
 from mergepipe.recipes.parse.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
 from mergepipe.storage.limits import RECIPE_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 EXPONENT = re.compile(r"[0-9][.]?[eE][-+]?[0-9]")  # a dump leaves these texts bare, and bare they mean numbers here
 PLAIN_TEXT = st.text(
@@ -29,7 +31,7 @@ VALUES = st.recursive(
 def read(folder: Path, text: str | bytes) -> YamlSource:
     path = folder / "recipe.yml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_yaml(path)
+    return read_yaml(Location.local(path), LocalStore())
 
 
 def refusal(folder: Path, text: str | bytes) -> tuple[str, str]:
@@ -178,13 +180,13 @@ def test_read_yaml__accepts_the_deepest_that_is_allowed(folder: Path) -> None:
 
 def test_read_yaml__tells_missing_files_from_unreadable_ones(folder: Path) -> None:
     with pytest.raises(NotFoundError) as missing:
-        read_yaml(folder / "none.yml")
+        read_yaml(Location.local(folder / "none.yml"), LocalStore())
     assert missing.value.code == "recipe.file.not-found"
     with pytest.raises(RecipeError) as directory:
-        read_yaml(folder)
+        read_yaml(Location.local(folder), LocalStore())
     assert directory.value.code == "recipe.file.not-a-file"
     with pytest.raises(StorageError) as unreadable:
-        read_yaml(folder / ("x" * 5000))
+        read_yaml(Location.local(folder / ("x" * 5000)), LocalStore())
     assert unreadable.value.code == "storage.io"
     with pytest.raises(CorruptError) as large:
         refusal(folder, "a: " + "x" * RECIPE_BYTES)

@@ -16,6 +16,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.snapshots import distances
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 Tensors = dict[str, NDArray[np.generic]]
 FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -24,7 +25,7 @@ FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 def write(directory: Path, tensors: Tensors) -> Checkpoint:
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
-    return open_checkpoint(LocalStore(), directory)
+    return open_checkpoint(LocalStore(), Location.local(directory))
 
 
 def tensors_of(seed: int) -> Tensors:

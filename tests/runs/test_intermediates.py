@@ -15,6 +15,7 @@ import mergepipe
 from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.runs.inputs import open_inputs
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 LAMBDA = "merge_method: task_arithmetic\nbase_model: base\nparameters: {lambda: 0.7}\nmodels:\n"
 SUM = LAMBDA + "  - {model: first, parameters: {weight: 0.5}}\n  - {model: second, parameters: {weight: 0.25}}\n"
@@ -64,7 +65,7 @@ def test_merge__of_two_documents_is_what_two_merges_are(folder: Path, middle: st
     mergepipe.merge(recipe(folder, "middle.yml", middle), folder / "middle", seed=7)
     mergepipe.merge(recipe(folder, "outer.yml", OUTER.replace("MIDDLE", "middle")), folder / "two", seed=7)
     both = recipe(folder, "both.yml", f"name: made\n{middle}---\n{OUTER.replace('MIDDLE', 'made')}")
-    inputs = open_inputs(both, LocalStore())
+    inputs = open_inputs(Location.local(both), LocalStore())
     assert [each.is_staged for each in inputs.intermediates.values()] == [is_staged]
     report = mergepipe.merge(both, folder / "one", seed=7)
     assert weights(folder / "one") == weights(folder / "two")

@@ -42,6 +42,8 @@ from mergepipe.snapshots.overlay.table import (
     OverlayTable,
     overlay_table_of,
 )
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.disk_families import tree_digest
 from support.flat_options import call_flat
 
@@ -126,7 +128,7 @@ def same_manifest(a: Path, b: Path) -> bool:
 
 def test_overlay__stores_exactly_the_blocks_that_differ(made: Path) -> None:
     manifest = read_manifest_value(made / "overlay")
-    table = open_overlay(made / "overlay", manifest).table
+    table = open_overlay(LocalStore(), Location.local(made / "overlay"), manifest).table
     numbered = [(t.name, i) for t in manifest.tensors for i in range(3 if t.name == "big" else int(t.name != "none"))]
     stored = {block for block, place in zip(numbered, table.places, strict=True) if place.is_stored}
     assert stored == {("big", 1), ("small", 0)}
@@ -163,7 +165,7 @@ def test_overlay__refers_to_no_file_that_is_removed_after_the_merge(tmp_path: Pa
     write_models(tmp_path)
     staged = f"name: base2\n{TIES}---\n" + SUM.replace("base_model: base", "base_model: base2")
     overlay = merge(tmp_path, "overlay", staged, overlay=True, catalog=False)
-    files = open_overlay(overlay, read_manifest_value(overlay)).table.files
+    files = open_overlay(LocalStore(), Location.local(overlay), read_manifest_value(overlay)).table.files
     assert all(Path(file.path).is_file() for file in files)
     keeping.materialise(overlay, tmp_path / "whole", options=RunOptions(catalog=False))
     assert contents(tmp_path / "whole") == contents(merge(tmp_path, "full", staged, catalog=False))
@@ -281,7 +283,7 @@ def test_materialise__finds_a_base_that_moved(own: Path) -> None:
 
 
 def block_start(root: Path, *, is_stored: bool) -> int:
-    table = open_overlay(root / "overlay", read_manifest_value(root / "overlay")).table
+    table = open_overlay(LocalStore(), Location.local(root / "overlay"), read_manifest_value(root / "overlay")).table
     return next(place.offset for place in table.places if place.is_stored == is_stored)
 
 

@@ -16,6 +16,7 @@ from mergepipe.errors import ConflictError, MergePipeError, OutputError, Storage
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, check_free_space, check_target, find_staging, remove_dead
 from mergepipe.storage import owned
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import this_process
 from support.faults import Fault, replaced, system_error
 
@@ -239,16 +240,16 @@ def test_staging__where_it_cannot_be_made_says_so(tmp_path: Path) -> None:
 
 
 def test_check_target__accepts_a_new_place_and_by_force_a_snapshot_or_an_empty_folder(tmp_path: Path) -> None:
-    check_target(tmp_path / "out", [tmp_path / "base"], force=False)
+    check_target(tmp_path / "out", [Location.local(tmp_path / "base")], force=False)
     make_snapshot(tmp_path / "old", "x")
     (tmp_path / "empty").mkdir()
     for name in ("out", "old", "empty"):
-        check_target(tmp_path / name, [tmp_path / "base"], force=True)
+        check_target(tmp_path / name, [Location.local(tmp_path / "base")], force=True)
 
 
 def _refusal(out: Path, inputs: list[Path], *, force: bool) -> str:
     with pytest.raises(OutputError) as caught:
-        check_target(out, inputs, force=force)
+        check_target(out, map(Location.local, inputs), force=force)
     return caught.value.code
 
 

@@ -17,6 +17,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Storag
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore, os_error
+from mergepipe.storage.location import Location
 from mergepipe.storage.page_cache import resident_fraction
 from support.faults import (
     Fault,
@@ -38,7 +39,7 @@ def make_file(folder: Path, nbytes: int) -> tuple[Path, bytes]:
 def open_cold(store: LocalStore, path: Path) -> LocalFile:
     """Open for direct reads; skips where the file system has none."""
     drop_from_page_cache(path)
-    file = store.open(path, direct=True)
+    file = store.open(Location.local(path), direct=True)
     if file.alignment == 1:
         file.close()
         pytest.skip("this file system has no direct reads")
@@ -65,7 +66,7 @@ def test_read_into__fills_the_buffer_up_to_the_end_of_the_file(
     stop = data.draw(st.integers(start, nbytes))
     path, content = make_file(tmp_path, nbytes)
     store = LocalStore()
-    file = open_cold(store, path) if is_direct else store.open(path)
+    file = open_cold(store, path) if is_direct else store.open(Location.local(path))
     with replaced(os, "preadv", short_reads if is_short else lambda preadv: preadv):
         got, found = read(file, start, stop)
     file.close()
@@ -80,7 +81,7 @@ def test_read_into__tells_of_a_file_that_has_shrunk(tmp_path: Path) -> None:
     for is_direct in (False, True):
         path.write_bytes(content)
         store = LocalStore()
-        file = open_cold(store, path) if is_direct else store.open(path)
+        file = open_cold(store, path) if is_direct else store.open(Location.local(path))
         os.truncate(path, 10_000)
         got, found = read(file, 4096, 20_000)
         file.close()
@@ -90,7 +91,7 @@ def test_read_into__tells_of_a_file_that_has_shrunk(tmp_path: Path) -> None:
 def test_read_into__charges_the_purpose_and_the_file(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     ledger = Ledger()
-    file = LocalStore(ledger).open(path)
+    file = LocalStore(ledger).open(Location.local(path))
     read(file, 10, 20, Purpose.EXPERT)
     read(file, 0, 5, Purpose.ANALYSIS)
     file.close()
@@ -99,7 +100,7 @@ def test_read_into__charges_the_purpose_and_the_file(tmp_path: Path) -> None:
 
 def test_read_into__names_the_file_that_failed(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
-    file = LocalStore().open(path)
+    file = LocalStore().open(Location.local(path))
     with (
         replaced(os, "preadv", Fault(0, system_error(errno.EIO)).wrap),
         pytest.raises(StorageError, match="reading 10 bytes at 0") as caught,
@@ -112,7 +113,7 @@ def test_read_into__names_the_file_that_failed(tmp_path: Path) -> None:
 def test_open__reads_a_file_in_the_page_cache_from_there(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 50_000)
     store = LocalStore()
-    file = store.open(path, direct=True)
+    file = store.open(Location.local(path), direct=True)
     file.close()
     assert file.alignment == 1
     assert store.ledger.total_bytes() == 0
@@ -164,11 +165,11 @@ def test_open__refuses_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(StorageError) as caught:
-            LocalStore().open(path)
+            LocalStore().open(Location.local(path))
         assert caught.value.code == "storage.not-a-file"
     for path in (tmp_path / "nothing", make_file(tmp_path, 1)[0] / "below"):
         with pytest.raises(NotFoundError):
-            LocalStore().open(path)
+            LocalStore().open(Location.local(path))
     assert open_descriptors() == before
 
 
@@ -176,13 +177,13 @@ def test_open__leaves_no_descriptor_when_it_fails(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     before = open_descriptors()
     with replaced(os, "posix_fadvise", Fault(0).wrap), pytest.raises(StorageError):
-        LocalStore().open(path)
+        LocalStore().open(Location.local(path))
     assert open_descriptors() == before
 
 
 def test_open__of_an_empty_file_works(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 0)
-    file = LocalStore().open(path, direct=True)
+    file = LocalStore().open(Location.local(path), direct=True)
     assert read(file, 0, 0) == (0, b"")
     file.close()
     file.close()
@@ -191,8 +192,8 @@ def test_open__of_an_empty_file_works(tmp_path: Path) -> None:
 def test_read_metadata__reads_at_most_to_the_end(tmp_path: Path) -> None:
     path, content = make_file(tmp_path, 100)
     store = LocalStore()
-    assert store.read_metadata(path, 90, 50) == content[90:]
-    assert store.read_metadata(path, 200, 50) == b""
+    assert store.read_metadata(Location.local(path), 90, 50) == content[90:]
+    assert store.read_metadata(Location.local(path), 200, 50) == b""
     assert store.ledger.usage()[Purpose.METADATA] == 10
 
 
@@ -200,7 +201,7 @@ def test_read_metadata__tells_of_a_file_that_shrinks(tmp_path: Path) -> None:
     path, _ = make_file(tmp_path, 100)
     before = open_descriptors()
     with replaced(os, "pread", lambda _: lambda *_: b""), pytest.raises(CorruptError) as caught:
-        LocalStore().read_metadata(path, 0, 10)
+        LocalStore().read_metadata(Location.local(path), 0, 10)
     assert caught.value.code == "storage.shrunk"
     assert open_descriptors() == before
 

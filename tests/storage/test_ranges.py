@@ -26,6 +26,7 @@ from mergepipe.snapshots.distances import norm
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalFile, LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile
 from mergepipe.storage.ranges import fill_from_descriptor, read_descriptor_range, read_exact, request, request_bytes
 from mergepipe.storage.read_speed import measure_reading
@@ -40,12 +41,12 @@ from support.stores import InMemoryStore
 
 SOURCE = Path(mergepipe.__file__).parent
 N_ELEMENTS = 4096
-ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Path("model.safetensors"), 0, 4 * N_ELEMENTS)
+ENTRY = TensorEntry("t", F32, (N_ELEMENTS,), Location.local(Path("model.safetensors")), 0, 4 * N_ELEMENTS)
 
 
 def file_of(content: bytes, *, is_paged: bool, ledger: Ledger | None = None) -> RangeFile:
     """A file in memory."""
-    path = Path("file")
+    path = Location.parse("file")
     ledger = Ledger() if ledger is None else ledger
     return AlignedFile(path, content, ledger) if is_paged else InMemoryStore({path: content}, ledger).open(path)
 
@@ -115,20 +116,22 @@ def resume_output(path: Path) -> None:
 
 def read_state(path: Path) -> None:
     """Read the values of a training state."""
-    state = StoredState("p", "exp_avg", F32, ENTRY.shape, (Piece(path, 0, ENTRY.nbytes, Span(0, N_ELEMENTS)),))
+    state = StoredState(
+        "p", "exp_avg", F32, ENTRY.shape, (Piece(Location.local(path), 0, ENTRY.nbytes, Span(0, N_ELEMENTS)),)
+    )
     with StateReader(LocalStore()) as reader:
         reader.read(state, Span(0, N_ELEMENTS))
 
 
 def copy_range(path: Path) -> None:
     """Copy a range of one file to another."""
-    plan = FilePlan("out", (CopyRange(path, 0, ENTRY.nbytes, is_skeleton=True),))
+    plan = FilePlan("out", (CopyRange(Location.local(path), 0, ENTRY.nbytes, is_skeleton=True),))
     Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, path.with_name("out"))
 
 
-def opened(path: Path) -> dict[Path, RangeFile]:
+def opened(path: Path) -> dict[Location, RangeFile]:
     """The file, as what reads blocks is given it."""
-    return {ENTRY.file: LocalStore().open(path)}
+    return {ENTRY.file: LocalStore().open(Location.local(path))}
 
 
 def ignore(_nbytes: int) -> None:
@@ -138,16 +141,19 @@ def ignore(_nbytes: int) -> None:
 CALLERS: dict[str, Callable[[Path], object]] = {
     "span": lambda path: read_span(ENTRY, Span(100, 4000), opened(path), Purpose.BASE),
     "matrix": lambda path: read_matrix(ENTRY, opened(path), Purpose.BASE),
-    "content id": lambda path: content_id(open_checkpoint(LocalStore(), path), {path: LocalStore().open(path)}),
-    "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), path), ignore),
+    "content id": lambda path: content_id(
+        open_checkpoint(LocalStore(), Location.local(path)),
+        {Location.local(path): LocalStore().open(Location.local(path))},
+    ),
+    "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), Location.local(path)), ignore),
     "plain tensor": lambda path: KeptFetch(ENTRY, opened(path))(
         Span(0, N_ELEMENTS), np.empty(ENTRY.nbytes, np.uint8), Purpose.EXPERT
     ),
-    "band sample": lambda path: read_sample(ENTRY, LocalStore().open(path), Purpose.ANALYSIS),
-    "packed index": lambda path: as_expert(LocalStore(), path, 5000),
+    "band sample": lambda path: read_sample(ENTRY, LocalStore().open(Location.local(path)), Purpose.ANALYSIS),
+    "packed index": lambda path: as_expert(LocalStore(), Location.local(path), 5000),
     "training state": read_state,
     "copied range": copy_range,
-    "read speed": lambda path: measure_reading(LocalStore(), path, Purpose.ANALYSIS),
+    "read speed": lambda path: measure_reading(LocalStore(), Location.local(path), Purpose.ANALYSIS),
     "resumed output": resume_output,
 }
 
@@ -172,7 +178,6 @@ SHORT_READS = {
     "storage/local.py": {"preadv"},
     "storage/regular.py": {"pread"},
     "jobs/repair.py": {"pread"},
-    "snapshots/layout.py": {"pread"},
 }
 
 

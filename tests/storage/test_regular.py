@@ -12,6 +12,7 @@ import pytest
 from mergepipe.errors import CorruptError, NotFoundError, StorageError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.regular import open_regular, read_small
 from support.faults import open_descriptors
 
@@ -34,7 +35,11 @@ def test_open_regular__refuses_what_is_no_regular_file_at_once(tmp_path: Path, k
     path = tmp_path / "config.json"
     MAKERS[kind](path)
     before = open_descriptors()
-    for read in (open_regular, lambda path: read_small(path, 10), lambda path: LocalStore().read_metadata(path, 0, 9)):
+    for read in (
+        open_regular,
+        lambda path: read_small(path, 10),
+        lambda path: LocalStore().read_metadata(Location.local(path), 0, 9),
+    ):
         with pytest.raises(StorageError) as caught:
             read(path)
         assert caught.value.code == "storage.not-a-file"
@@ -69,10 +74,10 @@ def test_read_small__reads_a_file_of_the_limit_and_refuses_a_larger_one_unread(t
     path = tmp_path / "config.json"
     path.write_bytes(b"12345")
     store = LocalStore()
-    assert store.read_small(path, 5) == b"12345"
+    assert store.read_small(Location.local(path), 5) == b"12345"
     assert store.ledger.usage()[Purpose.METADATA] == 5
     with pytest.raises(CorruptError) as caught:
-        store.read_small(path, 4)
+        store.read_small(Location.local(path), 4)
     assert caught.value.code == "storage.too-large"
     assert str(path) in str(caught.value)
     assert "has 5 bytes, at most 4 " in str(caught.value)

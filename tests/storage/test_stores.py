@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from store_contract import StoreContract
@@ -13,6 +13,7 @@ from mergepipe.errors import ConflictError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, Store, StoreTerms
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.faults import replaced, system_error
 from support.stores import InMemoryStore, StoreRequest
 
@@ -20,76 +21,82 @@ from support.stores import InMemoryStore, StoreRequest
 class TestLocalStore(StoreContract):
     """Files of this machine."""
 
-    def make(self, root: Path, files: Mapping[str, bytes]) -> Store:
+    def make(self, root: Location, files: Mapping[str, bytes]) -> Store:
         for name, content in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content)
+            path = (root / name).local_path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         return LocalStore()
 
-    def overwrite(self, store: Store, path: Path, content: bytes) -> None:
+    def overwrite(self, store: Store, location: Location, content: bytes) -> None:
         del store
+        path = location.local_path
         path.with_name("beside").write_bytes(content)
         path.with_name("beside").rename(path)
 
-    def test_links__are_followed(self, tmp_path: Path) -> None:
-        store = self.make(tmp_path, {"r/file": b"123"})
+    def test_links__are_followed(self, root: Location, tmp_path: Path) -> None:
+        store = self.make(root, {"r/file": b"123"})
         (tmp_path / "r/link").symlink_to("file")
         (tmp_path / "r/dangling").symlink_to("nowhere")
         (tmp_path / "r/circle").symlink_to("circle")
         (tmp_path / "r/up").symlink_to(tmp_path)
         os.mkfifo(tmp_path / "r/fifo")
-        assert store.list(tmp_path / "r") == (
+        assert store.list(root / "r") == (
             Entry("circle", FileKind.OTHER), Entry("dangling", FileKind.OTHER), Entry("fifo", FileKind.OTHER),
             Entry("file", FileKind.FILE), Entry("link", FileKind.FILE), Entry("up", FileKind.FOLDER),
         )  # fmt: skip
-        assert store.stat(tmp_path / "r/dangling") is None
-        assert store.stat(tmp_path / "r/link") == store.stat(tmp_path / "r/file")
-        assert store.real_path(tmp_path / "r/up/r/link") == (tmp_path / "r/file").resolve()
-        fifo = store.stat(tmp_path / "r/fifo")
+        assert store.stat(root / "r/dangling") is None
+        assert store.stat(root / "r/link") == store.stat(root / "r/file")
+        assert store.real_path(root / "r/up/r/link") == Location.local((tmp_path / "r/file").resolve())
+        fifo = store.stat(root / "r/fifo")
         assert fifo is not None
         assert fifo.kind is FileKind.OTHER
 
-    def test_refusals__of_the_system_are_typed(self, tmp_path: Path) -> None:
+    def test_refusals__of_the_system_are_typed(self, root: Location, tmp_path: Path) -> None:
         store = LocalStore()
         (tmp_path / "circle").symlink_to("circle")
         for look in (store.stat, store.real_path):
             with pytest.raises(StorageError) as caught:
-                look(tmp_path / "circle")
+                look(root / "circle")
             assert caught.value.code == "storage.stat"
 
         def refuse(_path: Path) -> None:
             raise system_error(13)
 
         with replaced(os, "scandir", lambda _: refuse), pytest.raises(StorageError) as caught:
-            store.list(tmp_path)
+            store.list(root)
         assert caught.value.code == "storage.list"
 
 
 class TestInMemoryStore(StoreContract):
     """An object store in memory."""
 
-    def make(self, root: Path, files: Mapping[str, bytes]) -> Store:
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Location:
+        return Location("memory", "bucket", PurePosixPath(*tmp_path.parts[1:]))
+
+    def make(self, root: Location, files: Mapping[str, bytes]) -> Store:
         return InMemoryStore({root / name: content for name, content in files.items()})
 
-    def overwrite(self, store: Store, path: Path, content: bytes) -> None:
+    def overwrite(self, store: Store, location: Location, content: bytes) -> None:
         assert isinstance(store, InMemoryStore)
-        store.put(path, content)
+        store.put(location, content)
 
-    def test_open__never_mixes_two_versions(self, tmp_path: Path) -> None:
-        store = InMemoryStore({tmp_path / "a": b"old"})
-        file = store.open(tmp_path / "a")
-        store.put(tmp_path / "a", b"new")
+    def test_open__never_mixes_two_versions(self, root: Location) -> None:
+        store = InMemoryStore({root / "a": b"old"})
+        file = store.open(root / "a")
+        store.put(root / "a", b"new")
         with pytest.raises(ConflictError):
             file.read_into(0, memoryview(bytearray(3)), Purpose.BASE)
-        store.delete(tmp_path / "a")
-        assert store.stat(tmp_path / "a") is None
+        store.delete(root / "a")
+        assert store.stat(root / "a") is None
 
-    def test_script__sees_every_request_and_may_refuse_it(self, tmp_path: Path) -> None:
+    def test_script__sees_every_request_and_may_refuse_it(self, root: Location) -> None:
         def refuse_reads(request: StoreRequest) -> None:
             if request.operation == "read":
                 raise StorageError.of("storage.io", request.path, "the network is gone")
 
-        path = tmp_path / "a"
+        path = root / "a"
         store = InMemoryStore({path: b"old"}, script=refuse_reads)
         with pytest.raises(StorageError):
             store.open(path).read_into(1, memoryview(bytearray(2)), Purpose.BASE)

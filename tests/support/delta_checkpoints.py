@@ -14,6 +14,7 @@ from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.delta_mark import BASE_KEY, DELTA_KIND, FULL_KEY, KIND_KEY, DeltaMark
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 
 def metadata_of(mark: DeltaMark) -> dict[str, str]:
@@ -24,7 +25,7 @@ def metadata_of(mark: DeltaMark) -> dict[str, str]:
 def write_delta(base_path: Path, expert_path: Path, out: Path) -> Path:
     """Write the float32 differences of an expert from its base; equal tensors are left out, integers stored in full."""
     store = LocalStore()
-    base = open_checkpoint(store, base_path)
+    base = open_checkpoint(store, Location.local(base_path))
     anchors, own = (
         {name: array for file in sorted(path.glob("*.safetensors")) for name, array in load_file(file).items()}
         for path in (base_path, expert_path)

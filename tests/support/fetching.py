@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +15,14 @@ from mergepipe.core.blocks import Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedFile:
     """A file in memory that serves whole pages only, and fails a test that asks for anything else."""
 
-    path: Path
+    location: Location
     content: bytes
     ledger: Ledger
     alignment: int = PAGE_BYTES
@@ -36,7 +36,7 @@ class AlignedFile:
         address = np.frombuffer(buffer, np.uint8).ctypes.data
         if offset % PAGE_BYTES or len(buffer) % PAGE_BYTES or address % PAGE_BYTES:
             raise AssertionError(f"{len(buffer)} bytes at {offset} to {address:#x} are not whole pages")
-        self.ledger.charge(str(self.path), purpose, len(buffer))
+        self.ledger.charge(str(self.location), purpose, len(buffer))
         piece = self.content[offset : offset + len(buffer)]
         buffer[: len(piece)] = piece
         return len(piece)
@@ -45,11 +45,11 @@ class AlignedFile:
         """Nothing to release."""
 
 
-def aligned_files(tensors: Iterable[Readable]) -> tuple[Mapping[Path, RangeFile], Ledger]:
+def aligned_files(tensors: Iterable[Readable]) -> tuple[Mapping[Location, RangeFile], Ledger]:
     """The files behind some tensors, and the ledger that counts what is asked of them."""
     ledger = Ledger()
     paths = {entry.file for tensor in tensors for entry in tensor.stored}
-    return {path: AlignedFile(path, path.read_bytes(), ledger) for path in paths}, ledger
+    return {path: AlignedFile(path, path.local_path.read_bytes(), ledger) for path in paths}, ledger
 
 
 def fetched(tensor: Readable, spans: Iterable[Span] | None = None) -> NDArray[np.float32]:

@@ -28,6 +28,7 @@ from mergepipe.deltastore.writer import index_digest
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support import fuzz_seals as seals
 from support.fuzzing import Target
 from support.mutations import Shape
@@ -39,7 +40,7 @@ _MOST_FILE_BYTES = 1 << 24
 
 def store_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     """Targets over stores of the golden expert, packed anew, and over blocks in memory."""
-    base = open_checkpoint(LocalStore(), golden / "base.safetensors")
+    base = open_checkpoint(LocalStore(), Location.local(golden / "base.safetensors"))
     pack(golden / "base.safetensors", [golden / "expert.safetensors"], folder / "stores", threads=1)
     place = folder / "stores" / "expert"
     indexed = shutil.copytree(place, folder / "indexed")
@@ -69,7 +70,7 @@ def _index_reader(place: Path, base: Checkpoint) -> Callable[[bytes], object]:
         try:
             index = StoreIndex.parse(raw, "fuzzed")
         except MergePipeError:
-            return open_store(LocalStore(), place, base)
+            return open_store(LocalStore(), Location.local(place), base)
         for piece in Piece:
             os.truncate(place / PIECE_NAMES[piece], min(index.file_bytes(piece), _MOST_FILE_BYTES))
         return _fetch_all(place, base)
@@ -80,7 +81,7 @@ def _index_reader(place: Path, base: Checkpoint) -> Callable[[bytes], object]:
 def _fetch_all(place: Path, base: Checkpoint) -> int:
     """Open a store and fetch every tensor at every level; the number of bytes."""
     store, fetched = LocalStore(), 0
-    for tensor in open_store(store, place, base).tensors.values():
+    for tensor in open_store(store, Location.local(place), base).tensors.values():
         if not isinstance(tensor, PackedTensor):
             continue
         for level in (Level.HEAD, Level.LOSSLESS):

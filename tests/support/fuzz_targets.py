@@ -26,6 +26,7 @@ from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.request.recipe import load_composition
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.partial_manifest import parse_manifest
@@ -39,7 +40,7 @@ from support.torch_bytes import PickleWriter, torch_bytes
 from support.training_trees import decoder_shapes, known_states, write_dcp, write_hf, write_zero12
 
 Read = Callable[[bytes], object]
-FILE = Path("/fuzzed")
+FILE = Location.parse("/fuzzed")
 
 
 def all_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
@@ -56,7 +57,7 @@ def all_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     )
 
 
-def in_memory(read: Callable[[InMemoryStore, Path], object], name: str) -> Read:
+def in_memory(read: Callable[[InMemoryStore, Location], object], name: str) -> Read:
     """Read content as a file of some name that is nowhere else."""
     path = FILE / name
     return lambda raw: read(InMemoryStore({path: raw}), path)
@@ -104,7 +105,7 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
     index_words = (b'"weight_map"', b'"../x"', *(f'"{p.name}"'.encode() for p in sharded.glob("*.safetensors")))
     return (
         Target("safetensors", in_memory(read_header, "x.safetensors"), header),
-        Target("index", on_disk(index, lambda: open_checkpoint(LocalStore(), sharded)),
+        Target("index", on_disk(index, lambda: open_checkpoint(LocalStore(), Location.local(sharded))),
                Shape((index.read_bytes(),), words=index_words, is_json=True)),
         Target("pickle", lambda raw: load_inert(raw, "fuzzed"), pickle),
         Target("torch-pickle", in_memory(read_torch_weights, "x.bin"), zipped),
@@ -184,12 +185,12 @@ def recipe_targets(folder: Path) -> tuple[Target, ...]:
 
     home = seeds.write_recipe_models(folder / "recipes")
     recipe, adapter = home / "recipe.yml", home / "lora"
-    base = open_checkpoint(LocalStore(), home / "base")
+    base = open_checkpoint(LocalStore(), Location.local(home / "base"))
     written = Shape(seeds.RECIPES, split=seals.lines_of, words=seeds.RECIPE_WORDS)
     config = Shape(seeds.ADAPTER_CONFIGS, words=seeds.ADAPTER_WORDS, is_json=True)
-    opened = on_disk(adapter / "adapter_config.json", lambda: open_adapter(LocalStore(), adapter, base))
+    opened = on_disk(adapter / "adapter_config.json", lambda: open_adapter(LocalStore(), Location.local(adapter), base))
     trees = Shape(seeds.as_trees(seeds.RECIPES), words=seeds.RECIPE_WORDS, is_json=True)
-    read = on_disk(recipe, lambda: open_inputs(recipe, LocalStore()))
+    read = on_disk(recipe, lambda: open_inputs(Location.local(recipe), LocalStore()))
     return (
         Target("recipe", read, written),
         Target("recipe-tree", read, trees),
@@ -214,8 +215,16 @@ def training_targets(folder: Path) -> tuple[Target, ...]:
     return (
         Target("partial-manifest", lambda raw: parse_manifest(raw, FILE), partial),
         Target("save-log", lambda raw: read_log(raw.decode("utf-8", errors="replace")), log),
-        Target("composition", on_disk(composition, lambda: load_composition(composition)), recipe),
-        Target("composition-tree", on_disk(composition, lambda: load_composition(composition)), trees),
+        Target(
+            "composition",
+            on_disk(composition, lambda: load_composition(Location.local(composition), LocalStore())),
+            recipe,
+        ),
+        Target(
+            "composition-tree",
+            on_disk(composition, lambda: load_composition(Location.local(composition), LocalStore())),
+            trees,
+        ),
         _training("trainer", folder / "hf", "optimizer.pt"),
         _training("dcp", folder / "dcp", ".metadata"),
         _training("zero", folder / "zero", "mp_rank_00_model_states.pt"),
@@ -229,4 +238,4 @@ def _training(name: str, folder: Path, file: str) -> Target:
     if raw[:2] == b"PK":
         pickled, wrap = seeds.pickle_in(raw)
         shape = Shape((pickled,), wrap, seals.instructions_of)
-    return Target(name, on_disk(path, lambda: open_training_checkpoint(LocalStore(), folder)), shape)
+    return Target(name, on_disk(path, lambda: open_training_checkpoint(LocalStore(), Location.local(folder))), shape)

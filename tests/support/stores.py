@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, RangeFile, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.regular import too_large
 
 
@@ -18,7 +18,7 @@ from mergepipe.storage.regular import too_large
 class MetadataRead:
     """One recorded request for `nbytes` bytes at `offset`."""
 
-    path: Path
+    path: Location
     offset: int
     nbytes: int
 
@@ -30,16 +30,16 @@ class MetadataStore(LocalStore):
         super().__init__()
         self.reads: list[MetadataRead] = []
 
-    def open(self, path: Path, *, direct: bool = False, cached: bool = True) -> NoReturn:
-        raise AssertionError(f"{path} was opened for tensor bytes (direct={direct}, cached={cached})")
+    def open(self, location: Location, *, direct: bool = False, cached: bool = True) -> NoReturn:
+        raise AssertionError(f"{location} was opened for tensor bytes (direct={direct}, cached={cached})")
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
-        self.reads.append(MetadataRead(path, offset, nbytes))
-        return super().read_metadata(path, offset, nbytes)
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
+        self.reads.append(MetadataRead(location, offset, nbytes))
+        return super().read_metadata(location, offset, nbytes)
 
-    def read_small(self, path: Path, limit_bytes: int) -> bytes:
-        content = super().read_small(path, limit_bytes)
-        self.reads.append(MetadataRead(path, 0, len(content)))
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
+        content = super().read_small(location, limit_bytes)
+        self.reads.append(MetadataRead(location, 0, len(content)))
         return content
 
 
@@ -48,7 +48,7 @@ class StoreRequest:
     """What an `InMemoryStore` was asked: `open`, `stat`, `list` or `read`, of which bytes."""
 
     operation: str
-    path: Path
+    path: Location
     offset: int = 0
     nbytes: int = 0
 
@@ -66,10 +66,10 @@ class InMemoryFile:
 
     alignment = 1
 
-    def __init__(self, store: InMemoryStore, path: Path) -> None:
+    def __init__(self, store: InMemoryStore, location: Location) -> None:
         self._store = store
-        self.path = path
-        self._status = store.object_status(path)
+        self.location = location
+        self._status = store.object_status(location)
 
     @property
     def size_bytes(self) -> int:
@@ -80,8 +80,8 @@ class InMemoryFile:
         return self._status.version
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        self._store.ledger.charge(str(self.path), purpose, len(buffer))
-        content = self._store.get(StoreRequest("read", self.path, offset, len(buffer)), self.version)
+        self._store.ledger.charge(str(self.location), purpose, len(buffer))
+        content = self._store.get(StoreRequest("read", self.location, offset, len(buffer)), self.version)
         buffer[: len(content)] = content
         return len(content)
 
@@ -96,18 +96,21 @@ class InMemoryStore:
     """
 
     def __init__(
-        self, files: Mapping[Path, bytes] | None = None, ledger: Ledger | None = None, script: Script = serve_at_once
+        self,
+        files: Mapping[Location, bytes] | None = None,
+        ledger: Ledger | None = None,
+        script: Script = serve_at_once,
     ) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
         self.requests: list[StoreRequest] = []
         self.script = script
-        self._objects: dict[Path, tuple[int, bytes]] = {}
+        self._objects: dict[Location, tuple[int, bytes]] = {}
         self._n_puts = 0
         for path, content in (files or {}).items():
             self.put(path, content)
 
-    @property
-    def terms(self) -> StoreTerms:
+    def terms(self, location: Location) -> StoreTerms:
+        del location
         return StoreTerms(granularity_bytes=1, most_requests=4, request_cost_bytes=1 << 20)
 
     @property
@@ -115,49 +118,52 @@ class InMemoryStore:
         """The requests for bytes."""
         return [request for request in self.requests if request.operation == "read"]
 
-    def put(self, path: Path, content: bytes) -> None:
+    def put(self, path: Location, content: bytes) -> None:
         """Store an object, or another version of it."""
         self._n_puts += 1
         self._objects[path] = (self._n_puts, content)
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: Location) -> None:
         """Remove an object."""
         del self._objects[path]
 
-    def open(self, path: Path, *, direct: bool = False) -> RangeFile:
+    def pin(self, location: Location) -> Location:
+        return location
+
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
         del direct  # there is no page cache
-        self._ask(StoreRequest("open", path))
-        return InMemoryFile(self, path)
+        self._ask(StoreRequest("open", location))
+        return InMemoryFile(self, location)
 
-    def stat(self, path: Path) -> FileStatus | None:
-        self._ask(StoreRequest("stat", path))
-        return self._status(path)
+    def stat(self, location: Location) -> FileStatus | None:
+        self._ask(StoreRequest("stat", location))
+        return self._status(location)
 
-    def list(self, path: Path) -> tuple[Entry, ...]:
-        self._ask(StoreRequest("list", path))
-        below = [each.relative_to(path).parts for each in self._objects if path in each.parents]
+    def list(self, location: Location) -> tuple[Entry, ...]:
+        self._ask(StoreRequest("list", location))
+        below = [each.relative_to(location).parts for each in self._objects if location in each.parents]
         if not below:
-            raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path")
+            raise NotFoundError.of("storage.not-found", location, "no such folder", "check the location")
         kinds = {parts[0]: FileKind.FILE if len(parts) == 1 else FileKind.FOLDER for parts in below}
         return tuple(Entry(name, kinds[name]) for name in sorted(kinds))
 
-    def real_path(self, path: Path) -> Path | None:
-        return None if self._status(path) is None else path
+    def real_path(self, location: Location) -> Location | None:
+        return None if self._status(location) is None else location
 
-    def size_bytes(self, path: Path) -> int:
-        self._ask(StoreRequest("stat", path))
-        return self.object_status(path).size_bytes
+    def size_bytes(self, location: Location) -> int:
+        self._ask(StoreRequest("stat", location))
+        return self.object_status(location).size_bytes
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
-        content = self.get(StoreRequest("read", path, offset, nbytes))
-        self.ledger.charge(str(path), Purpose.METADATA, len(content))
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
+        content = self.get(StoreRequest("read", location, offset, nbytes))
+        self.ledger.charge(str(location), Purpose.METADATA, len(content))
         return content
 
-    def read_small(self, path: Path, limit_bytes: int) -> bytes:
-        size_bytes = self.size_bytes(path)
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
+        size_bytes = self.size_bytes(location)
         if size_bytes > limit_bytes:
-            raise too_large(path, size_bytes, limit_bytes)
-        return self.read_metadata(path, 0, size_bytes)
+            raise too_large(location, size_bytes, limit_bytes)
+        return self.read_metadata(location, 0, size_bytes)
 
     def get(self, request: StoreRequest, version: str | None = None) -> bytes:
         """Bytes of an object, of one version of it if that is given."""
@@ -168,7 +174,7 @@ class InMemoryStore:
         self.object_status(request.path)
         return self._objects[request.path][1][request.offset : request.offset + request.nbytes]
 
-    def object_status(self, path: Path) -> FileStatus:
+    def object_status(self, path: Location) -> FileStatus:
         """The status of an object, not of a folder."""
         status = self._status(path)
         if status is None:
@@ -177,7 +183,7 @@ class InMemoryStore:
             raise StorageError.of("storage.not-a-file", path, "is a folder, an object is needed")
         return status
 
-    def _status(self, path: Path) -> FileStatus | None:
+    def _status(self, path: Location) -> FileStatus | None:
         if path in self._objects:
             number, content = self._objects[path]
             return FileStatus(FileKind.FILE, len(content), f"v{number}")
@@ -190,5 +196,5 @@ class InMemoryStore:
         self.script(request)
 
 
-def _missing(path: Path) -> MergePipeError:
+def _missing(path: Location) -> MergePipeError:
     return NotFoundError.of("storage.not-found", path, "no such object", "check the path")

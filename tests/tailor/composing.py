@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, Packing, StoredState
 from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
 from mergepipe.tailor.composition.self_check import Thoroughness
@@ -87,7 +88,7 @@ class Pair:
         return path
 
     def compose(self, text: str, options: ComposeOptions = FULL) -> CompositionReport:
-        return compose(self.recipe(text), self.out, options, lambda *_: None)
+        return compose(Location.local(self.recipe(text)), self.out, options, lambda *_: None)
 
 
 def make_pair(folder: Path, write: Write, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Pair:
@@ -103,14 +104,14 @@ def stored_values(state: StoredState) -> Array:
     flat = np.full(state.n_elements, np.nan, np.float32)
     for piece in state.pieces:
         found = unpack_piece(MetadataStore(), piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
-        raw = found.file.read_bytes()[found.offset : found.offset + found.nbytes]
+        raw = found.file.local_path.read_bytes()[found.offset : found.offset + found.nbytes]
         flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
     return flat.reshape(state.shape)
 
 
 def wrong_values(out: Path, pair: Pair, from_old: Collection[str]) -> list[str]:
     """States of the composite that are not those of their source. Copies of weights hold the source's master."""
-    made = open_training_checkpoint(MetadataStore(), out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(out))
     assert made.missing == ()
     wrong = []
     for (name, kind), state in made.states.items():

@@ -45,12 +45,14 @@ from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, Packing
 from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe, compose
 from mergepipe.tailor.composition.composition_plan import plan_composition
 from mergepipe.tailor.composition.copy.plan import CopyRange
 from mergepipe.tailor.composition.request.assignment import assign, state_to_copy
-from mergepipe.tailor.composition.request.recipe import load_composition, resolved_path
+from mergepipe.tailor.composition.request.recipe import load_composition
 from mergepipe.tailor.composition.self_check import Thoroughness
 from mergepipe.tailor.composition.staleness import StepPolicy
 from mergepipe.tailor.formats.dcp import DCP_FORMAT
@@ -131,10 +133,10 @@ def archives(path: Path) -> list[bytes]:
         return [path.read_bytes()]
     if path.suffix != ".distcp":
         return []
-    made = open_training_checkpoint(MetadataStore(), path.parent)
+    made = open_training_checkpoint(MetadataStore(), Location.local(path.parent))
     pieces = [p for s in made.states.values() for p in s.pieces] + [p for s in made.steps for p in s.cells]
     assert all(p.packing is Packing.TORCH_ZIP for p in pieces)
-    return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file == path]
+    return [path.read_bytes()[p.offset : p.offset + p.nbytes] for p in pieces if p.file.local_path == path]
 
 
 def test_compose__leaves_valid_checksums(pair: Pair) -> None:
@@ -157,9 +159,9 @@ def test_compose__never_changes_or_links_a_source(pair: Pair) -> None:
 
 def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
     newest = pair.compose(PARITY).plan.assignment.skeleton
-    assert (newest.step, open_training_checkpoint(MetadataStore(), pair.out).step) == (9, 9)
+    assert (newest.step, open_training_checkpoint(MetadataStore(), Location.local(pair.out)).step) == (9, 9)
     asked = pair.compose(PARITY + "state_from: old\n", replace(FULL, force=True)).plan.assignment.skeleton
-    made = open_training_checkpoint(MetadataStore(), pair.out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
     counts_itself = made.format != DCP_FORMAT  # there the newest counter is the step
     assert (asked.step, made.step) == (7, 7 if counts_itself else 9)
     assert wrong_values(pair.out, pair, [name for name in pair.old.shapes if from_old(name)]) == []
@@ -169,7 +171,11 @@ def test_compose__takes_state_from_the_newest_or_as_asked(pair: Pair) -> None:
 def test_compose__counts_steps_as_its_policy_says(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
     report = pair.compose(PARITY)
-    found = {name: s.value for s in open_training_checkpoint(MetadataStore(), pair.out).steps for name in s.parameters}
+    found = {
+        name: s.value
+        for s in open_training_checkpoint(MetadataStore(), Location.local(pair.out)).steps
+        for name in s.parameters
+    }
     wanted = {n: 7.0 if from_old(n) and kind not in SHARED_STEPS else 9.0 for n in pair.old.shapes}
     assert found == wanted
     policies = {policy for unit in report.plan.staleness for policy in unit.step_policies}
@@ -218,7 +224,7 @@ def test_compose__reads_every_needed_byte_once(pair: Pair) -> None:
 def test_check__reads_no_tensor_and_writes_nothing(zero2: Pair) -> None:
     recipe = zero2.recipe(PARITY)
     before = sorted(zero2.folder.rglob("*"))
-    report = check_recipe(recipe, FULL)
+    report = check_recipe(Location.local(recipe), FULL)
     assert sorted(zero2.folder.rglob("*")) == before
     assert (report.manifest, report.plan.output_bytes > 0) == (None, True)
 
@@ -330,7 +336,7 @@ def test_compose__refuses_an_output_that_is_in_the_way(zero2: Pair) -> None:
 
 def test_compose__refuses_an_output_inside_a_source(zero2: Pair) -> None:
     with pytest.raises(OutputError, match="overlaps the input"):
-        compose(zero2.recipe(PARITY), zero2.folder / "new" / "out", FULL, lambda *_: None)
+        compose(Location.local(zero2.recipe(PARITY)), zero2.folder / "new" / "out", FULL, lambda *_: None)
 
 
 def test_compose__refuses_too_little_memory(zero2: Pair) -> None:
@@ -467,7 +473,7 @@ def test_compose__is_the_same_with_short_reads_and_writes(pair: Pair) -> None:
 
 def test_compose__notices_bytes_that_were_written_wrongly(zero2: Pair) -> None:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    states = open_training_checkpoint(MetadataStore(), zero2.folder / "new").states
+    states = open_training_checkpoint(MetadataStore(), Location.local(zero2.folder / "new")).states
     offset = states["model.embed_tokens.weight", "exp_avg"].pieces[0].offset
 
     def flip(pwrite: Callable[..., int]) -> Callable[..., int]:
@@ -506,7 +512,7 @@ def test_compose__stops_when_the_caller_does(zero2: Pair) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compose(zero2.recipe(PARITY), zero2.out, FULL, stop)
+        compose(Location.local(zero2.recipe(PARITY)), zero2.out, FULL, stop)
     assert (zero2.out.exists(), hidden(zero2.folder), worker_threads(2)) == (False, [], [])
 
 
@@ -524,7 +530,11 @@ def test_linked_composite__holds_the_values_and_no_tensor_byte(dcp: Pair) -> Non
     assert sorted(p.name for p in dcp.out.iterdir()) == [".metadata", "mergepipe.json"]
     assert report.manifest is not None
     assert (report.manifest.realized[Purpose.BASE], report.manifest.realized[Purpose.EXPERT]) == (0, 0)
-    steps = {n: s.value for s in open_training_checkpoint(MetadataStore(), dcp.out).steps for n in s.parameters}
+    steps = {
+        n: s.value
+        for s in open_training_checkpoint(MetadataStore(), Location.local(dcp.out)).steps
+        for n in s.parameters
+    }
     assert steps == {n: 7.0 if from_old(n) else 9.0 for n in dcp.old.shapes}
 
 
@@ -533,7 +543,7 @@ def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
     text = "default: new\ntake: [{from: out, units: [layers all]}]\n"
     again = dcp.folder / "again"
     for options in (FULL, replace(FULL, linked=True, force=True)):
-        compose(dcp.recipe(text), again, options, lambda *_: None)
+        compose(Location.local(dcp.recipe(text)), again, options, lambda *_: None)
         old = [n for n in dcp.old.shapes if ".layers." in n and from_old(n)]
         assert wrong_values(again, dcp, old) == []
 
@@ -542,7 +552,7 @@ def test_linked_composite__can_be_a_source_of_another(dcp: Pair) -> None:
 def test_linked_composite__must_lie_beside_its_sources_and_be_dcp(tmp_path: Path, place: str, code: str) -> None:
     pair = make_pair(tmp_path, FORMATS["dcp" if "deeper" in place else "zero3"])
     with pytest.raises(UnsupportedError) as caught:
-        compose(pair.recipe(PARITY), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
+        compose(Location.local(pair.recipe(PARITY)), pair.folder / place, replace(FULL, linked=True), lambda *_: None)
     assert (caught.value.code, hidden(pair.folder)) == (code, [])
 
 
@@ -633,9 +643,9 @@ def test_compose__resumes_at_the_step_of_a_partial_checkpoint(trainer: Pair) -> 
     report = trainer.compose("default: old\ntake: [{from: new, units: [layers all]}]\nstate_from: new\n")
     old = [n for n in trainer.old.shapes if ".layers." not in n]
     assert wrong_values(trainer.out, trainer, old) == []
-    assert open_training_checkpoint(MetadataStore(), trainer.out).step == 9
+    assert open_training_checkpoint(MetadataStore(), Location.local(trainer.out)).step == 9
     assert [(trainer.out / name).read_text() for name in STATE_NAMES[1:]] == ["scheduler.pt at 9", "rng_state.pth at 9"]
-    root = read_torch_zip(MetadataStore(), trainer.out / "optimizer.pt").root
+    root = read_torch_zip(MetadataStore(), Location.local(trainer.out / "optimizer.pt")).root
     rates = [group.get("lr").value for group in Node(root, "optimizer.pt").get("param_groups").elements()]
     assert rates == [0.25, 0.5]
     with zipfile.ZipFile(trainer.out / "optimizer.pt") as archive:
@@ -662,14 +672,18 @@ def test_compose__refuses_a_partial_state_that_is_not_whole(
 
 def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, lambda p, k: write_zero12(p, k, [list(k.shapes)], 2))
-    full = open_training_checkpoint(MetadataStore(), pair.folder / "old")
+    full = open_training_checkpoint(MetadataStore(), Location.local(pair.folder / "old"))
     masters = {key: state for key, state in full.states.items() if key[1] != "weight"}
     partial_source = replace(full, states=masters, missing=("weight: not saved",))
     assert state_to_copy(partial_source, "lm_head.weight", "weight") == masters["lm_head.weight", "fp32"]
-    recipe = load_composition(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n"))
+    recipe = load_composition(
+        Location.local(pair.recipe("default: new\ntake: [{from: old, units: [lm_head]}]\n")), LocalStore()
+    )
     opened = {
-        resolved_path(pair.folder / "new"): open_training_checkpoint(MetadataStore(), pair.folder / "new"),
-        resolved_path(pair.folder / "old"): partial_source,
+        Location.local(pair.folder / "new"): open_training_checkpoint(
+            MetadataStore(), Location.local(pair.folder / "new")
+        ),
+        Location.local(pair.folder / "old"): partial_source,
     }
     plan = plan_composition(MetadataStore(), assign(recipe, opened))
     written = next(file for file in plan.files if file.name == "mp_rank_00_model_states.pt")
@@ -680,7 +694,7 @@ def test_compose__rounds_copies_of_weights_where_a_source_has_the_master_alone(t
 
 def test_stored_values__differ_between_the_two_sources(pair: Pair) -> None:
     """The other tests compare something."""
-    old, new = (open_training_checkpoint(MetadataStore(), pair.folder / n) for n in ("old", "new"))
+    old, new = (open_training_checkpoint(MetadataStore(), Location.local(pair.folder / n)) for n in ("old", "new"))
     same: Mapping[str, bool] = {
         f"{n} {k}": bool((stored_values(s) == stored_values(new.states[n, k])).all())
         for (n, k), s in old.states.items()

@@ -18,6 +18,7 @@ from mergepipe.errors import CorruptError, LimitError, UnsupportedError
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 from mergepipe.tailor.composition.archives.checksums import stale_checksums
 from mergepipe.tailor.composition.copy.chunks import buffer_bytes_for, cut_chunks
@@ -54,7 +55,7 @@ def layouts(draw: st.DrawFn, n_elements: int, *, gaps: bool) -> tuple[Piece, ...
     places = {}
     for span in draw(st.permutations(kept)):
         file = draw(st.sampled_from("ab"))
-        places[span] = Piece(Path(file), ends[file], span.n_elements * 4, span)
+        places[span] = Piece(Location.local(Path(file)), ends[file], span.n_elements * 4, span)
         ends[file] += span.n_elements * 4 + draw(st.integers(0, 9))
     return tuple(places[span] for span in kept)
 
@@ -88,14 +89,18 @@ def test_patch_states__puts_every_element_in_its_place(data: st.DataObject, n_el
 
 
 RANGES = st.builds(
-    lambda file, offset, nbytes, own: CopyRange(Path(file), offset, nbytes, own),
+    lambda file, offset, nbytes, own: CopyRange(Location.local(Path(file)), offset, nbytes, own),
     st.sampled_from("ab"), st.integers(0, 60_000), st.integers(0, 40_000), st.booleans(),
 )  # fmt: skip
 SEGMENTS = st.lists(
     RANGES
     | st.builds(Literal, st.binary(max_size=5000))
     | st.builds(Fill, st.integers(0, 40_000))
-    | st.builds(lambda at, n: CastRange(Path("a"), 4 * at, n, F32, BF16), st.integers(0, 250), st.integers(0, 9000)),
+    | st.builds(
+        lambda at, n: CastRange(Location.local(Path("a")), 4 * at, n, F32, BF16),
+        st.integers(0, 250),
+        st.integers(0, 9000),
+    ),
     max_size=8,
 )
 
@@ -152,7 +157,7 @@ def test_patched_file__replaces_the_patches_alone(patches: list[tuple[int, bytes
             kept.append(Patch(position + gap, Literal(content)))
             wanted[position + gap : position + gap + len(content)] = content
             position += gap + len(content)
-    plan = patched_file("x", SOURCE, 40, reversed(kept))
+    plan = patched_file("x", Location.local(SOURCE), 40, reversed(kept))
     assert b"".join(content_of(s, {"source": original}) for s in plan.segments) == bytes(wanted)
     assert plan.size_bytes == 40
 
@@ -160,7 +165,7 @@ def test_patched_file__replaces_the_patches_alone(patches: list[tuple[int, bytes
 @pytest.mark.parametrize("offsets", [(0, 3), (37,), (5, 5)])
 def test_patched_file__refuses_patches_that_overlap_or_lie_outside(offsets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="overlaps or lies outside"):
-        patched_file("x", SOURCE, 40, [Patch(at, Literal(b"1234")) for at in offsets])
+        patched_file("x", Location.local(SOURCE), 40, [Patch(at, Literal(b"1234")) for at in offsets])
 
 
 @given(
@@ -202,12 +207,12 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     segments: list[Segment] = [
-        CopyRange(tmp_path / "b", 3, 11_000_003, is_skeleton=True),
-        *(CopyRange(tmp_path / "a", 5 * i, 5, is_skeleton=False) for i in range(0, 4000, 2)),
-        CastRange(tmp_path / "a", 4, 29_000, F32, BF16),
+        CopyRange(Location.local(tmp_path / "b"), 3, 11_000_003, is_skeleton=True),
+        *(CopyRange(Location.local(tmp_path / "a"), 5 * i, 5, is_skeleton=False) for i in range(0, 4000, 2)),
+        CastRange(Location.local(tmp_path / "a"), 4, 29_000, F32, BF16),
         Literal(b"literal"),
         Fill(100_001),
-        CopyRange(tmp_path / "b", 11_000_006, 8_999_995, is_skeleton=True),
+        CopyRange(Location.local(tmp_path / "b"), 11_000_006, 8_999_995, is_skeleton=True),
     ]
     if is_cold:
         drop_from_page_cache(tmp_path)
@@ -224,7 +229,7 @@ def test_copier__writes_what_is_planned(tmp_path: Path, is_cold: bool, memory_by
 
 def test_copier__notices_a_source_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"short")
-    plan = FilePlan("out", (CopyRange(tmp_path / "a", 0, 10, is_skeleton=True),))
+    plan = FilePlan("out", (CopyRange(Location.local(tmp_path / "a"), 0, 10, is_skeleton=True),))
     with pytest.raises(CorruptError) as caught:
         Copier(LocalStore(), FEWEST_BYTES, lambda _: None).write(plan, tmp_path / "out")
     assert caught.value.code == "storage.shrunk"
@@ -270,9 +275,9 @@ def test_stale_checksums__names_the_touched_members_alone(tmp_path: Path) -> Non
     content = path.read_bytes()
     at = content.index(arrays[1].tobytes())
     store = MetadataStore()
-    found = stale_checksums(store, path, [ByteRange(at + 4, at + 8)])
+    found = stale_checksums(store, Location.local(path), [ByteRange(at + 4, at + 8)])
     assert [(c.start, c.stop) for c in found] == [(at, at + 28)]
     crc = zlib.crc32(arrays[1].tobytes()).to_bytes(4, "little")
     assert [content[place : place + 4] for c in found for place in c.places] == [crc, crc]
-    assert stale_checksums(store, path, [ByteRange(at - 1, at)]) == ()
-    assert stale_checksums(store, path, []) == ()
+    assert stale_checksums(store, Location.local(path), [ByteRange(at - 1, at)]) == ()
+    assert stale_checksums(store, Location.local(path), []) == ()

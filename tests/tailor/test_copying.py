@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mergepipe.errors import CorruptError, NotFoundError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.copy.plan import CopyRange, FilePlan, Fill, Literal, Segment
 from mergepipe.tailor.composition.copy.writer import FEWEST_BYTES, Copier
 from support.faults import open_descriptors
@@ -27,9 +28,9 @@ class CountingStore(LocalStore):
         super().__init__()
         self.opened: list[str] = []
 
-    def open(self, path: Path, *, direct: bool = False) -> RangeFile:  # type: ignore[override]
-        self.opened.append(path.name)
-        return super().open(path, direct=direct)
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:  # type: ignore[override]
+        self.opened.append(location.name)
+        return super().open(location, direct=direct)
 
 
 def write_sources(folder: Path, count: int) -> list[Path]:
@@ -43,7 +44,7 @@ def content_of(plan: FilePlan) -> bytes:
     parts = []
     for segment in plan.segments:
         if isinstance(segment, CopyRange):
-            parts.append(segment.file.read_bytes()[segment.offset : segment.offset + segment.nbytes])
+            parts.append(segment.file.local_path.read_bytes()[segment.offset : segment.offset + segment.nbytes])
         else:
             parts.append(segment.content if isinstance(segment, Literal) else bytes(segment.nbytes))
     return b"".join(parts)
@@ -75,7 +76,13 @@ def test_write_all__writes_what_each_plan_says(tmp_path_factory: pytest.TempPath
 def test_write_all__opens_a_source_once_however_many_files_read_it(tmp_path: Path) -> None:
     first, second = write_sources(tmp_path, 2)
     plans = [
-        FilePlan(f"out-{i}", (CopyRange(first, i, 9, is_skeleton=False), CopyRange(second, i, 9, is_skeleton=False)))
+        FilePlan(
+            f"out-{i}",
+            (
+                CopyRange(Location.local(first), i, 9, is_skeleton=False),
+                CopyRange(Location.local(second), i, 9, is_skeleton=False),
+            ),
+        )
         for i in range(20)
     ]
     store = CountingStore()
@@ -85,7 +92,9 @@ def test_write_all__opens_a_source_once_however_many_files_read_it(tmp_path: Pat
 
 def test_write_all__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path) -> None:
     sources = write_sources(tmp_path, 12)
-    plans = [FilePlan(f"out-{i}", (CopyRange(s, 0, 9, is_skeleton=False),)) for i, s in enumerate(sources)]
+    plans = [
+        FilePlan(f"out-{i}", (CopyRange(Location.local(s), 0, 9, is_skeleton=False),)) for i, s in enumerate(sources)
+    ]
     before, most = open_descriptors(), 0
 
     def on_advance(_: int) -> None:
@@ -100,7 +109,10 @@ def test_write_all__holds_no_more_files_open_than_it_reads_ahead(tmp_path: Path)
 def test_write_all__that_fails_leaves_nothing_open(tmp_path: Path, bad: int) -> None:
     (source,) = write_sources(tmp_path, 1)
     plans = [
-        FilePlan(f"out-{i}", (CopyRange(source, SOURCE_BYTES - (8 if i == bad else 9), 9, is_skeleton=False),))
+        FilePlan(
+            f"out-{i}",
+            (CopyRange(Location.local(source), SOURCE_BYTES - (8 if i == bad else 9), 9, is_skeleton=False),),
+        )
         for i in range(6)
     ]
     before = open_descriptors()

@@ -15,6 +15,7 @@ from composing import FORMATS, FULL, Pair, make_pair, wrong_values
 
 from mergepipe import tailor
 from mergepipe.errors import LimitError, MergePipeError, MismatchError, NotFoundError, RecipeError
+from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition.compose import compose
 from mergepipe.tailor.composition.request.strategies import Strategy
@@ -116,7 +117,7 @@ def test_recipe_text__composes_the_newest_checkpoints(
 def test_recipe_text__is_a_recipe_that_composes(run: Path, tmp_path: Path, strategy: Strategy) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(api.recipe_text(strategy.value, run, folder=tmp_path))
-    report = compose(recipe, tmp_path / "out", FULL, lambda *_: None)
+    report = compose(Location.local(recipe), tmp_path / "out", FULL, lambda *_: None)
     assert report.plan.assignment.skeleton.step == 9
     old, new = (known_states(decoder_shapes(6), seed=step, step=step) for step in (7, 9))
     older = {

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from mergepipe import tailor
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.storage.contract import Store
+from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats import open_checkpoint, registry
 from mergepipe.tailor.formats.dcp import read_dcp, unpack_piece
@@ -47,7 +48,7 @@ def stored_values(state: StoredState) -> Array:
     flat = np.full(state.n_elements, np.nan, np.float32)
     for piece in state.pieces:
         found = unpack_piece(MetadataStore(), piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
-        raw = found.file.read_bytes()[found.offset : found.offset + found.nbytes]
+        raw = found.file.local_path.read_bytes()[found.offset : found.offset + found.nbytes]
         flat[found.span.start : found.span.stop] = np.frombuffer(raw, np.float32)
     return flat.reshape(state.shape)
 
@@ -78,7 +79,7 @@ def test_read_zero__stages_one_and_two_give_what_was_partitioned(
     folder = tmp_path_factory.mktemp("zero") / "tag"
     known, groups = named_groups(shapes)
     write_zero12(folder, known, groups, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
     assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq", "weight") == []
     assert (checkpoint.missing, checkpoint.world_size, checkpoint.step) == ((), world_size, 7)
     assert checkpoint.flat_groups == tuple(map(tuple, groups))
@@ -91,7 +92,7 @@ def test_read_zero__stage_three_gives_what_was_partitioned(
     folder = tmp_path_factory.mktemp("zero") / "tag"
     known, groups = named_groups(shapes)
     write_zero3(folder, known, groups, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
     assert wrong(checkpoint, known, "fp32", "exp_avg", "exp_avg_sq") == []
     assert (checkpoint.missing, checkpoint.stage, "weight" in checkpoint.kinds) == ((), 3, False)
 
@@ -109,7 +110,7 @@ def zero(folder: Path, known: KnownStates, *, world_size: int = 3) -> Path:
 def test_open_training_checkpoint__follows_latest(tmp_path: Path, known: KnownStates) -> None:
     zero(tmp_path / "run" / "step7", known)
     (tmp_path / "run" / "latest").write_text("step7")
-    checkpoint = open_training_checkpoint(MetadataStore(), tmp_path / "run")
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "run"))
     assert (checkpoint.path.name, checkpoint.root.name) == ("run", "step7")
 
 
@@ -117,19 +118,19 @@ def test_open_training_checkpoint__follows_latest(tmp_path: Path, known: KnownSt
 def test_open_training_checkpoint__refuses_a_latest_that_leads_elsewhere(tmp_path: Path, tag: str) -> None:
     (tmp_path / "latest").write_text(tag)
     with pytest.raises((CorruptError, NotFoundError)) as caught:
-        open_training_checkpoint(MetadataStore(), tmp_path)
+        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert caught.value.code == ("storage.too-large" if len(tag) > 200 else "tailor.latest")
 
 
 def test_open_training_checkpoint__says_when_nothing_is_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(NotFoundError):
-            open_training_checkpoint(MetadataStore(), path)
+            open_training_checkpoint(MetadataStore(), Location.local(path))
 
 
 def test_open_training_checkpoint__lists_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
-        open_training_checkpoint(MetadataStore(), tmp_path)
+        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
     marks = ("mergepipe-partial.json", ".metadata", "trainer_state.json with optimizer.pt", "latest (DeepSpeed ZeRO)")
     assert [mark for mark in marks if mark not in str(caught.value)] == []
 
@@ -141,11 +142,15 @@ class OneFile(ZeroFormat):
     name: ClassVar[str] = "one-file"
     looked_for: ClassVar[str] = "mark.one (one file)"
 
-    def recognise(self, store: Store, path: Path) -> bool:
-        return (path / "mark.one").is_file()
+    def recognise(self, store: Store, path: Location) -> bool:
+        return is_file(store, path / "mark.one")
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
-        return replace(read_zero(store, path / "inside"), path=path, format=self.name)
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        return replace(
+            read_zero(store, (path / "inside")),
+            path=path,
+            format=self.name,
+        )
 
 
 def test_training_format__of_one_file_is_recognised_opened_and_composed(
@@ -159,7 +164,7 @@ def test_training_format__of_one_file_is_recognised_opened_and_composed(
     recipe.write_text("default: run\n")
     report = tailor.compose(recipe, out)
     assert report.plan.assignment.skeleton.format == "one-file"
-    made = open_training_checkpoint(MetadataStore(), out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(out))
     assert (made.format, wrong(made, known, "fp32", "exp_avg", "exp_avg_sq", "weight")) == ("one-file", [])
 
 
@@ -167,7 +172,7 @@ def test_read_zero__reads_steps_and_no_other_tensor_byte(tmp_path: Path) -> None
     known = known_states(decoder_shapes(width=41, vocabulary=200))
     folder = zero(tmp_path / "tag", known)
     store = MetadataStore()
-    checkpoint = open_training_checkpoint(store, folder)
+    checkpoint = open_training_checkpoint(store, Location.local(folder))
     pieces = [p for s in checkpoint.states.values() for p in s.pieces if p.nbytes > 1000]
     overlapping = [
         (piece, read)
@@ -184,7 +189,7 @@ def test_read_zero__reads_steps_and_no_other_tensor_byte(tmp_path: Path) -> None
 def test_read_zero__lists_what_a_missing_rank_leaves_out(tmp_path: Path, known: KnownStates) -> None:
     folder = zero(tmp_path / "tag", known)
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
     assert checkpoint.missing == ("the optimizer file of rank 1",)
     assert any(state.gaps for state in checkpoint.states.values())
 
@@ -194,7 +199,7 @@ def test_read_zero__refuses_ranks_of_another_run(tmp_path: Path, known: KnownSta
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError, match="partition counts"):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 def test_read_zero__refuses_ranks_at_different_steps(tmp_path: Path, known: KnownStates) -> None:
@@ -203,7 +208,7 @@ def test_read_zero__refuses_ranks_at_different_steps(tmp_path: Path, known: Know
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError, match="ranks are at steps"):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: KnownStates) -> None:
@@ -212,7 +217,7 @@ def test_read_zero__refuses_partitions_of_another_length(tmp_path: Path, known: 
     name = "mp_rank_00_model_states.pt"
     (folder / name).write_bytes((other / name).read_bytes())
     with pytest.raises(CorruptError) as caught:
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
     assert caught.value.code == "tailor.zero.partition"
 
 
@@ -220,7 +225,7 @@ def test_read_zero__refuses_model_parallel_files(tmp_path: Path, known: KnownSta
     folder = zero(tmp_path / "a", known)
     (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
     with pytest.raises(UnsupportedError, match="tensor, pipeline or expert parallel"):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 @pytest.mark.parametrize("stage", [0, 4, "2", None, 3])
@@ -230,14 +235,14 @@ def test_read_zero__refuses_a_stage_that_does_not_fit(tmp_path: Path, known: Kno
     content = torch_bytes({"optimizer_state_dict": {"zero_stage": enum, "single_partition_of_fp32_groups": []}})
     (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(content)
     with pytest.raises(UnsupportedError):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_read_hf_checkpoint__gives_what_was_written(tmp_path: Path, tied: bool) -> None:
     known = known_states(decoder_shapes(tied=tied))
     write_hf(tmp_path / "checkpoint-7", known, tied=tied)
-    checkpoint = open_training_checkpoint(MetadataStore(), tmp_path / "checkpoint-7")
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "checkpoint-7"))
     assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
     assert {step_of(checkpoint, n) is not None for n in known.shapes} == {True}
     assert (checkpoint.step, checkpoint.missing, bool(checkpoint.units.tied)) == (7, (), tied)
@@ -250,14 +255,14 @@ def test_read_hf_checkpoint__refuses_the_optimizer_of_another_model(tmp_path: Pa
     for other, code in (("b", "tailor.hf.shapes"), ("c", "tailor.hf.groups")):
         (tmp_path / "a" / "optimizer.pt").write_bytes((tmp_path / other / "optimizer.pt").read_bytes())
         with pytest.raises(MismatchError) as caught:
-            open_training_checkpoint(MetadataStore(), tmp_path / "a")
+            open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "a"))
         assert caught.value.code == code
 
 
 def test_open_training_checkpoint__refuses_weights_without_optimizer(tmp_path: Path, known: KnownStates) -> None:
     write_trainer_files(tmp_path, known)
     with pytest.raises(UnsupportedError, match="save_only_model"):
-        open_training_checkpoint(MetadataStore(), tmp_path)
+        open_training_checkpoint(MetadataStore(), Location.local(tmp_path))
 
 
 def trainer_with_zero(folder: Path, known: KnownStates) -> Path:
@@ -270,7 +275,9 @@ def trainer_with_zero(folder: Path, known: KnownStates) -> Path:
 def test_open_training_checkpoint__reads_a_trainer_directory_with_deepspeed_inside(
     tmp_path: Path, known: KnownStates
 ) -> None:
-    checkpoint = open_training_checkpoint(MetadataStore(), trainer_with_zero(tmp_path / "checkpoint-7", known))
+    checkpoint = open_training_checkpoint(
+        MetadataStore(), Location.local(trainer_with_zero(tmp_path / "checkpoint-7", known))
+    )
     assert wrong(checkpoint, known, "weight", "export", "fp32", "exp_avg", "exp_avg_sq") == []
     assert (checkpoint.framework.value, checkpoint.stage) == ("transformers", 2)
 
@@ -279,7 +286,7 @@ def test_open_training_checkpoint__refuses_two_different_steps(tmp_path: Path, k
     folder = trainer_with_zero(tmp_path / "checkpoint-7", known)
     write_trainer_files(folder, replace(known, step=8))
     with pytest.raises(CorruptError, match="the Trainer is at step 8, DeepSpeed at step 7"):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 @given(st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6), st.integers(1, 4))
@@ -289,7 +296,7 @@ def test_read_dcp__gives_what_was_written(
     folder = tmp_path_factory.mktemp("dcp") / "step"
     known, _ = named_groups([shapes])
     write_dcp(folder, known, world_size)
-    checkpoint = open_training_checkpoint(MetadataStore(), folder)
+    checkpoint = open_training_checkpoint(MetadataStore(), Location.local(folder))
     assert wrong(checkpoint, known, "weight", "exp_avg", "exp_avg_sq") == []
     assert ({s.value for s in checkpoint.steps}, checkpoint.missing, checkpoint.step) == ({7.0}, (), 7)
 
@@ -297,7 +304,7 @@ def test_read_dcp__gives_what_was_written(
 def test_read_dcp__lists_a_missing_file(tmp_path: Path, known: KnownStates) -> None:
     write_dcp(tmp_path / "a", known, 3)
     (tmp_path / "a" / "__2_0.distcp").unlink()
-    assert read_dcp(MetadataStore(), tmp_path / "a").missing == ("file __2_0.distcp",)
+    assert read_dcp(MetadataStore(), Location.local(tmp_path / "a")).missing == ("file __2_0.distcp",)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwdd", "../../abc.distcp", "..\0__0_0.distcp", "n" * 5000, "a//b", ""])
@@ -308,12 +315,12 @@ def test_read_dcp__refuses_files_outside_of_the_run(tmp_path: Path, known: Known
     new = b"X" + len(name).to_bytes(4, "little") + name.encode()
     metadata.write_bytes(metadata.read_bytes().replace(old, new))
     with pytest.raises(CorruptError, match="outside of the run"):
-        open_training_checkpoint(MetadataStore(), tmp_path / "run" / "a")
+        open_training_checkpoint(MetadataStore(), Location.local(tmp_path / "run" / "a"))
 
 
 def test_unpack_piece__refuses_another_items_place(tmp_path: Path, known: KnownStates) -> None:
     write_dcp(tmp_path / "a", known, 2)
-    checkpoint = read_dcp(MetadataStore(), tmp_path / "a")
+    checkpoint = read_dcp(MetadataStore(), Location.local(tmp_path / "a"))
     ours, other = (checkpoint.states[n, "exp_avg"] for n in ("model.norm.weight", "lm_head.weight"))
     swapped = replace(other.pieces[0], span=ours.pieces[0].span)
     with pytest.raises(CorruptError):
@@ -325,7 +332,7 @@ PREFIXES = ("tailor", "pickle", "torch", "zip", "storage", "deepspeed-zero", "hf
 
 def flip_in_pickle(path: Path, data: st.DataObject) -> None:
     """Change some bytes of the pickle of a torch file, and mend its checksums so that only the content is wrong."""
-    pickled = read_torch_zip(MetadataStore(), path).pickle
+    pickled = read_torch_zip(MetadataStore(), Location.local(path)).pickle
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(pickled.offset, pickled.offset + pickled.nbytes - 1))] = data.draw(BYTE)
@@ -374,6 +381,6 @@ def test_read_hf_checkpoint__raises_nothing_but_typed_errors_when_pickles_lie(
 def outcome(folder: Path) -> str:
     """The format that was read, or the code of the typed error; any other error fails the test."""
     try:
-        return open_training_checkpoint(MetadataStore(), folder).format
+        return open_training_checkpoint(MetadataStore(), Location.local(folder)).format
     except MergePipeError as error:
         return error.code

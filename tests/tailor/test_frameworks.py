@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, WEIGHT, Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.parameter_order import ORDERS, defined_order, trainer_order
 from mergepipe.tailor.formats.dcp import unpack_piece
@@ -63,14 +64,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def opened(kind: str, out: Path, step: int) -> tuple[TrainingCheckpoint, LocalStore]:
     store = LocalStore()
-    return open_training_checkpoint(store, out / FOLDERS.get(kind, "global_step{}").format(step)), store
+    return open_training_checkpoint(store, Location.local(out / FOLDERS.get(kind, "global_step{}").format(step))), store
 
 
 def stored_values(state: StoredState, store: LocalStore) -> npt.NDArray[np.float32]:
     flat = np.full(state.n_elements, np.nan, np.float32)
     for piece in state.pieces:
         found = unpack_piece(store, piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
-        raw = found.file.read_bytes()[found.offset : found.offset + found.nbytes]
+        raw = found.file.local_path.read_bytes()[found.offset : found.offset + found.nbytes]
         flat[found.span.start : found.span.stop] = np.frombuffer(raw, NUMPY_TYPES[state.dtype.name]).astype(np.float32)
     return flat.reshape(state.shape)
 

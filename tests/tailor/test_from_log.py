@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.errors import NotFoundError
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.request.save_log import compose_from_log, composition_from_log_file, unit_selectors
 from mergepipe.tailor.saving.save_log import SaveRecord, start_line
 from mergepipe.tailor.selection import parse_selector, select_parameters
 from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, Unit, layer, model_units
 
-RUN = Path("run")
+RUN = Location.parse("run")
 MODEL = (EMBED, *(layer(i) for i in range(4)), NORM, LM_HEAD)
 EVEN, ODD = (EMBED, layer(0), layer(2)), (layer(1), layer(3), NORM, LM_HEAD)
 
@@ -58,9 +60,13 @@ def test_composition_from_log_file__sees_which_saves_hold_tensors_alone(tmp_path
         (tmp_path / name / "mergepipe-partial.json").touch()
     (tmp_path / "partial-20" / "trainer_state.json").touch()
     (tmp_path / "log").write_text(LOG)
-    assert composition_from_log_file(tmp_path / "log", tmp_path, 30).state_from == tmp_path / "partial-20"
+    assert composition_from_log_file(
+        LocalStore(), Location.local(tmp_path / "log"), Location.local(tmp_path), 30
+    ).state_from == Location.local(tmp_path / "partial-20")
     (tmp_path / "partial-30" / ".metadata").touch()
-    assert composition_from_log_file(tmp_path / "log", tmp_path, 30).state_from == tmp_path / "partial-30"
+    assert composition_from_log_file(
+        LocalStore(), Location.local(tmp_path / "log"), Location.local(tmp_path), 30
+    ).state_from == Location.local(tmp_path / "partial-30")
 
 
 @pytest.mark.parametrize(("at", "steps"), [(10, {10}), (20, {10, 20}), (29, {10, 20}), (30, {20, 30}), (99, {30, 40})])
@@ -81,7 +87,7 @@ def test_to_yaml__is_the_short_recipe() -> None:
 
 
 def test_to_yaml__writes_paths_relative_to_the_recipe() -> None:
-    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Path("recipes")))
+    recipe = yaml.safe_load(compose_from_log(LOG, RUN, 20).to_yaml(Location.local(Path("recipes"))))
     assert recipe["default"] == "../run/checkpoint-10"
     assert recipe["take"][0]["from"] == "../run/partial-20"
 

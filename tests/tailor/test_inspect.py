@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mergepipe.storage.location import Location
 from mergepipe.tailor.inspect import inspect_checkpoints
 from support.stores import MetadataStore
 from support.training_trees import (
@@ -36,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
-    (report,) = inspect_checkpoints(MetadataStore(), [run / "zero2"]).checkpoints
+    (report,) = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2")]).checkpoints
     layer = next(u for u in report.units if u.unit == "layer 1")
     n_elements = sum(KNOWN.arrays[n, "fp32"].size for n in SHAPES if ".layers.1." in n)
     assert (layer.n_parameters, layer.n_elements) == (9, n_elements)
@@ -46,14 +47,16 @@ def test_inspect_checkpoints__counts_bytes_per_unit_and_kind(run: Path) -> None:
 
 
 def test_inspect_checkpoints__says_where_a_step_counter_is_shared(run: Path) -> None:
-    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "hf", run / "dcp"])
+    report = inspect_checkpoints(
+        MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "hf"), Location.local(run / "dcp")]
+    )
     shared = [{u.shared_step for u in c.units} for c in report.checkpoints]
     steps = {step for c in report.checkpoints for u in c.units for step in u.adam_steps}
     assert (shared, steps) == ([{True}, {False}, {False}], {7.0})
 
 
 def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
-    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "zero2-later"])
+    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "zero2-later")])
     assert (report.is_comparable, [c.step for c in report.checkpoints]) == (True, [7, 9])
 
 
@@ -68,7 +71,7 @@ def test_inspect_checkpoints__accepts_two_of_one_run(run: Path) -> None:
     ],
 )
 def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, reason: str) -> None:
-    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / other])
+    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / other)])
     assert any(reason in r for r in report.reasons)
 
 
@@ -82,12 +85,12 @@ def test_inspect_checkpoints__says_why_two_do_not_fit(run: Path, other: str, rea
 )
 def test_inspect_checkpoints__compares_parameters(run: Path, shapes: dict[str, tuple[int, ...]], reason: str) -> None:
     write_zero12(run / "other", known_states(shapes), decay_groups(shapes), 2)
-    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "other"])
+    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "other")])
     assert any(reason in r for r in report.reasons)
 
 
 def test_to_json__is_json_and_complete(run: Path) -> None:
-    report = inspect_checkpoints(MetadataStore(), [run / "zero2", run / "dcp"])
+    report = inspect_checkpoints(MetadataStore(), [Location.local(run / "zero2"), Location.local(run / "dcp")])
     document = json.loads(json.dumps(report.to_json()))
     assert [c["format"] for c in document["checkpoints"]] == ["deepspeed-zero", "torch-dcp"]
     assert [u["unit"] for u in document["checkpoints"][0]["units"]] == [

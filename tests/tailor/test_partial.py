@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXP_AVG, EXP_AVG_SQ, FP32, TrainingCheckpoint
 from mergepipe.tailor.formats.deepspeed import ZERO_FORMAT
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
@@ -48,7 +49,7 @@ def names_of(units: Iterable[Unit]) -> set[str]:
 
 
 def opened(folder: Path) -> TrainingCheckpoint:
-    return open_training_checkpoint(MetadataStore(), folder)
+    return open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
@@ -62,7 +63,7 @@ def test_read_partial__holds_the_saved_units_and_no_other(folder: Path) -> None:
 
 def test_read_partial__finds_every_value(folder: Path) -> None:
     for (name, kind), state in opened(folder).states.items():
-        raw = b"".join(p.file.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
+        raw = b"".join(p.file.local_path.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
         assert raw == KNOWN.arrays[name, kind].tobytes(), (name, kind)
 
 
@@ -73,9 +74,11 @@ def test_read_partial__has_the_step_counter_of_every_rank(folder: Path) -> None:
 
 def test_read_partial__compares_with_a_full_checkpoint_of_its_run(folder: Path, tmp_path: Path) -> None:
     write_zero3(tmp_path / "full", KNOWN, [list(SHAPES)], 2)
-    assert inspect_checkpoints(MetadataStore(), [tmp_path / "full", folder]).reasons == ()
+    assert (
+        inspect_checkpoints(MetadataStore(), [Location.local(tmp_path / "full"), Location.local(folder)]).reasons == ()
+    )
     write_zero3(tmp_path / "wide", KNOWN, [list(SHAPES)], 3)
-    reasons = inspect_checkpoints(MetadataStore(), [tmp_path / "wide", folder]).reasons
+    reasons = inspect_checkpoints(MetadataStore(), [Location.local(tmp_path / "wide"), Location.local(folder)]).reasons
     assert any("world size 3 and 2" in reason for reason in reasons)
 
 
@@ -85,8 +88,8 @@ def test_open_training_checkpoint__knows_a_partial_one_with_trainer_files(folder
 
 
 def test_to_json__is_read_back_as_it_was(folder: Path) -> None:
-    manifest = read_partial_manifest(MetadataStore(), folder)
-    assert parse_manifest(manifest.to_json(), folder) == manifest
+    manifest = read_partial_manifest(MetadataStore(), Location.local(folder))
+    assert parse_manifest(manifest.to_json(), Location.local(folder)) == manifest
 
 
 def test_read_partial__says_what_a_rank_that_is_not_listed_would_have(folder: Path) -> None:
@@ -159,15 +162,15 @@ def test_read_partial__refuses(folder: Path, lie: str) -> None:
     change, error, message = LIES[lie]
     edit(folder, change)
     with pytest.raises(error, match=message):
-        open_training_checkpoint(MetadataStore(), folder)
+        open_training_checkpoint(MetadataStore(), Location.local(folder))
 
 
 def test_read_partial__refuses_ranks_at_different_steps(folder: Path) -> None:
     (counter,) = opened(folder).steps
     cell = counter.cells[1]
-    content = bytearray(cell.file.read_bytes())
+    content = bytearray(cell.file.local_path.read_bytes())
     content[cell.offset : cell.offset + 4] = b"\0\0\x80?"
-    cell.file.write_bytes(content)
+    cell.file.local_path.write_bytes(content)
     with pytest.raises(CorruptError, match=r"the values \[1.0, 7.0\]"):
         opened(folder)
 

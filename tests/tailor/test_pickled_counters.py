@@ -11,6 +11,7 @@ from composing import FULL, Pair, make_pair, wrong_values
 
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
 from mergepipe.tailor.composition.copy.writer import Copier
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
@@ -25,7 +26,7 @@ TAKE_NORMS = "default: new\ntake: [{from: old, units: [layers all, norm, embed]}
 
 def edit(path: Path, edits: dict[PicklePath, object]) -> None:
     status = path.stat()
-    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, path, status.st_size), [], edits)
+    plan = plan_edited(MetadataStore(), SkeletonFile(path.name, Location.local(path), status.st_size), [], edits)
     Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, path.with_name("edited"))
     path.with_name("edited").replace(path)
 
@@ -43,7 +44,9 @@ def write_fused(folder: Path, known: KnownStates, stage: int) -> None:
     else:
         write_zero12(folder, known, groups, 2, stage=stage)
     for path in folder.glob("*optim_states.pt"):
-        edit(path, dict(fused(Node(read_torch_zip(MetadataStore(), path).root, path.name), known, stage)))
+        edit(
+            path, dict(fused(Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name), known, stage))
+        )
 
 
 def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePath, object]]:
@@ -56,7 +59,7 @@ def fused(root: Node, known: KnownStates, stage: int) -> Iterator[tuple[PicklePa
 
 
 def counters(pair: Pair) -> dict[str, float]:
-    made = open_training_checkpoint(MetadataStore(), pair.out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
     return {name: step.value for step in made.steps for name in step.parameters}
 
 

@@ -20,6 +20,7 @@ from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directo
 from mergepipe.core.blocks import BF16
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.composition.compose import compose
@@ -45,7 +46,7 @@ def test_compose__writes_shards_for_another_number_of_ranks(tmp_path: Path, kind
         pytest.skip("its groups of five elements are too small; see the refusal below")
     pair = make_pair(tmp_path, FORMATS[kind])
     pair.compose(PARITY, replace(FULL, world_size=world_size))
-    made = open_training_checkpoint(MetadataStore(), pair.out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
     assert (made.world_size, made.step, wrong_values(pair.out, pair, from_old(pair))) == (world_size, 9, [])
     for path in pair.out.rglob("*.pt"):
         with zipfile.ZipFile(path) as archive:
@@ -59,11 +60,11 @@ def test_compose__to_other_ranks_and_back_gives_the_same_values_and_padding(
     tmp_path: Path, stage: int, world_size: int
 ) -> None:
     pair = make_pair(tmp_path, FORMATS[f"zero{stage}"])
-    original = open_training_checkpoint(MetadataStore(), pair.folder / "new").world_size
+    original = open_training_checkpoint(MetadataStore(), Location.local(pair.folder / "new")).world_size
     pair.compose("default: new", replace(FULL, world_size=world_size))
     back = tmp_path / "back"
     recipe = pair.recipe("default: out")
-    compose(recipe, back, replace(FULL, world_size=original), lambda *_: None)
+    compose(Location.local(recipe), back, replace(FULL, world_size=original), lambda *_: None)
     for path in sorted((tmp_path / "new").glob("*_optim_states.pt")):
         assert flat_tensors(back / path.name) == flat_tensors(path)
 
@@ -71,14 +72,14 @@ def test_compose__to_other_ranks_and_back_gives_the_same_values_and_padding(
 def flat_tensors(path: Path) -> Mapping[str, bytes]:
     """Every tensor of a file by its path, padding included."""
     content = path.read_bytes()
-    archive = read_torch_zip(MetadataStore(), path)
+    archive = read_torch_zip(MetadataStore(), Location.local(path))
     return {name: content[t.offset : t.offset + t.nbytes] for name, t in archive.tensors().items()}
 
 
 def test_compose__describes_each_ranks_part(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, FORMATS["zero2"])
     pair.compose("default: new", replace(FULL, world_size=2))
-    archive = read_torch_zip(MetadataStore(), pair.out / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    archive = read_torch_zip(MetadataStore(), Location.local(pair.out / "zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     optimizer = Node(archive.root, "file").get("optimizer_state_dict")
     assert optimizer.get("partition_count").value == [2, 2]
 
@@ -115,7 +116,9 @@ def test_compose__cuts_sub_groups_anew(tmp_path: Path, limit: int, ranks: tuple[
     pair.compose(PARITY, replace(FULL, world_size=after))
     assert wrong_values(pair.out, pair, from_old(pair)) == []
     write_sub_groups(tmp_path / "native", pair.new, after, limit)
-    made, native = (open_training_checkpoint(MetadataStore(), path) for path in (pair.out, tmp_path / "native"))
+    made, native = (
+        open_training_checkpoint(MetadataStore(), Location.local(path)) for path in (pair.out, tmp_path / "native")
+    )
     assert (made.flat_groups, made.world_size) == (native.flat_groups, after)
     for path in sorted((tmp_path / "native").glob("*_optim_states.pt")):
         found, wanted = options_of(pair.out / path.name), options_of(path)
@@ -144,7 +147,7 @@ def write_sub_groups(folder: Path, known: KnownStates, world_size: int, limit: i
 
 def options_of(path: Path) -> object:
     inner = ("optimizer_state_dict", "optimizer_state_dict", "param_groups")
-    return Node(read_torch_zip(MetadataStore(), path).root, path.name).at(inner).value
+    return Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name).at(inner).value
 
 
 def test_compose__refuses_sub_groups_that_its_settings_do_not_make(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_lay_out_archive__is_a_valid_zip_with_aligned_members(
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert [archive.read(f"stem/data/{i}") for i in range(len(contents))] == [c + bytes(3) for c in contents]
-    listed = read_zip_directory(MetadataStore(), Window(path, 0, path.stat().st_size))
+    listed = read_zip_directory(MetadataStore(), Window(Location.local(path), 0, path.stat().st_size))
     assert [m.offset % 64 for m in listed.values()] == [0] * len(contents)
 
 
@@ -216,7 +219,7 @@ def test_lay_out_archive__uses_zip64_beyond_four_gibibytes(tmp_path: Path) -> No
         sizes = [(i.filename, i.file_size) for i in archive.infolist()]
         assert sizes == [("stem/data/0", large), ("stem/data/1", 5)]
         assert archive.read("stem/data/1") == b"after"
-    listed = read_zip_directory(MetadataStore(), Window(path, 0, path.stat().st_size))
+    listed = read_zip_directory(MetadataStore(), Window(Location.local(path), 0, path.stat().st_size))
     assert listed["stem/data/0"].nbytes == large
     places = plan.checksums[0].places
     assert listed["stem/data/0"].crc_offsets == places

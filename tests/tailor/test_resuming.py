@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from composing import FULL
 
+from mergepipe.storage.location import Location
 from mergepipe.tailor import api
 from mergepipe.tailor.composition.compose import ComposeOptions, CompositionReport, compose
 
@@ -74,7 +75,7 @@ def resume(kind: str, out: Path, *steps: int, ranks: int = 2) -> list[Mapping[st
 def compose_as(kind: str, out: Path, step: int, text: str, options: ComposeOptions = FULL) -> None:
     recipe = out / f"recipe-{step}.yml"
     recipe.write_text(text)
-    compose(recipe, out / folder(kind, step), options, lambda *_: None)
+    compose(Location.local(recipe), out / folder(kind, step), options, lambda *_: None)
 
 
 def mixed(kind: str) -> str:
@@ -139,7 +140,7 @@ def compose_log(kind: str, run: Path, step: int, options: ComposeOptions = FULL)
     """Compose what the log of partial saves says of step 4."""
     text, _ = api.recipe_from_log(run / "partial-saves.jsonl", run, at=4, folder=run)
     (run / "recipe.yml").write_text(text)
-    return compose(run / "recipe.yml", run / folder(kind, step), options, lambda *_: None)
+    return compose(Location.local(run / "recipe.yml"), run / folder(kind, step), options, lambda *_: None)
 
 
 @needs_frameworks

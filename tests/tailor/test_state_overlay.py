@@ -17,6 +17,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Framework, TrainingCheckpoint
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
 from mergepipe.tailor.composition.compose import CompositionReport
@@ -101,7 +102,7 @@ def write_trainer_zero(path: Path, known: KnownStates, stage: str, scheduler: ob
     (path / "latest").write_text(tag)
     for file in (path / tag).glob("*model_states.pt") if scheduler is not None else ():
         status = file.stat()
-        found = SkeletonFile(file.name, file, status.st_size)
+        found = SkeletonFile(file.name, Location.local(file), status.st_size)
         plan = plan_edited(MetadataStore(), found, [], {("lr_scheduler",): scheduler})
         Copier(LocalStore(), 32 << 20, lambda _: None).write(plan, file.with_name("changed"))
         file.with_name("changed").rename(file)
@@ -118,7 +119,7 @@ def refused(pair: Pair, text: str = RECIPE) -> MergePipeError:
 def root_of(path: Path) -> Node:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-    return Node(read_torch_zip(MetadataStore(), path).root, path.name)
+    return Node(read_torch_zip(MetadataStore(), Location.local(path)).root, path.name)
 
 
 def ages(report: CompositionReport) -> Mapping[str, int]:
@@ -134,7 +135,7 @@ def test_compose__resumes_deepspeed_at_the_step_of_a_partial_checkpoint(
     report = pair.compose(RECIPE, replace(FULL, world_size=world_size))
     old = [name for name in pair.old.shapes if ".layers." not in name]
     assert wrong_values(pair.out, pair, old) == []
-    assert open_training_checkpoint(MetadataStore(), pair.out).step == LATE
+    assert open_training_checkpoint(MetadataStore(), Location.local(pair.out)).step == LATE
     assert (ages(report)["layer 1"], ages(report)["embed"]) == (0, LATE - 7)
 
     tag = pair.out / f"global_step{LATE}"
@@ -220,7 +221,7 @@ def plain_values(folder: Path) -> dict[str, object]:
             item = folder / "item.pt"
             whole = (folder / fields.get("relative_path").text()).read_bytes()
             item.write_bytes(whole[start : start + fields.get("length").integer()])
-            found[key] = read_torch_zip(MetadataStore(), item).root
+            found[key] = read_torch_zip(MetadataStore(), Location.local(item)).root
             item.unlink()
     return found
 
@@ -235,7 +236,7 @@ def test_compose__resumes_dcp_at_the_step_of_a_partial_checkpoint(tmp_path: Path
     assert (report.plan.assignment.state.step, ages(report)["layer 1"], ages(report)["embed"]) == (9, 0, 2)
     assert (pair.out / "rng_state_0.pth").read_text() == "rng_state_0.pth"
     assert tree(tmp_path / "new") == before
-    made = open_training_checkpoint(MetadataStore(), pair.out)
+    made = open_training_checkpoint(MetadataStore(), Location.local(pair.out))
     piece = made.states["model.norm.weight", "weight"].pieces[0]
     assert (made.world_size, unpack_piece(MetadataStore(), piece, made.states["model.norm.weight", "weight"].dtype).file
             == piece.file) == (2, True)  # fmt: skip
@@ -269,7 +270,7 @@ def tied(tmp_path: Path) -> Pair:
 
 
 def test_read_dcp__recognises_tied_weights(tied: Pair) -> None:
-    found = open_training_checkpoint(MetadataStore(), tied.folder / "new")
+    found = open_training_checkpoint(MetadataStore(), Location.local(tied.folder / "new"))
     assert (dict(found.units.tied), "lm_head.weight" in found.parameters) == (TIED, False)
     assert "lm_head" not in [str(unit) for unit in found.units.parameters]
 
@@ -295,4 +296,4 @@ def test_compose__refuses_tied_weights_from_two_sources(tied: Pair) -> None:
 
 
 def opened(pair: Pair) -> TrainingCheckpoint:
-    return open_training_checkpoint(MetadataStore(), pair.out)
+    return open_training_checkpoint(MetadataStore(), Location.local(pair.out))

@@ -17,6 +17,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import MANIFEST_BYTES
+from mergepipe.storage.location import is_remote
 from mergepipe.storage.regular import read_small
 
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -38,7 +39,7 @@ class RecordedInput:
 
     role: str
     model: str
-    path: Path
+    path: str
     content_id: str | None
     read_bytes: int
     files: tuple[RecordedFile, ...]
@@ -91,7 +92,7 @@ def _recorded_input(fields: _Fields) -> RecordedInput:
     return RecordedInput(
         role=fields.text("role"),
         model=fields.text("model"),
-        path=Path(fields.text("path")),
+        path=fields.text("path"),
         content_id=fields.optional_text("content_id"),
         read_bytes=fields.size("read_bytes"),
         files=tuple(
@@ -171,7 +172,10 @@ def read_manifest(directory: Path) -> SnapshotRecord:
 def sid_of_unchanged_input(source: RecordedInput) -> str | None:
     """Return the sid of an input that is a snapshot whose files are unchanged; None otherwise."""
     try:
-        root = source.path if source.path.is_dir() else source.path.parent
+        if is_remote(source.path):
+            return None
+        path = Path(source.path)
+        root = path if path.is_dir() else path.parent
         for file in source.files:
             path = root / file.name
             status = path.stat()

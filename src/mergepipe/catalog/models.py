@@ -7,7 +7,6 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 from mergepipe.catalog.database import REBUILD_HINT
 from mergepipe.catalog.rows import ModelKind, ModelRow, StaleModel, Staleness
@@ -16,18 +15,19 @@ from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.location import Location
 
 _COLUMNS = "id, path, kind, content_id, n_tensors, n_parameters, tensor_bytes, dtypes, files"
 
 
-def path_text(path: Path) -> str:
+def path_text(path: Location) -> str:
     """Return the path with links resolved, in the form that is stored.
 
     Raises:
         UnsupportedError: `catalog.path-encoding`, the path is not valid UTF-8 text.
     """
     try:
-        text = os.path.realpath(path)
+        text = os.path.realpath(path.local_path) if path.is_local else str(path)
         text.encode()
     except ValueError:  # a NUL, or bytes that are not UTF-8
         raise UnsupportedError.of(
@@ -45,8 +45,8 @@ def model_row(checkpoint: Checkpoint, content_id: str | None) -> ModelRow:
     files = tuple(sorted(checkpoint.files, key=lambda file: file.name))
     return ModelRow(
         id=_model_id(path, files),
-        path=Path(path),
-        kind=_kind_of(Path(path)),
+        path=Location.parse(path),
+        kind=_kind_of(checkpoint),
         content_id=content_id,
         n_tensors=len(checkpoint.tensors),
         n_parameters=sum(parameters.values()),
@@ -60,10 +60,12 @@ def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
     return digest_of([path, [[f.name, f.size_bytes, f.version, f.header_digest] for f in files]])
 
 
-def _kind_of(path: Path) -> ModelKind:
-    if not path.is_dir():
+def _kind_of(checkpoint: Checkpoint) -> ModelKind:
+    path = checkpoint.path
+    if path != checkpoint.root:
         return ModelKind.FILE
-    return ModelKind.SNAPSHOT if (path / MANIFEST_NAME).is_file() else ModelKind.DIRECTORY
+    is_snapshot = path.is_local and (path / MANIFEST_NAME).local_path.is_file()
+    return ModelKind.SNAPSHOT if is_snapshot else ModelKind.DIRECTORY
 
 
 def has_its_id(model: ModelRow) -> bool:
@@ -140,9 +142,11 @@ def forget(connection: sqlite3.Connection, models: Iterable[ModelRow]) -> int:
 
 def staleness(model: ModelRow) -> StaleModel | None:
     """Compare the row with the present sizes and versions of the files; None if they agree."""
+    if not model.path.is_local:
+        return None  # whoever opens it compares the versions
     for file in model.files:
         try:
-            path = model.root / file.name
+            path = model.root.local_path / file.name
             status = path.stat()
         except OSError:
             return StaleModel(model, Staleness.MISSING)
@@ -189,7 +193,7 @@ def from_columns(row: tuple[object, ...]) -> ModelRow:
             raise ValueError("a NUL in a path")
         return ModelRow(
             id=str(model_id),
-            path=Path(str(path)),
+            path=Location.parse(str(path)),
             kind=ModelKind(str(kind)),
             content_id=None if content_id is None else str(content_id),
             n_tensors=int(str(n_tensors)),

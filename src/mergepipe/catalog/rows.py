@@ -10,6 +10,7 @@ from pathlib import Path
 from mergepipe.checkpoints.contract import FileFingerprint
 from mergepipe.errors import Problem
 from mergepipe.snapshots.manifest import RealizedBytes
+from mergepipe.storage.location import Location
 
 
 class ModelKind(StrEnum):
@@ -28,7 +29,7 @@ class ModelRow:
     """
 
     id: str
-    path: Path
+    path: Location
     kind: ModelKind
     content_id: str | None
     n_tensors: int
@@ -38,7 +39,7 @@ class ModelRow:
     files: tuple[FileFingerprint, ...]
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Location:
         """The directory that file names are relative to."""
         return self.path.parent if self.kind is ModelKind.FILE else self.path
 
@@ -67,11 +68,11 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input of a snapshot; `sid` is set if the input was itself a snapshot."""
+    """One input of a snapshot, `path` as recorded; `sid` is set if the input was itself a snapshot."""
 
     role: str
     model: str
-    path: Path
+    path: str
     content_id: str | None
     read_bytes: int
     sid: str | None
@@ -102,7 +103,7 @@ class LineageNode:
     depth: int
     role: str
     model: str
-    path: Path
+    path: str
     sid: str | None
     operator: str | None
     read_bytes: int | None

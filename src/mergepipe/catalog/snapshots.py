@@ -14,6 +14,7 @@ from mergepipe.catalog.rows import InputRow, LineageNode, SnapshotRow
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, did_you_mean
 from mergepipe.snapshots.manifest import RealizedBytes
+from mergepipe.storage.location import Location
 
 MIN_PREFIX_DIGITS = 4
 _COLUMNS = """
@@ -39,13 +40,13 @@ def record(
     known_sids, known_created = _earlier_records(connection, snapshot_record.manifest_digest)
     if keep_created and known_created is not None:
         created = known_created
-    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(path),))
+    connection.execute("DELETE FROM snapshots WHERE path = ?", (path_text(Location.local(path)),))
     key = _insert(connection, snapshot_record, path, created)
     for position, source in enumerate(snapshot_record.inputs):
         sid = known_sids.get(position) or sid_of_unchanged_input(source)
         connection.execute(
             "INSERT INTO snapshot_inputs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (key, position, source.role, source.model, str(source.path), source.content_id, source.read_bytes, sid),
+            (key, position, source.role, source.model, source.path, source.content_id, source.read_bytes, sid),
         )
 
 
@@ -74,7 +75,7 @@ def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, pat
         """,
         (
             snapshot_record.sid,
-            path_text(path),
+            path_text(Location.local(path)),
             snapshot_record.operator,
             created.astimezone(UTC).isoformat(timespec="microseconds"),
             snapshot_record.plan_digest,
@@ -126,7 +127,9 @@ def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipe
 
 
 def _row_at(connection: sqlite3.Connection, path: Path) -> SnapshotRow | None:
-    row = connection.execute(f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(path),)).fetchone()
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM snapshots WHERE path = ?", (path_text(Location.local(path)),)
+    ).fetchone()
     return None if row is None else _snapshot(connection, row)
 
 
@@ -166,7 +169,7 @@ def lineage(connection: sqlite3.Connection, root: SnapshotRow) -> tuple[LineageN
     newest[root.sid] = root
     nodes: list[LineageNode] = []
     expanded: set[str] = set()
-    pending = [LineageNode(0, "snapshot", str(root.path), root.path, root.sid, root.operator, None)]
+    pending = [LineageNode(0, "snapshot", str(root.path), str(root.path), root.sid, root.operator, None)]
     while pending:
         node = pending.pop()
         snapshot = newest.get(node.sid) if node.sid is not None else None
@@ -206,7 +209,7 @@ def _snapshot(connection: sqlite3.Connection, row: tuple[object, ...]) -> Snapsh
             manifest_digest=str(manifest_digest),
             realized=RealizedBytes(*(int(str(size)) for size in sizes)),
             inputs=tuple(
-                InputRow(str(role), str(model), Path(source), content_id, int(read_bytes), source_sid)
+                InputRow(str(role), str(model), str(source), content_id, int(read_bytes), source_sid)
                 for role, model, source, content_id, read_bytes, source_sid in edges
             ),
         )

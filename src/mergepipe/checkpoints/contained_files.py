@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import unicodedata
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store
+from mergepipe.storage.location import Location
 
 
 def is_plain_name(name: str) -> bool:
@@ -18,13 +17,13 @@ def is_plain_name(name: str) -> bool:
     return not any(unicodedata.category(c) in ("Cc", "Cs") for c in name)
 
 
-def require_text_path(path: Path) -> None:
+def require_text_path(path: Location) -> None:
     """Check that the absolute form of a path can be written into a record of what was read.
 
     Raises:
         UnsupportedError: `path.encoding`, it has bytes that are not UTF-8.
     """
-    text = os.path.abspath(path)  # noqa: PTH100 - without following links
+    text = str(path.normal())
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -32,7 +31,7 @@ def require_text_path(path: Path) -> None:
         raise UnsupportedError.of("path.encoding", ascii(text), message, "rename it") from None
 
 
-def stat_regular(store: Store, root: Path, name: str) -> FileStatus | None:
+def stat_regular(store: Store, root: Location, name: str) -> FileStatus | None:
     """Look up the file `name` (relative, posix) of the checkpoint directory `root`; None if there is none.
 
     Raises:
@@ -52,12 +51,12 @@ def stat_regular(store: Store, root: Path, name: str) -> FileStatus | None:
     return status
 
 
-def is_linked_folder(store: Store, folder: Path, name: str) -> bool:
+def is_linked_folder(store: Store, folder: Location, name: str) -> bool:
     """Whether the folder `name` of `folder` is a link, so that what is below it lies elsewhere too."""
     return store.real_path(folder / name) != (store.real_path(folder) or folder) / name
 
 
-def _check_contained(path: Path, target: Path, root: Path) -> None:
+def _check_contained(path: Location, target: Location, root: Location) -> None:
     """Check that what the link `path` leads to belongs to the checkpoint in `root` (both resolved)."""
     if target.is_relative_to(root):
         return
@@ -70,7 +69,7 @@ def _check_contained(path: Path, target: Path, root: Path) -> None:
     )  # fmt: skip
 
 
-def _hub_blobs(root: Path) -> Path | None:
+def _hub_blobs(root: Location) -> Location | None:
     """The blob folder that links of a hub cache snapshot (`models--X/snapshots/REV[/...]`) point into."""
     for folder in (root, *root.parents):
         snapshots, repository = folder.parent, folder.parent.parent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
@@ -15,6 +14,7 @@ from mergepipe.core.blocks import Span
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 N_SAMPLES = 32
@@ -36,7 +36,7 @@ class Sample:
         return Span(self.first // size, -(-self.stop // size))
 
 
-def content_id(checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
+def content_id(checkpoint: Checkpoint, files: Mapping[Location, RangeFile]) -> str:
     """Identify a checkpoint by its tensor table and 32 samples of 2 KiB, 32 hex digits.
 
     Samples are spread evenly over the tensors' bytes in order of name, so the id does not depend on sharding, file
@@ -86,12 +86,12 @@ class PassingContentId:
                 self._left[i] -= high - low
 
     @property
-    def missing_files(self) -> set[Path]:
+    def missing_files(self) -> set[Location]:
         """Where samples are that did not pass by."""
         seen = zip(self._samples, self._left, strict=True)
         return {entry.file for (sample, _), left in seen if left for entry in sample.tensor.stored}
 
-    def value(self, files: Mapping[Path, RangeFile]) -> str:
+    def value(self, files: Mapping[Location, RangeFile]) -> str:
         """The id; samples that did not pass by are read from `files`."""
         seen = zip(self._samples, self._left, strict=True)
         contents = (_bytes_of(sample, files) if left else bytes(own) for (sample, own), left in seen)
@@ -135,7 +135,7 @@ def stored_entries(checkpoint: Checkpoint) -> list[TensorEntry]:
     return [entries[key] for key in sorted(entries)]
 
 
-def _bytes_of(sample: Sample, files: Mapping[Path, RangeFile]) -> bytes:
+def _bytes_of(sample: Sample, files: Mapping[Location, RangeFile]) -> bytes:
     tensor = sample.tensor
     if not isinstance(tensor, TensorEntry):
         out = np.empty(sample.span.n_elements * tensor.dtype.itemsize, np.uint8)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -17,6 +16,7 @@ from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import DecodingPrices
 
 
@@ -35,7 +35,7 @@ class TensorEntry:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    file: Path
+    file: Location
     offset: int
     nbytes: int
     is_delta: bool = False  # the stored values are differences from the base
@@ -115,7 +115,7 @@ class ComputedTensor(Protocol):
         """Bytes requested to fetch `span` on its own, in whole pages; for a unit, those of all of it."""
         ...
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Ready to be fetched for one job; may keep what it has read for as long as it lives (state how much)."""
         ...
 
@@ -143,14 +143,14 @@ class NeedsBase(Protocol):
     def encoded_on(self) -> TensorEntry: ...
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         """The files that it may be read from, whatever the level, without its base's; known without reading."""
         ...
 
     @property
     def cut_elements(self) -> int: ...
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase: ...
+    def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase: ...
 
 
 @runtime_checkable
@@ -158,7 +158,7 @@ class KeptAsItIs(Protocol):
     """A computed tensor that is one byte range after all: where it lies is known once something else has been read."""
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         """As in `NeedsBase`."""
         ...
 
@@ -229,12 +229,12 @@ class EncodedSide(Protocol):
     def is_read(self) -> bool: ...
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         """The files that the tensors are read from."""
         ...
 
     @property
-    def index_file(self) -> Path: ...
+    def index_file(self) -> Location: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +261,9 @@ Readable: TypeAlias = TensorEntry | ComputedTensor
 Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
 
 
-def files_of(sources: Iterable[Source]) -> set[Path]:
+def files_of(sources: Iterable[Source]) -> set[Location]:
     """The files that reading these needs: of encoded ones also what they are encoded on."""
-    files: set[Path] = set()
+    files: set[Location] = set()
     for source in sources:
         if isinstance(source, TensorEntry | Unchanged):
             files.update(entry.file for entry in source.stored)
@@ -297,8 +297,8 @@ class Checkpoint:
     sorted) of configuration, tokenizer and chat-template files that belong to the model. A bare file has none.
     """
 
-    path: Path
-    root: Path
+    path: Location
+    root: Location
     tensors: Mapping[str, Readable]
     files: tuple[FileFingerprint, ...]
     sidecars: tuple[str, ...]

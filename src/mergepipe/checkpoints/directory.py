@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import is_plain_name, stat_regular
@@ -19,6 +18,7 @@ from mergepipe.checkpoints.formats.weight_files import SAFETENSORS, TORCH, choos
 from mergepipe.errors import CorruptError, NotFoundError, Problem, UnsupportedError
 from mergepipe.storage.contract import FileStatus, Store, is_folder
 from mergepipe.storage.limits import WEIGHT_INDEX_BYTES
+from mergepipe.storage.location import Location
 
 MAX_PROBLEMS = 20
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -41,7 +41,7 @@ class WeightFile:
     mark: DeltaMark | None = None
 
 
-def open_checkpoint(store: Store, path: Path) -> Checkpoint:
+def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     """Open a directory or a bare file of weights; reads headers, the index and names, never tensor bytes.
 
     A link given as `path` itself is followed; links inside a directory must stay in it, or in its hub cache folder.
@@ -93,7 +93,7 @@ def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
     return Problem(f"checkpoint.index.{code}", "", message)
 
 
-def _open_directory(store: Store, path: Path) -> Checkpoint:
+def _open_directory(store: Store, path: Location) -> Checkpoint:
     names = list_names(store, path)
     weights = choose_weights(path, names)
     if weights.is_index:
@@ -110,12 +110,12 @@ def _open_directory(store: Store, path: Path) -> Checkpoint:
     return _checkpoint(path, path, files, _find_sidecars(store, path, names))
 
 
-def list_names(store: Store, folder: Path) -> frozenset[str]:
+def list_names(store: Store, folder: Location) -> frozenset[str]:
     """The names in a directory."""
     return frozenset(entry.name for entry in store.list(folder))
 
 
-def stat_present(store: Store, root: Path, name: str) -> FileStatus:
+def stat_present(store: Store, root: Location, name: str) -> FileStatus:
     """Look up a file that was listed."""
     status = stat_regular(store, root, name)
     if status is None:
@@ -123,7 +123,7 @@ def stat_present(store: Store, root: Path, name: str) -> FileStatus:
     return status
 
 
-def read_weight_file(store: Store, root: Path, name: str, status: FileStatus) -> WeightFile:
+def read_weight_file(store: Store, root: Location, name: str, status: FileStatus) -> WeightFile:
     """Read what the file `name` of the directory `root` says it holds, whatever its format.
 
     `status` was taken before: a change in between shows as another version later.
@@ -137,14 +137,14 @@ def read_weight_file(store: Store, root: Path, name: str, status: FileStatus) ->
     return WeightFile(fingerprint, header.entries, mark_of(header.metadata, path))
 
 
-def _read_index(store: Store, root: Path, name: str) -> dict[str, str]:
+def _read_index(store: Store, root: Location, name: str) -> dict[str, str]:
     stat_present(store, root, name)
     path = root / name
     raw = store.read_small(path, WEIGHT_INDEX_BYTES)
     return _weight_map(path, parse_object(raw, where=path, code="checkpoint.index"))
 
 
-def _weight_map(path: Path, document: Mapping[str, JsonValue]) -> dict[str, str]:
+def _weight_map(path: Location, document: Mapping[str, JsonValue]) -> dict[str, str]:
     listed = document.get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CorruptError.of(
@@ -169,7 +169,7 @@ def _weight_map(path: Path, document: Mapping[str, JsonValue]) -> dict[str, str]
     return checked
 
 
-def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
+def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     stats = {shard: stat_regular(store, root, shard) for shard in sorted(set(weight_map.values()))}
     missing = [shard for shard, found in stats.items() if found is None]
@@ -184,7 +184,7 @@ def _read_shards(store: Store, root: Path, index_name: str, weight_map: Mapping[
     return files
 
 
-def _raise_capped(path: Path, problems: Iterator[Problem]) -> None:
+def _raise_capped(path: Location, problems: Iterator[Problem]) -> None:
     first = list(islice(problems, MAX_PROBLEMS))
     if not first:
         return
@@ -195,7 +195,7 @@ def _raise_capped(path: Path, problems: Iterator[Problem]) -> None:
     raise CorruptError(*located)
 
 
-def _find_sidecars(store: Store, root: Path, names: Collection[str]) -> tuple[str, ...]:
+def _find_sidecars(store: Store, root: Location, names: Collection[str]) -> tuple[str, ...]:
     """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
     sidecars = [name for name in names if name in SIDECAR_NAMES or fnmatchcase(name, _SIDECAR_PATTERN)]
     if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):
@@ -206,7 +206,7 @@ def _find_sidecars(store: Store, root: Path, names: Collection[str]) -> tuple[st
     return tuple(sorted(sidecars))
 
 
-def _checkpoint(path: Path, root: Path, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
+def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {entry.name: entry for file in files for entry in _as_marked(file)}
     base = _common_base(path, files)
     return Checkpoint(
@@ -226,7 +226,7 @@ def _as_marked(file: WeightFile) -> Iterator[TensorEntry]:
         yield replace(entry, is_delta=True) if is_delta else entry
 
 
-def _common_base(path: Path, files: list[WeightFile]) -> str | None:
+def _common_base(path: Location, files: list[WeightFile]) -> str | None:
     """The base that all files are differences from; None for plain weights."""
     bases = {None if file.mark is None else file.mark.base for file in files}
     if len(bases) > 1:

@@ -6,11 +6,11 @@ import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
 
 _SPARE_FILES = 64
 
@@ -19,11 +19,13 @@ _SPARE_FILES = 64
 class PinnedFile:
     """A file and the version that it is read at: a value that any process can open again."""
 
-    path: Path
+    location: Location
     version: str
 
 
-def pin_files(store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()) -> tuple[PinnedFile, ...]:
+def pin_files(
+    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
+) -> tuple[PinnedFile, ...]:
     """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now.
 
     Raises:
@@ -33,7 +35,7 @@ def pin_files(store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpo
     return tuple(PinnedFile(path, versions.get(path) or _version_now(store, path)) for path in sorted(set(paths)))
 
 
-def _version_now(store: Store, path: Path) -> str:
+def _version_now(store: Store, path: Location) -> str:
     status = store.stat(path)
     if status is None:
         raise _changed(path)
@@ -41,13 +43,13 @@ def _version_now(store: Store, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Path, RangeFile]]:
+def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Location, RangeFile]]:
     """Open files for direct reads, and close them all at the end.
 
     Raises:
         ConflictError: `input.changed`, a file has another version than the pinned one.
     """
-    versions = {file.path: file.version for file in pinned}
+    versions = {file.location: file.version for file in pinned}
     with open_files(store, versions) as files:
         for path, file in files.items():
             if file.version != versions[path]:
@@ -57,8 +59,8 @@ def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[
 
 @contextlib.contextmanager
 def open_files(
-    store: Store, paths: Iterable[Path], checkpoints: Iterable[Checkpoint] = ()
-) -> Iterator[Mapping[Path, RangeFile]]:
+    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
+) -> Iterator[Mapping[Location, RangeFile]]:
     """Open files for direct reads, and close them all at the end.
 
     Raises:
@@ -67,7 +69,7 @@ def open_files(
     ordered = sorted(set(paths))
     allow_open_files(len(ordered))
     with contextlib.ExitStack() as stack:
-        files: dict[Path, RangeFile] = {}
+        files: dict[Location, RangeFile] = {}
         for path in ordered:
             files[path] = store.open(path, direct=True)
             stack.callback(files[path].close)
@@ -92,11 +94,11 @@ def check_unchanged(store: Store, checkpoints: Iterable[Checkpoint]) -> None:
             raise _changed(path)
 
 
-def _changed(path: Path) -> MergePipeError:
+def _changed(path: Location) -> MergePipeError:
     return ConflictError.of("input.changed", path, "changed while it was being read", "run again")
 
 
-def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Path, FileFingerprint]]:
+def _files_of(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Location, FileFingerprint]]:
     for checkpoint in checkpoints:
         for file in checkpoint.files:
             yield checkpoint.root / file.name, file

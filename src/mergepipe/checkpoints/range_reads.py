@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +12,13 @@ from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import ITEMSIZE_BY_KERNEL_CODE, Span
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 
-def read_span(entry: TensorEntry, span: Span, files: Mapping[Path, RangeFile], purpose: Purpose) -> NDArray[np.uint8]:
+def read_span(
+    entry: TensorEntry, span: Span, files: Mapping[Location, RangeFile], purpose: Purpose
+) -> NDArray[np.uint8]:
     """The stored bytes (uint8) of the elements `span`. Holds them, and less than two pages more.
 
     Requests at most `block_cost_bytes(entry, span)`.
@@ -30,7 +32,7 @@ def read_span(entry: TensorEntry, span: Span, files: Mapping[Path, RangeFile], p
     return read_exact(files[entry.file], start, stop, purpose)
 
 
-def read_matrix(entry: TensorEntry, files: Mapping[Path, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
+def read_matrix(entry: TensorEntry, files: Mapping[Location, RangeFile], purpose: Purpose) -> NDArray[np.float32]:
     """All of a tensor in float32, in its shape."""
     raw = read_span(entry, Span(0, entry.n_elements), files, purpose)
     return decoded(raw, entry.dtype.kernel_code).reshape(entry.shape)

@@ -10,13 +10,19 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 
 _YAML_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]<>|#&!])")
 _BACKTICKS = re.compile("`+")
+
+
+class WrittenAsText:
+    """A value whose `str` is what users and records see of it, as a path's is."""
+
+    __slots__ = ()
 
 
 def printable(text: str) -> str:
@@ -31,7 +37,9 @@ def printable_lines(text: str) -> str:
 
 def as_line(value: object) -> object:
     """Apply `printable` to text and paths, return other values unchanged: a filter for template expressions."""
-    is_text = isinstance(value, str | Path) and not hasattr(value, "__html__")  # markup is escaped already
+    is_text = isinstance(value, str | Path | WrittenAsText) and not hasattr(
+        value, "__html__"
+    )  # markup is escaped already
     return printable(str(value)) if is_text else value
 
 
@@ -91,10 +99,10 @@ def _plain(value: object) -> object:
         return None
     if value is None or isinstance(value, str | int | float):
         return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, Path):
+    if isinstance(value, Path | WrittenAsText):
         return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, tuple | list):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
@@ -30,13 +29,14 @@ from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, NotFoundError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import STORE_HEADER_BYTES
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedStore:
     """Header and index of a store, checked against each other and against the sizes of its files."""
 
-    root: Path
+    root: Location
     header: StoreHeader
     side: StoreSide
     fingerprints: tuple[FileFingerprint, ...]
@@ -46,7 +46,7 @@ class OpenedStore:
         return self.side.index
 
 
-def read_store(store: Store, path: Path) -> OpenedStore:
+def read_store(store: Store, path: Location) -> OpenedStore:
     """Read and check header and index, both charged as metadata.
 
     Raises:
@@ -63,7 +63,7 @@ def read_store(store: Store, path: Path) -> OpenedStore:
     return opened
 
 
-def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
+def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedStore:
     """Read everything but the index, which is read when it is first needed."""
     header_path = path / HEADER_NAME
     raw = store.read_small(header_path, STORE_HEADER_BYTES)
@@ -78,7 +78,7 @@ def _read_header(store: Store, path: Path, read_index: Charged) -> OpenedStore:
     return OpenedStore(path, header, StoreSide(store, path, header, found, read_index), prints)
 
 
-def open_store(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
+def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     """Open the store in `path` as the full checkpoint that was packed relative to `base`.
 
     The index is read when it is first needed, charged to the expert. Blocks are checked against the digests of the
@@ -120,7 +120,9 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
     return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row, found, bands)
 
 
-def _fingerprint(store: Store, root: Path, name: str, size_bytes: int | None, header: StoreHeader) -> FileFingerprint:
+def _fingerprint(
+    store: Store, root: Location, name: str, size_bytes: int | None, header: StoreHeader
+) -> FileFingerprint:
     """A file as it is, of `size_bytes` where that is known."""
     status = stat_regular(store, root, name)
     if status is None or (size_bytes is not None and status.size_bytes != size_bytes):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mergepipe.checkpoints.contained_files import is_plain_name
@@ -20,6 +19,7 @@ from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
 
 HEADER_NAME = STORE_HEADER_NAME
 INDEX_NAME = "mergepipe-store.index"
@@ -36,7 +36,7 @@ _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
 
 
-def is_store(store: Store, path: Path) -> bool:
+def is_store(store: Store, path: Location) -> bool:
     """Whether `path` is a directory with a delta store's header."""
     return is_file(store, path / HEADER_NAME)
 
@@ -111,7 +111,7 @@ class StoreHeader:
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def parse_header(raw: bytes, path: Path) -> StoreHeader:
+def parse_header(raw: bytes, path: Location) -> StoreHeader:
     """Parse and check a header.
 
     Raises:
@@ -141,7 +141,7 @@ def parse_header(raw: bytes, path: Path) -> StoreHeader:
     return header
 
 
-def _check_version(format_name: str, path: Path) -> None:
+def _check_version(format_name: str, path: Location) -> None:
     name, _, version = format_name.partition("/")
     if name != FORMAT_NAME or not version.isdecimal():
         raise corrupt(path, f"the format is {shown(format_name)}, not {FORMAT}")
@@ -151,7 +151,7 @@ def _check_version(format_name: str, path: Path) -> None:
         raise UnsupportedError.of("store.version", path, message, hint)
 
 
-def _check_tensors(header: StoreHeader, path: Path) -> None:
+def _check_tensors(header: StoreHeader, path: Location) -> None:
     """Refuse duplicate names, tensors out of order, and files whose size is not that of their parts."""
     names = [tensor.name for tensor in header.tensors]
     outputs = [file.name for file in header.files] + [kept.name for kept in header.kept]
@@ -171,7 +171,7 @@ def _check_tensors(header: StoreHeader, path: Path) -> None:
 class _Fields:
     """Typed access to one JSON object."""
 
-    def __init__(self, document: Mapping[str, JsonValue], path: Path) -> None:
+    def __init__(self, document: Mapping[str, JsonValue], path: Location) -> None:
         self._document = document
         self.path = path
 

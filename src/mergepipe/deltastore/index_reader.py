@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -17,18 +16,19 @@ from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
-Charged = Callable[[Store, Path, int], bytes]
+Charged = Callable[[Store, Location, int], bytes]
 """Reads the given number of bytes from the start of a file and charges them to one purpose."""
 
 
-def as_metadata(store: Store, path: Path, nbytes: int) -> bytes:
+def as_metadata(store: Store, path: Location, nbytes: int) -> bytes:
     """Read bytes charged as metadata, for callers that read the whole store."""
     return store.read_metadata(path, 0, nbytes)
 
 
-def as_expert(store: Store, path: Path, nbytes: int) -> bytes:
+def as_expert(store: Store, path: Location, nbytes: int) -> bytes:
     """Read bytes charged to the expert, for merges: a budget counts the index."""
     file = store.open(path)
     try:
@@ -48,7 +48,7 @@ class StoreSide:
     def __init__(
         self,
         store: Store | None,
-        root: Path,
+        root: Location,
         header: StoreHeader,
         sizes: Mapping[str, int],
         read: Charged,
@@ -96,12 +96,12 @@ class StoreSide:
         return self._index is not None
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         """The files that hold pieces."""
         return frozenset(self._root / name for name in PIECE_NAMES.values())
 
     @property
-    def index_file(self) -> Path:
+    def index_file(self) -> Location:
         return self._root / INDEX_NAME
 
     @property
@@ -133,7 +133,7 @@ class StoreSide:
                 raise corrupt(self._root / name, f"has {self._sizes[name]} bytes, {needed} bytes are needed")
         return index
 
-    def _check_lengths(self, index: StoreIndex, path: Path) -> None:
+    def _check_lengths(self, index: StoreIndex, path: Location) -> None:
         """Refuse blocks whose pieces have more bytes than the block, as they are read into memory."""
         stored_R = index.rows["lengths"].sum(axis=1, dtype=np.int64)
         for tensor in self._header.tensors:
@@ -146,6 +146,6 @@ class StoreSide:
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
 
 
-def _with_index(root: Path, header: StoreHeader, sizes: Mapping[str, int], rows: bytes) -> StoreSide:
+def _with_index(root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes) -> StoreSide:
     """Unpickle: the rows were checked when they were read."""
     return StoreSide(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))

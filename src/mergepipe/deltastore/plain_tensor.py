@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import shown
@@ -17,6 +16,7 @@ from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index_reader import StoreSide
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 
@@ -27,7 +27,7 @@ class KeptTensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    root: Path
+    root: Location
     side: StoreSide
     first_row: int
 
@@ -47,7 +47,7 @@ class KeptTensor:
         return self.dtype.kernel_code
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         return frozenset({self.root / PIECE_NAMES[Piece.WHOLE]})
 
     def entry(self) -> TensorEntry:
@@ -74,7 +74,7 @@ class KeptTensor:
         """Bytes requested to fetch `span` on its own, in whole pages."""
         return block_cost_bytes(self.entry(), span)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> KeptFetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> KeptFetch:
         """Make the fetch over open files; it keeps no bytes."""
         return KeptFetch(self.entry(), files)
 
@@ -84,7 +84,7 @@ class KeptFetch:
     """Reads spans of an unencoded tensor; holds one at a time."""
 
     entry: TensorEntry
-    files: Mapping[Path, RangeFile]
+    files: Mapping[Location, RangeFile]
 
     def __call__(self, span: Span, out: RawBytes, purpose: Purpose) -> None:
         start = self.entry.offset + span.start * self.entry.dtype.itemsize

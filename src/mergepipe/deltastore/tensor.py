@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +33,7 @@ from mergepipe.errors import MismatchError
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import DecodingPrices
 from mergepipe.storage.ranges import read_exact, request_bytes
 
@@ -51,7 +51,7 @@ class PackedTensor:
     name: str
     stored_dtype: DType
     shape: tuple[int, ...]
-    root: Path
+    root: Location
     side: StoreSide
     first_row: int
     base: TensorEntry
@@ -69,7 +69,7 @@ class PackedTensor:
         return self.side.index
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[Location]:
         return self.side.files
 
     @property
@@ -181,15 +181,15 @@ class PackedTensor:
     def block_span(self, block: int) -> Span:
         return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> PackedFetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
         """Make the fetch over open files; it keeps nothing between calls."""
         return PackedFetch(self, files)
 
-    def opened_on_base(self, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
+    def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         """As `opened`, for callers that have the base's bytes."""
         return PackedFetch(self, files, turns).with_base
 
-    def _path(self, piece: Piece) -> Path:
+    def _path(self, piece: Piece) -> Location:
         return self.root / PIECE_NAMES[piece]
 
 
@@ -220,7 +220,7 @@ class _Group:
 class PackedFetch:
     """Fetches spans of one packed tensor. Safe to call from many threads."""
 
-    def __init__(self, tensor: PackedTensor, files: Mapping[Path, RangeFile], turns: Turns = NO_TURNS) -> None:
+    def __init__(self, tensor: PackedTensor, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> None:
         self._tensor = tensor
         self._index = tensor.index
         self._files = files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,11 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.location import Location
 
 
 def run_analysis(
-    work: AnalysisWork, files: Mapping[Path, RangeFile], options: EngineOptions, observer: Observer
+    work: AnalysisWork, files: Mapping[Location, RangeFile], options: EngineOptions, observer: Observer
 ) -> None:
     """Read every task's tensors once and report the statistics of each expert.
 

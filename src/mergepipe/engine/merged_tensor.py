@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 def can_fuse(task: MergeTask, operator: Operator, inputs: OperatorInput) -> bool:
@@ -82,13 +82,9 @@ class MergedTensor:
             return None
         return operator_named(self.operator_name).block_function(self.inputs, reduced)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps what computed inputs keep."""
-        is_copy = self.task.action is Action.COPY
-        operator = operator_named(self.operator_name)
-        work = TensorWork(
-            self.task, None, lambda known: None if is_copy else operator.block_function(self.inputs, known)
-        )
+        work = TensorWork(self.task, None, self._block_function)
         work.conclude()
         sources = opened_sources((self.task,), files)
         everyone = tuple(range(len(self.task.experts)))

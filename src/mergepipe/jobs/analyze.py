@@ -23,7 +23,8 @@ from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_c
 from mergepipe.runs.inputs import open_path
 from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class AnalysisRequest:
     is read. Experts are packed into `pack` on the way.
     """
 
-    base: Path
-    experts: tuple[Path, ...]
+    base: Location
+    experts: tuple[Location, ...]
     home: Path
     block_elements: int
     densities: tuple[float, ...]
@@ -58,7 +59,7 @@ def run_analysis(
     request: AnalysisRequest, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
 ) -> AnalyzeReport:
     """Analyse and record; see `api.analyze`. `started` is the `perf_counter` reading that time is taken from."""
-    store = LocalStore()
+    store = Stores()
     base_checkpoint = open_path(store, request.base)
     checkpoints = [open_path(store, path, base_checkpoint) for path in request.experts]
     with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home) as catalog:

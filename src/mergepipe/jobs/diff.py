@@ -12,7 +12,8 @@ from mergepipe.reports import Progress, ProgressCallback, SnapshotDiff, TensorCh
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.distances import tensor_norms
 from mergepipe.snapshots.manifest import Coverage, InputRecord, Manifest, OutputTensor
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 
 def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: ProgressCallback | None) -> SnapshotDiff:
@@ -118,8 +119,8 @@ def _measured(
     a: Path, b: Path, changes: list[TensorChange], on_progress: ProgressCallback | None
 ) -> Iterator[TensorChange]:
     """Add `||A - B||` and `||A||` to the changes where both are floats of one shape."""
-    store, done = LocalStore(), [0]
-    first, second = open_checkpoint(store, a), open_checkpoint(store, b)
+    store, done = Stores(), [0]
+    first, second = (open_checkpoint(store, Location.local(path)) for path in (a, b))
     comparable = [c.name for c in changes if c.kind == "values" or c.kind.startswith("dtype")]
     total = sum(model.tensors[name].nbytes for name in comparable for model in (first, second))
 

@@ -87,7 +87,7 @@ def _snapshot_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
 def _model_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
     """Find rows of models, with their statistics, whose files no longer exist."""
     for stale in catalog.stale_models():
-        if stale.staleness is Staleness.MISSING and not stale.model.root.parent.is_dir():
+        if stale.staleness is Staleness.MISSING and not stale.model.root.parent.local_path.is_dir():
             continue
         if not dry_run:
             catalog.forget_models([stale.model])

@@ -22,8 +22,10 @@ from mergepipe.snapshots.overlay.reader import FoundBlock, Overlay, completed, o
 from mergepipe.snapshots.scan import Scan
 from mergepipe.snapshots.shards import ShardLayout, ShardWriter, TensorSpec, header_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.stores import Stores
 
 _MARGIN_BYTES = 16 << 20
 
@@ -38,7 +40,7 @@ class MaterialiseSettings:
     threads: int
     force: bool
     home: Path | None
-    base: Path | None = None
+    base: Location | None = None
 
 
 def materialise_overlay(
@@ -52,19 +54,19 @@ def materialise_overlay(
         OutputError: `overlay.in-place`, or as `check_target`.
         UnsupportedError: `snapshot.not-overlay`.
     """
-    overlay = open_overlay(path, read_manifest_value(path))
+    store = Stores()
+    overlay = open_overlay(store, Location.local(path), read_manifest_value(path))
     overlay = overlay if settings.base is None else overlay.on_base(settings.base)
     is_in_place = out.resolve() == path.resolve()
     if is_in_place and not settings.force:
         hint = "name another directory, or add --force"
         raise OutputError.of("overlay.in-place", out, "the whole snapshot would replace the overlay", hint)
-    sources = [] if is_in_place else [path, *sorted({Path(file.path).parent for file in overlay.table.files})]
-    check_target(out, sources, force=settings.force)
-    small, digests = small_files(overlay), _digests(overlay)
+    sources = {Location.parse(file.path).parent for file in overlay.table.files}
+    check_target(out, () if is_in_place else (overlay.path, *sorted(sources)), force=settings.force)
+    small, digests = small_files(store, overlay), _digests(store, overlay)
     manifest = completed(overlay.manifest)
     n_bytes = sum(file.size_bytes for file in manifest.files)
     check_free_space(out, n_bytes + sum(map(len, small.values())) + _MARGIN_BYTES)
-    store = LocalStore()
     with closing(CatalogLink(settings.home)) as link:
         with Staging(out, force=settings.force) as staging:
             _write_weights(staging.path, overlay, digests, store, settings.threads, on_progress)
@@ -81,13 +83,13 @@ def materialise_overlay(
     return MaterialiseReport(path, out, manifest.sid, stored, tensor_bytes - stored, n_bytes, seconds, notices)
 
 
-def _digests(overlay: Overlay) -> BlockTable:
+def _digests(store: Store, overlay: Overlay) -> BlockTable:
     """Return the digests of all blocks, and the shard headers.
 
     Raises:
         CorruptError: `overlay.header`, a header cannot be made again; `blocks.*`.
     """
-    table = read_table(overlay.path, overlay.manifest)
+    table = read_table(store, overlay.path, overlay.manifest)
     for shard, wanted in zip(shards_of(overlay.manifest), table.headers, strict=True):
         if block_digest(shard.header) != wanted:
             message = f"the header of {shard.name} was written by another version, and cannot be made again"
@@ -108,7 +110,7 @@ def _write_weights(
     directory: Path,
     overlay: Overlay,
     digests: BlockTable,
-    store: LocalStore,
+    store: Store,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> None:
@@ -139,7 +141,12 @@ def _wrong_block(overlay: Overlay, read_block: FoundBlock) -> MergePipeError:
 
 
 def scan_overlay(
-    overlay: Overlay, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: Callable[[int], None]
+    store: Store,
+    overlay: Overlay,
+    layout: SnapshotLayout,
+    table: BlockTable | None,
+    threads: int,
+    on_bytes: Callable[[int], None],
 ) -> tuple[Scan, tuple[Damage, ...]]:
     """Read every block of an overlay and report those that do not match `table`, by tensor and file.
 
@@ -147,8 +154,8 @@ def scan_overlay(
     """
     headers: list[bytes | None] = [block_digest(shard.header) for shard in shards_of(overlay.manifest)]
     scan = Scan([[None] * -(-t.n_elements // layout.block_elements) for t in layout.tensors], headers)
-    wrong: dict[tuple[str, Path], list[FoundBlock]] = {}
-    for read_block in read_blocks(overlay, LocalStore(), threads):
+    wrong: dict[tuple[str, Location], list[FoundBlock]] = {}
+    for read_block in read_blocks(overlay, store, threads):
         tensor, index = read_block.block.tensor, read_block.block.index
         scan.blocks[tensor.index][index] = read_block.digest
         if read_block.n_not_finite:
@@ -178,7 +185,7 @@ def _wrong_roots(layout: SnapshotLayout, scan: Scan) -> Iterator[Damage]:
             yield Damage("block", OVERLAY_NAME, tensor.name, 0, 0, "its digest is not what was written")
 
 
-def _damages(overlay: Overlay, wrong: dict[tuple[str, Path], list[FoundBlock]]) -> Iterator[Damage]:
+def _damages(overlay: Overlay, wrong: dict[tuple[str, Location], list[FoundBlock]]) -> Iterator[Damage]:
     for (tensor, where), blocks in wrong.items():
         first, last = blocks[0], blocks[-1]
         reason = next((found.failure for found in blocks if found.failure), "not what the overlay was made with")

@@ -24,13 +24,15 @@ from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.runs.packed_facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 
 def pack_experts(
-    base: Path,
-    experts: Sequence[Path],
+    base: Location,
+    experts: Sequence[Location],
     out: Path,
     *,
     replaces: bool,
@@ -44,9 +46,9 @@ def pack_experts(
         OutputError, ConflictError, StorageError: the store cannot go there, or an input changed.
     """
     started = time.perf_counter()
-    store = LocalStore()
-    base_checkpoint = open_base(store, base)
-    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, each), out) for each in experts]
+    store = Stores()
+    base_checkpoint = open_base(store, store.pin(base))
+    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, store.pin(each)), out) for each in experts]
     check_names(jobs)
     if replaces:
         for job in jobs:
@@ -73,7 +75,7 @@ def pack_experts(
 
 
 def _pack_together(
-    store: LocalStore, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
+    store: Store, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
 ) -> dict[Path, PackedExpert]:
     """Pack some experts in one pass and publish each; if one fails, the others are still published.
 
@@ -82,7 +84,7 @@ def _pack_together(
     """
     started = time.perf_counter()
     total = sum(job.expert.tensor_bytes for job in jobs)
-    inputs = set[Path]().union(*(job.weight_files for job in jobs))
+    inputs = set[Location]().union(*(job.weight_files for job in jobs))
     allow_open_files(len(inputs) + len(jobs) * FILES_OF_BUILDER)
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
@@ -135,9 +137,13 @@ def _check_removable(job: PackJob) -> None:
         RecipeError: naming the file.
     """
     expert = job.expert
-    base_files = {(job.base.root / file.name).resolve() for file in job.base.files}
+    if not expert.path.is_local:
+        message = "is not on this machine: --replace removes only files of this machine"
+        raise RecipeError.of("pack.replace", expert.path, message, "pack without --replace")
+    base_files = {(job.base.root / file.name).local_path.resolve() for file in job.base.files if job.base.path.is_local}
     names = [file.name for file in (*expert.files, *job.kept)]
-    for place in (expert.path, *(expert.root / name for name in names)):
+    root = expert.root.local_path
+    for place in (expert.path.local_path, *(root / name for name in names)):
         if place.is_symlink():
             raise RecipeError.of(
                 "pack.replace", place, "is a link: --replace removes only files that stand here", "pack without it"
@@ -148,15 +154,15 @@ def _check_removable(job: PackJob) -> None:
             )
 
 
-def _check_replaceable(store: LocalStore, job: PackJob, threads: int) -> None:
+def _check_replaceable(store: Store, job: PackJob, threads: int) -> None:
     """Check that a store restores its original exactly and is durable, before the original is removed.
 
     Raises:
         CorruptError: the store is damaged.
         ConflictError: the original is not what it holds.
     """
-    verify_store(store, job.out, job.base, threads)
-    opened = read_store(store, job.out)
+    verify_store(store, Location.local(job.out), job.base, threads)
+    opened = read_store(store, Location.local(job.out))
     check_same(store, opened, job, threads)
     job.check_unchanged(store)
     sync_store(opened)

@@ -31,11 +31,13 @@ from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
 from mergepipe.runs.speeds import BY_BYTES, PriceRequest
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Speeds
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 
@@ -127,7 +129,7 @@ def make_plan(
         unread=find_unread(inputs, request.budget),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
-    earlier = EarlierSnapshots(LocalStore(), reuse_candidates(link, replaced) if request.reuse else ())
+    earlier = EarlierSnapshots(Stores(), reuse_candidates(link, replaced) if request.reuse else ())
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
@@ -166,9 +168,9 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
+def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
     """Plan the recipe at a path."""
-    store = LocalStore()
+    store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
@@ -176,7 +178,7 @@ def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
 
 
 def run_budgeted(
-    recipe: Path,
+    recipe: Location,
     out: Path,
     request: PlanRequest,
     settings: MergeSettings,
@@ -189,7 +191,7 @@ def run_budgeted(
     Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
     without reuse, unless something was read of the experts already.
     """
-    store = LocalStore()
+    store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
@@ -219,7 +221,7 @@ def run_plan(
         ConflictError: `plan.input-changed`, an input is not what it was.
         NotFoundError: an input is gone.
     """
-    store = LocalStore()
+    store = Stores()
     inputs = _open_planned(plan, store)
     with closing(CatalogLink(settings.home)) as link:
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
@@ -235,8 +237,8 @@ def read_plan(path: Path) -> Plan:
     return parse_plan(read_small(path, PLAN_BYTES), path)
 
 
-def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
-    recipe = reload_recipe(plan.recipe, {model.model: Path(model.path) for model in plan.models})
+def _open_planned(plan: Plan, store: Store) -> Inputs:
+    recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
     inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made

@@ -26,9 +26,10 @@ from mergepipe.snapshots.overlay.reader import refuse_overlay
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.ranges import read_descriptor_range
+from mergepipe.storage.stores import Stores
 
 _HINT = "merge again"
 _COPY_BYTES = 8 << 20
@@ -128,12 +129,12 @@ def _small_files(examination: Examination) -> dict[str, bytes]:
     wanted = [damage.file for damage in examination.damages if damage.kind in ("small-file", "index", "config")]
     if not wanted:
         return {}
-    inputs = open_recorded(manifest, LocalStore())
+    inputs = open_recorded(manifest, Stores())
     bare = replace(manifest, sidecars=())
-    contents = sidecar_contents(inputs, LocalStore(), bare)
+    contents = sidecar_contents(inputs, Stores(), bare)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
-        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, LocalStore())
+        contents[KEYS_NAME] = rebuild_keys(manifest, inputs, Stores())
     impossible = [
         Problem("repair.impossible", str(examination.path / name), "cannot be made again from the inputs", _HINT)
         for name in wanted

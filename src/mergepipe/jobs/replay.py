@@ -14,7 +14,7 @@ from mergepipe.runs.rebuild import open_recorded, recorded_plan
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import InputRecord, Manifest
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.stores import Stores
 
 _MOST_NAMED = 5
 
@@ -30,7 +30,7 @@ def replay_snapshot(
         MergePipeError: as a merge.
     """
     manifest = read_manifest_value(path)
-    store = LocalStore()
+    store = Stores()
     settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)

@@ -26,8 +26,9 @@ from mergepipe.runs.inputs import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.snapshots.distances import distance, norm
 from mergepipe.storage import owned
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Speeds
+from mergepipe.storage.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class _Reference:
 
 
 def run_sweep(
-    recipe: Path, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
+    recipe: Location, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
 ) -> SweepReport:
     """Merge in full once, then under each budget with the policy of the request and with `random`; see `api.sweep`.
 
@@ -93,7 +94,7 @@ class _Sweep:
 
     def __init__(
         self,
-        recipe: Path,
+        recipe: Location,
         request: SweepRequest,
         settings: MergeSettings,
         directory: Path,
@@ -106,7 +107,7 @@ class _Sweep:
         self._home = request.home
         self._directory = directory
         self._on_progress = on_progress
-        self._store = LocalStore()
+        self._store = Stores()
         self._speeds: Speeds | None = None
 
     def run(self) -> SweepReport:
@@ -146,7 +147,7 @@ class _Sweep:
         report = run_merge(self._recipe, out, settings, started=started, on_progress=self._phase("full merge"))
         with closing(CatalogLink(self._home, required=True)) as link:
             link.use(lambda catalog: catalog.forget(out.absolute()))
-        full = open_checkpoint(self._store, out)
+        full = open_checkpoint(self._store, Location.local(out))
         changed = distance(self._store, full, inputs.base, self._meter("full merge: measure", full, inputs.base))
         size = norm(self._store, full, self._meter("full merge: measure", full))
         return _Reference(full, report, changed, size)
@@ -157,7 +158,7 @@ class _Sweep:
         plan = self._plan(inputs, replace(self._request, budget=budget.request, policy=policy))
         with self._merged() as out:
             report = run_plan(plan, out, self._settings, started=started, on_progress=self._phase(label))
-            merged = open_checkpoint(self._store, out)
+            merged = open_checkpoint(self._store, Location.local(out))
             meter = self._meter(f"{label}: measure", merged, reference.full)
             error = distance(self._store, merged, reference.full, meter)
         return SweepPoint(

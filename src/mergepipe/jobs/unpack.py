@@ -25,17 +25,18 @@ from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import Progress, ProgressCallback, UnpackReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import OutputFile, make_folders
 from mergepipe.storage.ranges import read_exact
+from mergepipe.storage.stores import Stores
 
 BlockSink = Callable[[RawBytes], None]
 
 
 def unpack_store(
-    root: Path, out: Path, *, base: Path | None, threads: int, on_progress: ProgressCallback | None
+    root: Location, out: Path, *, base: Location | None, threads: int, on_progress: ProgressCallback | None
 ) -> UnpackReport:
     """Write the files that the store in `root` was made from into the new directory `out`; see `api.unpack`.
 
@@ -45,7 +46,7 @@ def unpack_store(
         OutputError, StorageError: the files cannot go there; nothing was published.
     """
     started = time.perf_counter()
-    store = LocalStore()
+    store = Stores()
     opened = read_store(store, root)
     base_checkpoint = _open_base(store, opened, base)
     check_target(out, (root, base_checkpoint.path), force=None)
@@ -63,7 +64,7 @@ def unpack_store(
     return UnpackReport(root, base_checkpoint.path, out, tensor_bytes, time.perf_counter() - started)
 
 
-def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) -> None:
+def verify_store(store: Store, path: Location, base: Checkpoint, threads: int) -> None:
     """Decode everything in the store at `path`, and compare it with the digests of the originals.
 
     Raises:
@@ -81,9 +82,9 @@ def verify_store(store: LocalStore, path: Path, base: Checkpoint, threads: int) 
             pass
 
 
-def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Checkpoint:
+def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
     try:
-        return open_checkpoint(store, Path(opened.header.base) if base is None else base)
+        return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)
     except NotFoundError as error:
         if base is not None:
             raise
@@ -95,7 +96,7 @@ def _open_base(store: LocalStore, opened: OpenedStore, base: Path | None) -> Che
         ) from error  # fmt: skip
 
 
-def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Path]:
+def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Location]:
     own = {kept.name for kept in opened.header.kept}
     yield from (opened.root / fingerprint.name for fingerprint in opened.fingerprints if fingerprint.name not in own)
     yield from (base.root / file.name for file in base.files)
@@ -123,7 +124,7 @@ class _Reader:
         self._checkpoint = checkpoint
         self._threads = threads
 
-    def file_header(self, files: Mapping[Path, RangeFile], number: int) -> RawBytes:
+    def file_header(self, files: Mapping[Location, RangeFile], number: int) -> RawBytes:
         """Read and check the header of weight file `number`."""
         packed = self.opened.header.files
         start = sum(each.header_bytes for each in packed[:number])
@@ -133,7 +134,7 @@ class _Reader:
             raise corrupt(path, f"the header of {packed[number].name} is damaged")
         return content
 
-    def read(self, files: Mapping[Path, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
+    def read(self, files: Mapping[Location, RangeFile], entry: PackedEntry, sink: BlockSink) -> None:
         """Pass the blocks of one tensor to `sink` in order, each checked against the original's digest."""
         tensor = self._checkpoint.tensors[entry.name]
         pending: deque[Future[RawBytes]] = deque()
@@ -145,7 +146,7 @@ class _Reader:
             while pending:
                 sink(pending.popleft().result())
 
-    def _block(self, files: Mapping[Path, RangeFile], tensor: Readable, span: Span, row: int) -> RawBytes:
+    def _block(self, files: Mapping[Location, RangeFile], tensor: Readable, span: Span, row: int) -> RawBytes:
         content = _content(files, tensor, span)
         if digest(content) != self.opened.index.rows["expert"][row].tobytes():
             raise corrupt(
@@ -154,7 +155,7 @@ class _Reader:
         return content
 
 
-def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> RawBytes:
+def _content(files: Mapping[Location, RangeFile], tensor: Readable, span: Span) -> RawBytes:
     if isinstance(tensor, TensorEntry):
         start = tensor.offset + span.start * tensor.dtype.itemsize
         return read_exact(files[tensor.file], start, start + span.n_elements * tensor.dtype.itemsize, Purpose.EXPERT)
@@ -164,7 +165,7 @@ def _content(files: Mapping[Path, RangeFile], tensor: Readable, span: Span) -> R
 
 
 def _write_weights(
-    reader: _Reader, files: Mapping[Path, RangeFile], directory: Path, store: LocalStore, progress: _Counter
+    reader: _Reader, files: Mapping[Location, RangeFile], directory: Path, store: Store, progress: _Counter
 ) -> None:
     header = reader.opened.header
     for number, packed in enumerate(header.files):
@@ -183,13 +184,13 @@ def _write_weights(
             output.close()
 
 
-def _write_kept(opened: OpenedStore, directory: Path, store: LocalStore) -> None:
+def _write_kept(opened: OpenedStore, directory: Path, store: Store) -> None:
     for kept in opened.header.kept:
         parts = _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store)
         write_kept(store, directory / kept.name, parts, kept.size_bytes, "writing it")
 
 
-def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: LocalStore) -> Iterator[bytes]:
+def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: Store) -> Iterator[bytes]:
     """Yield the content of a kept file; check its digest at the end."""
     hasher = blake3()
     for part in file_parts(store, opened.root / name, size_bytes):

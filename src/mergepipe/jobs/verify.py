@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
@@ -36,10 +36,11 @@ from mergepipe.snapshots.overlay.reader import is_overlay, open_overlay
 from mergepipe.snapshots.overlay.table import SIDECAR_FOLDER
 from mergepipe.snapshots.scan import OnBytes, Scan, scan_snapshot
 from mergepipe.snapshots.shards import INDEX_NAME
+from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.local import LocalStore
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 CONFIG_NAME = "config.json"
 
@@ -76,11 +77,12 @@ def verify_snapshot(
         ConflictError: an input is not what it was, and something was to be made again from it.
         UnsupportedError: `verify.composite`, a composite cannot be made again.
     """
-    if is_composite(path):
+    store = Stores()
+    if is_composite(store, Location.local(path)):
         if deep_fraction > 0:
             message = "a composite of tailor is not made again from its sources"
             raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
-        return verify_composite(path, engine.threads, started=started, on_progress=on_progress)
+        return verify_composite(store, Location.local(path), engine.threads, started=started, on_progress=on_progress)
     found = examine(path, engine.threads, on_progress)
     names = sampled_tensors(found.manifest, deep_fraction) if deep_fraction > 0 else ()
     replayed = tuple(_replayed(found, names, engine)) if names else ()
@@ -102,15 +104,15 @@ def verify_snapshot(
 def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
     manifest = read_manifest_value(path)
+    store, done, directory = Stores(), [0], Location.local(path)
     damages: list[Damage] = []
     table: BlockTable | None = None
     try:
-        table = read_table(path, manifest)
+        table = read_table(store, directory, manifest)
     except (CorruptError, NotFoundError, StorageError) as error:
         record = manifest.blocks
         damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
     layout = layout_of(manifest, path / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
-    store, done = LocalStore(), [0]
     total = sum(tensor.nbytes for tensor in layout.tensors)
 
     def advance(nbytes: int) -> None:
@@ -121,33 +123,39 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
     if table is not None and not _is_consistent(table, layout):
         damages.append(_damage("blocks-file", "", 0, 0, "its digests are not those of the manifest's tensors"))
         table = None
-    small = tuple(_small_damages(path, manifest))
+    small = tuple(_small_damages(store, directory, manifest))
     if is_overlay(manifest):
-        scan, found = _scan_overlay(path, manifest, layout, table, threads, advance)
+        scan, found = _scan_overlay(store, directory, manifest, layout, table, threads, advance)
         damages.extend(each for each in found if each.file not in {known.file for known in small})
     else:
-        scan = scan_snapshot(store, path, layout, threads, advance)
+        scan = scan_snapshot(store, directory, layout, threads, advance)
         for file in layout.files:
-            damages.extend(_file_damages(path, store, file, layout, table, scan))
+            damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(small)
     damages.extend(_sum_damages(path, manifest, threads))
-    notices = [*_notices(scan), *_strangers(path, manifest)]
-    config_path = (path / SIDECAR_FOLDER if is_overlay(manifest) else path) / CONFIG_NAME
-    config, config_notices = config_findings(config_path, manifest)
+    notices = [*_notices(scan), *_strangers(store, directory, manifest)]
+    config_path = (directory / SIDECAR_FOLDER if is_overlay(manifest) else directory) / CONFIG_NAME
+    config, config_notices = config_findings(store, config_path, manifest)
     damages.extend(config)
     return Examination(path, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
 
 
 def _scan_overlay(
-    path: Path, manifest: Manifest, layout: SnapshotLayout, table: BlockTable | None, threads: int, on_bytes: OnBytes
+    store: Store,
+    path: Location,
+    manifest: Manifest,
+    layout: SnapshotLayout,
+    table: BlockTable | None,
+    threads: int,
+    on_bytes: OnBytes,
 ) -> tuple[Scan, tuple[Damage, ...]]:
     """Scan the blocks of an overlay; finds nothing where its table is damaged."""
     try:
-        overlay = open_overlay(path, manifest)
+        overlay = open_overlay(store, path, manifest)
     except (CorruptError, NotFoundError) as error:
         nothing = Scan([[] for _ in layout.tensors], [])
         return nothing, (_damage("small-file", OVERLAY_TABLE_NAME, 0, 0, error.problems[0].message),)
-    return scan_overlay(overlay, layout, table, threads, on_bytes)
+    return scan_overlay(store, overlay, layout, table, threads, on_bytes)
 
 
 def _damage(kind: str, file: str, start: int, stop: int, message: str, tensor: str = "") -> Damage:
@@ -162,13 +170,14 @@ def _is_consistent(table: BlockTable, layout: SnapshotLayout) -> bool:
 
 
 def _file_damages(
-    directory: Path, store: LocalStore, file: PlacedFile, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
+    directory: Location, store: Store, file: PlacedFile, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
 ) -> Iterator[Damage]:
     path = directory / file.name
-    if not path.is_file():
+    status = store.stat(path)
+    if status is None or not status.is_file:
         yield _damage("missing", file.name, 0, file.size_bytes, "the file is gone")
     else:
-        size = path.stat().st_size
+        size = status.size_bytes
         if size != file.size_bytes:
             first, last = sorted((size, file.size_bytes))
             yield _damage("size", file.name, first, last, f"has {size} bytes, {file.size_bytes} were written")
@@ -178,7 +187,7 @@ def _file_damages(
 
 
 def _header_damages(
-    store: LocalStore, path: Path, file: PlacedFile, table: BlockTable | None, scan: Scan
+    store: Store, path: Location, file: PlacedFile, table: BlockTable | None, scan: Scan
 ) -> Iterator[Damage]:
     """Check a header by its digest, or, without one, by its content."""
     if table is not None:
@@ -231,14 +240,14 @@ def _joined(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 # --- the other files ---
 
 
-def _small_damages(directory: Path, manifest: Manifest) -> Iterator[Damage]:
+def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Iterator[Damage]:
     for record in manifest.sidecars:
-        reason = _small_file_trouble(directory / record.name, record)
+        reason = _small_file_trouble(store, directory / record.name, record)
         if reason:
             yield _damage("small-file", record.name, 0, record.size_bytes, reason)
     is_expected = not manifest.sidecars and len(manifest.files) > 1
-    if is_expected or (directory / INDEX_NAME).exists():
-        reason = _index_trouble(directory / INDEX_NAME, manifest)
+    if is_expected or store.stat(directory / INDEX_NAME) is not None:
+        reason = _index_trouble(store, directory / INDEX_NAME, manifest)
         if reason:
             yield _damage("index", INDEX_NAME, 0, 0, reason)
 
@@ -257,17 +266,17 @@ def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[
         yield _damage("small-file", ACCUMULATORS_NAME, entry.offset, entry.offset + entry.nbytes, message)
 
 
-def _small_file_trouble(path: Path, record: SmallFileRecord) -> str:
+def _small_file_trouble(store: Store, path: Location, record: SmallFileRecord) -> str:
     try:
-        found = file_digest(path, record.size_bytes)
+        found = file_digest(store, path, record.size_bytes)
     except MergePipeError as error:
         return error.problems[0].message
     return "" if found == (record.size_bytes, record.blake3) else "is not what was written"
 
 
-def _index_trouble(path: Path, manifest: Manifest) -> str:
+def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
     try:
-        content = json.loads(read_small(path, MANIFEST_BYTES))
+        content = json.loads(store.read_small(path, MANIFEST_BYTES))
     except MergePipeError as error:
         return error.problems[0].message
     except (ValueError, RecursionError):
@@ -276,15 +285,14 @@ def _index_trouble(path: Path, manifest: Manifest) -> str:
     return "" if found == weight_map(manifest) else "does not say where the manifest's tensors are"
 
 
-def _strangers(directory: Path, manifest: Manifest) -> Iterator[str]:
+def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:
     """List files that the merge did not write."""
     known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
     known |= {MANIFEST_NAME, manifest.blocks.name}
     known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
     known |= {ACCUMULATORS_NAME} if ACCUMULATORS_BLOCKS_NAME in known else set()
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in known:
+    for name in sorted(files_below(store, directory), key=lambda name: PurePosixPath(name).parts):
+        if name not in known:
             yield f"{name}: is not part of the snapshot"
 
 

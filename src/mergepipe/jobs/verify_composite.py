@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Final
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
@@ -15,8 +15,9 @@ from mergepipe.errors import CorruptError, MergePipeError
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.snapshots.layout import file_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.regular import read_head, read_small
+from mergepipe.storage.location import Location
 
 _FORMAT: Final = "mergepipe-composite/1"
 _HEAD_BYTES = 400
@@ -29,22 +30,24 @@ class _Recorded:
     blake3: str
 
 
-def is_composite(path: Path) -> bool:
+def is_composite(store: Store, path: Location) -> bool:
     """Whether a directory holds the manifest of a composite."""
     try:
-        return f'"format": "{_FORMAT}"'.encode() in read_head(path / MANIFEST_NAME, _HEAD_BYTES)
+        return f'"format": "{_FORMAT}"'.encode() in store.read_metadata(path / MANIFEST_NAME, 0, _HEAD_BYTES)
     except MergePipeError:
         return False
 
 
-def verify_composite(path: Path, threads: int, *, started: float, on_progress: ProgressCallback | None) -> VerifyReport:
+def verify_composite(
+    store: Store, path: Location, threads: int, *, started: float, on_progress: ProgressCallback | None
+) -> VerifyReport:
     """Read every file of a composite and compare it with the manifest.
 
     Raises:
         CorruptError: the manifest is damaged.
     """
     manifest = path / MANIFEST_NAME
-    content = parse_object(read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
+    content = parse_object(store.read_small(manifest, MANIFEST_BYTES), where=manifest, code="manifest")
     files = tuple(_recorded(content.get("files"), manifest))
     identity = {"version": content.get("version"), "recipe": content.get("recipe"), "files": content.get("files")}
     sid = digest_of(identity)
@@ -54,16 +57,16 @@ def verify_composite(path: Path, threads: int, *, started: float, on_progress: P
     damages: list[Damage] = []
     done, total = 0, sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(max(2, threads), "mergepipe-verify") as pool:
-        for file, damage in zip(files, pool.map(lambda each: _damage_of(path, each), files), strict=True):
+        for file, damage in zip(files, pool.map(lambda each: _damage_of(store, path, each), files), strict=True):
             done += file.size_bytes
             damages.extend([damage] if damage is not None else [])
             if on_progress is not None:
                 on_progress(Progress("verify", done, total))
     seconds = time.perf_counter() - started
-    return VerifyReport(path, sid, len(files), 0, len(files), done, seconds, tuple(damages), ())
+    return VerifyReport(path.local_path, sid, len(files), 0, len(files), done, seconds, tuple(damages), ())
 
 
-def _recorded(value: JsonValue, where: Path) -> Iterator[_Recorded]:
+def _recorded(value: JsonValue, where: Location) -> Iterator[_Recorded]:
     for each in value if isinstance(value, list) else [None]:
         match each:
             case {"name": str(name), "size_bytes": int(size), "blake3": str(digest)} if _is_inside(name):
@@ -77,9 +80,9 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _damage_of(directory: Path, file: _Recorded) -> Damage | None:
+def _damage_of(store: Store, directory: Location, file: _Recorded) -> Damage | None:
     try:
-        size, digest = file_digest(directory / file.name, file.size_bytes)
+        size, digest = file_digest(store, directory / file.name, file.size_bytes)
     except MergePipeError as error:
         return Damage("missing", file.name, "", 0, file.size_bytes, error.problems[0].message)
     if size != file.size_bytes:

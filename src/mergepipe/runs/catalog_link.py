@@ -16,6 +16,7 @@ from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.location import Location
 
 BATCH_TENSORS = 64
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class StatisticsRecorder:
         self._link.use(lambda catalog: catalog.put_many(row, self._base, statistics, evidence=self._evidence))
 
 
-def known_content_id(link: CatalogLink, checkpoint: Checkpoint, files: Mapping[Path, RangeFile]) -> str:
+def known_content_id(link: CatalogLink, checkpoint: Checkpoint, files: Mapping[Location, RangeFile]) -> str:
     """Look up the content id of a checkpoint; read its files only if the catalog lacks it."""
     row = link.use(lambda catalog: catalog.register_model(checkpoint))
     if row is not None and row.content_id is not None:

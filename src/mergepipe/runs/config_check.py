@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.config_json import parse_config
 from mergepipe.checkpoints.formats.strict_json import shown
@@ -13,17 +12,18 @@ from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.recipes.parse.yaml_source import shortened
 from mergepipe.reports import Damage
 from mergepipe.snapshots.manifest import Manifest, OutputTensor
+from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import CONFIG_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
-def config_findings(path: Path, manifest: Manifest) -> tuple[tuple[Damage, ...], tuple[str, ...]]:
+def config_findings(store: Store, path: Location, manifest: Manifest) -> tuple[tuple[Damage, ...], tuple[str, ...]]:
     """List damage where the configuration cannot be read, and notices where it contradicts the tensors."""
     try:
-        content = parse_config(read_small(path, CONFIG_BYTES), path)
+        content = parse_config(store.read_small(path, CONFIG_BYTES), path)
     except NotFoundError:
         return (), ()  # a merge of bare files has none; one that was written and is gone is found by its digest
     except MergePipeError as error:

@@ -30,7 +30,8 @@ from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, 
 from mergepipe.runs.reuse.keys import KEYS_NAME, block_keys
 from mergepipe.snapshots.overlay.table import OverlayTable
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 Replaced = Mapping[str, tuple[MergeTask, BlockFunction]]
 """Maps a tensor to the task and the block function that replace the recipe's."""
@@ -60,7 +61,7 @@ class MergeResult:
 class Execution:
     """One merge by an executor into `directory`; `threads` check kept sums."""
 
-    store: LocalStore
+    store: Store
     executor: Executor
     threads: int
     directory: Path
@@ -98,7 +99,7 @@ class Execution:
         if sources.keeps_accumulators and totals:
             replaced, about = self._accumulate(work, totals, replaced)
             small |= about
-            work = _with_files(work, pin_files(self.store, {self.directory / ACCUMULATORS_NAME}))
+            work = _with_files(work, pin_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)}))
         work = replace(work, reusable=reuse.reusable)
         result = self._execute(work, work.output, replaced, progress)
         continued = tuple({kept_sum.sid for kept_sum in kept.values()})
@@ -116,7 +117,7 @@ class Execution:
         if self.plan is not None and lost:
             left = limit_to_plan(left, self.plan)  # which raises for missing blocks
         kept = {name: kept_sum for name, kept_sum in kept.items() if kept_sum.entry.file not in lost}
-        return tuple(file for file in pinned if file.path not in lost), left, kept
+        return tuple(file for file in pinned if file.location not in lost), left, kept
 
     def _accumulate(
         self, work: MergeWork, totals: Mapping[str, RunningTotal], replaced: Replaced
@@ -140,5 +141,5 @@ class Execution:
 
 def _with_files(work: MergeWork, files: tuple[PinnedFile, ...]) -> MergeWork:
     """Add files that the work does not name yet."""
-    present = {file.path for file in work.files}
-    return replace(work, files=(*work.files, *(file for file in files if file.path not in present)))
+    present = {file.location for file in work.files}
+    return replace(work, files=(*work.files, *(file for file in files if file.location not in present)))

@@ -27,6 +27,7 @@ from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Re
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.models import open_model
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 DOCUMENT_MARK = "\n---\n"
 
@@ -125,9 +126,9 @@ class Inputs:
         return base.name if is_plain else None
 
 
-def open_inputs(path: Path, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None) -> Inputs:
+def open_inputs(path: Location, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None) -> Inputs:
     """Load a recipe, open what it names, pair the tensors. See `open_recipes`."""
-    return open_recipes(load_recipes(path), store, allow_dropped, stage)
+    return open_recipes(load_recipes(path, store), store, allow_dropped, stage)
 
 
 def open_recipes(
@@ -188,7 +189,7 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
     is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.inputs) for each in tensors.values()))
     if is_staged and stage is not None:
-        return Intermediate(inputs, open_checkpoint(store, stage(inputs)), is_staged=True)
+        return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base
     return Intermediate(inputs, Checkpoint(base.path, base.root, tensors, (), base.sidecars), is_staged)
 
@@ -199,9 +200,9 @@ def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
     return MergedTensor(task, operator_name, inputs)
 
 
-def open_path(store: Store, path: Path, base: Checkpoint | None = None) -> Checkpoint:
+def open_path(store: Store, path: Location, base: Checkpoint | None = None) -> Checkpoint:
     """Open a model by its path alone: a base, or an expert of `base` of any kind."""
-    return open_model(store, ModelInput(str(path), path.absolute(), {}, str(path)), base)
+    return open_model(store, ModelInput(str(path), store.pin(path.absolute()), {}, str(path)), base)
 
 
 class PairStatistics:

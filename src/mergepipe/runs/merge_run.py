@@ -54,8 +54,8 @@ from mergepipe.snapshots.manifest import (
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.local import LocalStore
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -89,7 +89,7 @@ class MergeSettings:
 class IntermediateWriter:
     """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
 
-    def __init__(self, out: Path, settings: MergeSettings, store: LocalStore) -> None:
+    def __init__(self, out: Path, settings: MergeSettings, store: Store) -> None:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
@@ -121,7 +121,7 @@ def publish_merge(
     plan: Plan | None,
     out: Path,
     settings: MergeSettings,
-    store: LocalStore,
+    store: Store,
     link: CatalogLink,
     started: float,
     on_progress: ProgressCallback | None,
@@ -203,7 +203,7 @@ def _pack_candidate(inputs: Inputs, model: int) -> PackCandidate:
 
 
 def _reuse_sources(
-    plan: Plan | None, out: Path, settings: MergeSettings, store: LocalStore, link: CatalogLink
+    plan: Plan | None, out: Path, settings: MergeSettings, store: Store, link: CatalogLink
 ) -> ReuseSources:
     """Name the snapshots to reuse: those of the plan, else the replaced snapshot and those in the catalog."""
     if plan is not None:
@@ -221,7 +221,7 @@ class _Run:
         inputs: Inputs,
         plan: Plan | None,
         output: OutputPlan,
-        store: LocalStore,
+        store: Store,
         link: CatalogLink,
         settings: MergeSettings,
         started: float,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from mergepipe.deltastore.header import is_store
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.location import Location
 
 _COMPOSITE_FORMAT = b'"mergepipe-composite/'
 _FORMAT_BYTES = 64  # a manifest's format is its first key
@@ -32,10 +32,10 @@ class NamedModel(Protocol):
     """A model as a recipe names it: its path, the adapter to apply, whether it holds deltas."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Location: ...
 
     @property
-    def adapter(self) -> Path | None: ...
+    def adapter(self) -> Location | None: ...
 
     @property
     def is_delta(self) -> bool: ...
@@ -69,7 +69,7 @@ def open_model(store: Store, model: NamedModel, base: Checkpoint | None, *, as_w
     return apply_adapter(weights, open_adapter(store, model.adapter, weights))
 
 
-def _open(store: Store, path: Path, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
+def _open(store: Store, path: Location, base: Checkpoint | None, *, is_delta: bool = False) -> Checkpoint:
     """Open what lies at one path; `is_delta`: plain weights there are differences, whatever their files say."""
     if is_store(store, path):
         from mergepipe.deltastore.checkpoint import open_store  # compiled: nothing else that opens waits for it
@@ -108,7 +108,7 @@ def _delta_digest(header_digest: str) -> str:
     return blake3(f"delta {header_digest}".encode()).hexdigest(length=16)
 
 
-def _required(base: Checkpoint | None, path: Path, what: str) -> Checkpoint:
+def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
     if base is None:
         raise UnsupportedError.of(
             "model.not_weights", path, f"is {what}, and stands where full weights are needed",
@@ -127,7 +127,7 @@ def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
         )  # fmt: skip
 
 
-def _refuse_composite(store: Store, path: Path, names: frozenset[str]) -> None:
+def _refuse_composite(store: Store, path: Location, names: frozenset[str]) -> None:
     if MANIFEST_NAME in names and _COMPOSITE_FORMAT in store.read_metadata(path / MANIFEST_NAME, 0, _FORMAT_BYTES):
         raise UnsupportedError.of(
             "model.composite", path, "is a composite, a training checkpoint made by `mergepipe tailor`",
@@ -135,7 +135,7 @@ def _refuse_composite(store: Store, path: Path, names: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def _is_same(store: Store, path: Path, base: Checkpoint) -> bool:
+def _is_same(store: Store, path: Location, base: Checkpoint) -> bool:
     real_path = store.real_path(path)
     return real_path is not None and real_path == store.real_path(base.path)
 

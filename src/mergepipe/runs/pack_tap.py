@@ -28,8 +28,9 @@ from mergepipe.reports import NotPacked, PackedExpert
 from mergepipe.runs.pack_request import ExpertPacker, NoPacks, PackCandidate
 from mergepipe.runs.packed_facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space
-from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def request_tap_packs(
         UnsupportedError, CorruptError, NotFoundError: an expert cannot be packed, see `deltastore.pack.job.job_of`.
     """
     streams = _streams(base, tasks)
-    store = LocalStore()
+    store = Stores()
     jobs: dict[Path, PackJob] = {}
     refused: list[NotPacked] = []
     for candidate in candidates:
@@ -72,7 +73,7 @@ def request_tap_packs(
         if not reason:
             job, reason = _job(store, base, candidate.checkpoint, out)
         if job is not None:
-            reason = _name_conflict(jobs, job)
+            reason = _name_conflict(store, jobs, job)
         if reason:
             refused.append(NotPacked(candidate.text, reason))
         elif job is not None:
@@ -97,7 +98,7 @@ def _is_stored(checkpoint: Checkpoint) -> bool:
     return all(isinstance(tensor, TensorEntry) for tensor in checkpoint.tensors.values())
 
 
-def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> tuple[PackJob | None, str]:
+def _job(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> tuple[PackJob | None, str]:
     """Return the job, or the reason why its directory cannot be used."""
     try:
         job = job_of(store, base, expert, out)
@@ -106,11 +107,11 @@ def _job(store: LocalStore, base: Checkpoint, expert: Checkpoint, out: Path) -> 
         return None, str(error)
 
 
-def _name_conflict(jobs: Mapping[Path, PackJob], job: PackJob) -> str:
+def _name_conflict(store: Store, jobs: Mapping[Path, PackJob], job: PackJob) -> str:
     other = jobs.get(job.out)
     if other is None:
         return ""
-    if other.expert.path.resolve() == job.expert.path.resolve():
+    if store.real_path(other.expert.path) == store.real_path(job.expert.path):
         return "it is named twice, and packed once"
     return f"{other.expert.path} has the same name"
 
@@ -149,9 +150,9 @@ def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None])
         StorageError: no room for the largest of them as it is, or the operating system refused.
         ConflictError: another process is making one of the stores.
     """
-    store = LocalStore()  # a ledger of its own: what packing reads and writes is no part of the merge's account
+    store = Stores()  # a ledger of its own: what packing reads and writes is no part of the merge's account
     check_free_space(plan.jobs[0].out, max(job.expert.tensor_bytes for job in plan.jobs))
-    inputs = set[Path]().union(*(job.weight_files for job in plan.jobs))
+    inputs = set[Location]().union(*(job.weight_files for job in plan.jobs))
     allow_open_files(2 * len(inputs) + len(plan.jobs) * FILES_OF_BUILDER)  # the engine opens them as well
     with contextlib.ExitStack() as stack:
         builders = tuple(
@@ -169,7 +170,9 @@ def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None])
 class TapPacker:
     """Builds delta stores from the bytes of experts that the engine has read."""
 
-    def __init__(self, plan: TapPackRequest, builders: Sequence[StoreBuilder], files: Mapping[Path, RangeFile]) -> None:
+    def __init__(
+        self, plan: TapPackRequest, builders: Sequence[StoreBuilder], files: Mapping[Location, RangeFile]
+    ) -> None:
         self._plan = plan
         self._builders = builders
         self._bands = BandChooser(files)
@@ -219,5 +222,5 @@ class TapPacker:
             builder.publish()
         seconds = time.perf_counter() - self._started
         total = sum(job.expert.tensor_bytes for job in self._plan.jobs)
-        facts = [packed_facts(LocalStore(), job, is_new=True) for job in self._plan.jobs]
+        facts = [packed_facts(Stores(), job, is_new=True) for job in self._plan.jobs]
         return tuple(replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1)) for expert in facts)

@@ -12,16 +12,17 @@ from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, BLOCK_ELEMEN
 from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.reports import PackedExpert
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 
-def packed_facts(store: LocalStore, job: PackJob, *, is_new: bool) -> PackedExpert:
+def packed_facts(store: Store, job: PackJob, *, is_new: bool) -> PackedExpert:
     """Read header and index of a job's store.
 
     Raises:
         CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
     """
-    opened = read_store(store, job.out)
+    opened = read_store(store, Location.local(job.out))
     return PackedExpert(
         expert=job.expert.path,
         store=job.out,

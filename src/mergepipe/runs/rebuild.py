@@ -25,7 +25,8 @@ from mergepipe.runs.reuse.keys import block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.contract import Store
+from mergepipe.storage.stores import Stores
 
 _ONE_FILE = 1 << 62
 _HINT = "put the input back as it was"
@@ -56,7 +57,7 @@ def recorded_plan(manifest: Manifest) -> Plan | None:
     return replace(plan, tensors=tensors, reuse=(), planned_bytes=limit, budget_bytes=limit)
 
 
-def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = None) -> Inputs:
+def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) -> Inputs:
     """Open the inputs of a snapshot at their recorded paths; `stage` writes intermediates that must be complete.
 
     Raises:
@@ -66,12 +67,12 @@ def open_recorded(manifest: Manifest, store: LocalStore, stage: Stage | None = N
     gone = [
         Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
         for record in manifest.inputs
-        for path in referenced_paths(record.path)
+        for path in referenced_paths(record.path, store)
         if store.stat(path) is None
     ]
     if gone:
         raise NotFoundError(*gone)
-    recipes = reload_recipes(manifest.recipe, {record.model: Path(record.path) for record in manifest.inputs})
+    recipes = reload_recipes(manifest.recipe, store, {record.model: record.path for record in manifest.inputs})
     inputs = open_recipes(recipes, store, ("*",), stage)  # the original merge accepted every dropped tensor
     leaves = tuple(inputs.leaves())
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
@@ -119,7 +120,7 @@ def rebuild_tensors(
         NotFoundError, ConflictError: as `open_recorded`.
         ConflictError: `input.changed`, an input changed during the run.
     """
-    store = LocalStore()
+    store = Stores()
     settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
     with IntermediateWriter(directory / "made", settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
@@ -140,7 +141,7 @@ def rebuild_tensors(
     return tuple(rebuilt)
 
 
-def rebuild_keys(manifest: Manifest, inputs: Inputs, store: LocalStore) -> bytes:
+def rebuild_keys(manifest: Manifest, inputs: Inputs, store: Store) -> bytes:
     """Recompute the block keys of a snapshot from its opened inputs, with the file versions that it recorded."""
     by_name = {task.name: task for task in inputs.resolution.tasks}
     tasks = tuple(by_name[tensor.name] for tensor in manifest.tensors if tensor.name in by_name)
@@ -160,6 +161,6 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
 
 
-def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: LocalStore) -> MergeWork:
+def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: Store) -> MergeWork:
     """Build the work of an output by a snapshot's plan and seed, without a catalog."""
     return merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))

@@ -26,7 +26,7 @@ from mergepipe.runs.inputs import Inputs
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.stores import Stores
 
 GENERATION_NAME = "generation_config.json"
 _DTYPE_KEYS = ("torch_dtype", "dtype")
@@ -82,7 +82,7 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
 
 def sidecar_bytes(inputs: Inputs) -> int:
     """Estimate the bytes of the small files of a merge, manifest and tables excluded."""
-    return sum(map(len, planned_sidecars(inputs, LocalStore()).values()))
+    return sum(map(len, planned_sidecars(inputs, Stores()).values()))
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:

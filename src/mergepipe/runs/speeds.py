@@ -16,11 +16,13 @@ from mergepipe.checkpoints.contract import files_of
 from mergepipe.errors import MergePipeError
 from mergepipe.runs.inputs import Inputs
 from mergepipe.storage import owned
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import SPEEDS_BYTES
-from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LocalStore
+from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
-from mergepipe.storage.read_speed import MOST_BYTES, READERS, measure_reading
+from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
 from mergepipe.storage.regular import read_small
 
 SPEEDS_NAME = "speeds.json"
@@ -47,7 +49,7 @@ class PriceRequest:
     price: Price = Price.BYTES
     storage_speed: float | None = None
 
-    def speeds(self, inputs: Inputs, store: LocalStore, home: Path | None, threads: int) -> Speeds | None:
+    def speeds(self, inputs: Inputs, store: Store, home: Path | None, threads: int) -> Speeds | None:
         """Return the speeds to price with; None where reads are priced in bytes."""
         if self.price is Price.BYTES:
             return None
@@ -57,9 +59,7 @@ class PriceRequest:
 BY_BYTES = PriceRequest()
 
 
-def find_speeds(
-    inputs: Inputs, store: LocalStore, home: Path | None, threads: int, storage_speed: float | None
-) -> Speeds:
+def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, storage_speed: float | None) -> Speeds:
     """Find or measure the speeds for plans by time; with a `storage_speed` (bytes a second) storage is not measured.
 
     What is not known of this machine and of the place where the base lies is measured: at most 64 MiB of the base are
@@ -78,15 +78,15 @@ def find_speeds(
         storage_speed, words = reading.bytes_per_second, [f"storage measured on {reading.date}", *words]
     else:
         words = ["storage as given", *words]
-    return Speeds(storage_speed, prices, min(threads, READERS), ", ".join(words))
+    return Speeds(storage_speed, prices, min(threads, LOCAL_TERMS.most_requests), ", ".join(words))
 
 
-def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: LocalStore) -> _ReadMeasurement:
+def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: Store) -> _ReadMeasurement:
     sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
-    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, Path()))
+    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, inputs.base.path))
     if size_bytes < DIRECT_ALIGNMENT_BYTES:
         return _ReadMeasurement(two_digits(1e9), _utc_date(), 0)  # too small to measure, and to matter
-    place, measured_bytes = str(mount_of(path)), min(size_bytes, MOST_BYTES)
+    place, measured_bytes = mount_of(path), min(size_bytes, MOST_BYTES)
     found = kept.reading(place)
     if found is None or found.measured_bytes < measured_bytes:
         found = _ReadMeasurement(two_digits(measure_reading(store, path, Purpose.BASE)), _utc_date(), measured_bytes)
@@ -104,10 +104,12 @@ def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
     return found
 
 
-def mount_of(path: Path) -> Path:
-    """Return the mount point of the file system that holds `path`."""
-    real = path.resolve()
-    return next((parent for parent in real.parents if os.path.ismount(parent)), real.parent)
+def mount_of(location: Location) -> str:
+    """Name what is measured as one: the mount point of a local file's file system, elsewhere the bucket or host."""
+    if not location.is_local:
+        return f"{location.scheme}://{location.root}"
+    real = location.local_path.resolve()
+    return str(next((parent for parent in real.parents if os.path.ismount(parent)), real.parent))
 
 
 def _utc_date() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
@@ -21,6 +20,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.catalog_link import CatalogLink, known_content_id
 from mergepipe.runs.inputs import Inputs, PairStatistics
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 ON_OMIT_RENORMALIZE = "renormalize"
 
@@ -69,7 +69,7 @@ def renormalizes(plan: Plan | None) -> bool:
     return plan is not None and plan.on_omit == ON_OMIT_RENORMALIZE
 
 
-def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
+def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
     """Collect the files that the tasks read."""
     encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
     return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
@@ -78,7 +78,7 @@ def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Path]:
 def _content_ids(
     inputs: Inputs,
     plan: Plan | None,
-    paths: set[Path],
+    paths: set[Location],
     checkpoints: Sequence[Checkpoint],
     store: Store,
     link: CatalogLink,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.range_reads import read_span
 from mergepipe.core.blocks import BlockGrid, DTypeKind, Span
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements held at a time: of two checkpoints, as stored and in float64, and their difference: 48 MiB at most."""
@@ -81,10 +81,10 @@ def _is_float(entry: Readable) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Path, RangeFile]]:
+def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Location, RangeFile]]:
     """Open all files for cached reads: they were written or read recently."""
     with contextlib.ExitStack() as stack:
-        files: dict[Path, RangeFile] = {}
+        files: dict[Location, RangeFile] = {}
         stored = [entry for each in checkpoints for tensor in each.tensors.values() for entry in tensor.stored]
         for path in sorted({entry.file for entry in stored}):
             files[path] = store.open(path)
@@ -92,7 +92,7 @@ def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Path, Ra
         yield files
 
 
-def _elements(files: Mapping[Path, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:
+def _elements(files: Mapping[Location, RangeFile], entry: Readable, span: Span) -> NDArray[np.float64]:
     """Decode elements of a tensor into a new array.
 
     Raises:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NoReturn
 
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, DTYPES, BlockGrid, DType, element_count
@@ -13,8 +12,9 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest, OutputTensor
+from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
-from mergepipe.storage.regular import open_regular, os_error, read_small
+from mergepipe.storage.location import Location
 
 _HINT = "the manifest is damaged: merge again"
 _READ_BYTES = 8 << 20
@@ -87,7 +87,7 @@ class SnapshotLayout:
                 )
 
 
-def layout_of(manifest: Manifest, where: Path, block_elements: int = DEFAULT_BLOCK_ELEMENTS) -> SnapshotLayout:
+def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_BLOCK_ELEMENTS) -> SnapshotLayout:
     """Locate every tensor of a manifest.
 
     Raises:
@@ -135,7 +135,7 @@ def _is_contained(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def read_table(directory: Path, manifest: Manifest) -> BlockTable:
+def read_table(store: Store, directory: Location, manifest: Manifest) -> BlockTable:
     """Read the digests of all blocks.
 
     Raises:
@@ -145,7 +145,7 @@ def read_table(directory: Path, manifest: Manifest) -> BlockTable:
     """
     record = manifest.blocks
     path = directory / record.name
-    raw = read_small_file(path, record.size_bytes)
+    raw = read_small_file(store, path, record.size_bytes)
     table = block_table_of(raw, path, len(manifest.files), [element_count(t.shape) for t in manifest.tensors])
     if small_digest(raw) != record.blake3:
         hint = "`mergepipe repair` makes it again"
@@ -153,12 +153,12 @@ def read_table(directory: Path, manifest: Manifest) -> BlockTable:
     return table
 
 
-def read_small_file(path: Path, size_bytes: int) -> bytes:
-    """Read a file of a snapshot that should have `size_bytes`. Raises as `read_small` does."""
-    return read_small(path, min(size_bytes, BLOCK_TABLE_BYTES))
+def read_small_file(store: Store, path: Location, size_bytes: int) -> bytes:
+    """Read a file of a snapshot that should have `size_bytes`. Raises as `Store.read_small` does."""
+    return store.read_small(path, min(size_bytes, BLOCK_TABLE_BYTES))
 
 
-def file_digest(path: Path, size_bytes: int) -> tuple[int, str]:
+def file_digest(store: Store, path: Location, size_bytes: int) -> tuple[int, str]:
     """Size and BLAKE3-128 of a file in 8 MiB of memory; of another size than `size_bytes` it is not read.
 
     Raises:
@@ -166,17 +166,9 @@ def file_digest(path: Path, size_bytes: int) -> tuple[int, str]:
     """
     from blake3 import blake3
 
-    hasher, done = blake3(), 0
-    descriptor = open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        while size == size_bytes and (part := os.pread(descriptor, min(_READ_BYTES, size - done), done)):
-            hasher.update(part)
-            done += len(part)
-    except OSError as error:
-        raise os_error(error, path, "reading it") from error
-    finally:
-        os.close(descriptor)
+    hasher, size = blake3(), store.size_bytes(path)
+    for start in range(0, size if size == size_bytes else 0, _READ_BYTES):
+        hasher.update(store.read_metadata(path, start, min(_READ_BYTES, size - start)))
     return size, hasher.hexdigest(16)
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from mergepipe.snapshots.layout import PlacedBlock, PlacedFile, SnapshotLayout
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 READ_BYTES = 8 << 20
@@ -50,7 +50,7 @@ class Scan:
     n_bytes: int = 0
 
 
-def scan_snapshot(store: Store, directory: Path, layout: SnapshotLayout, threads: int, on_bytes: OnBytes) -> Scan:
+def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, threads: int, on_bytes: OnBytes) -> Scan:
     """Read and digest all blocks of all files. Memory: about 8 MiB a thread.
 
     `on_bytes` is called on the calling thread with the bytes read since the last call.
@@ -67,7 +67,7 @@ def scan_snapshot(store: Store, directory: Path, layout: SnapshotLayout, threads
             if opened is None:
                 continue
             stack.callback(opened.close)
-            scan.headers[file.index] = _header_digest(store, opened.path, file)
+            scan.headers[file.index] = _header_digest(store, opened.location, file)
             reads = _bounded(pool, [_Read(opened, blocks, buffers) for blocks in _runs(layout, file)])
             for found in reads:
                 _take(scan, found)
@@ -75,7 +75,7 @@ def scan_snapshot(store: Store, directory: Path, layout: SnapshotLayout, threads
     return scan
 
 
-def _open(store: Store, path: Path, scan: Scan, file: PlacedFile) -> RangeFile | None:
+def _open(store: Store, path: Location, scan: Scan, file: PlacedFile) -> RangeFile | None:
     try:
         return store.open(path, direct=True)
     except (NotFoundError, StorageError) as error:
@@ -83,7 +83,7 @@ def _open(store: Store, path: Path, scan: Scan, file: PlacedFile) -> RangeFile |
         return None
 
 
-def _header_digest(store: Store, path: Path, file: PlacedFile) -> bytes | None:
+def _header_digest(store: Store, path: Location, file: PlacedFile) -> bytes | None:
     if file.data_start > PREFIX_BYTES + MAX_HEADER_BYTES:
         return None
     header = store.read_metadata(path, 0, file.data_start)

@@ -20,6 +20,7 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage import owned
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.local import os_error
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import (
     ACCOUNT_NAME,
@@ -47,7 +48,7 @@ ASIDE_NAME = "old"
 _SHOWN_FILES = 3
 
 
-def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> None:
+def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -> None:
     """Refuse an output that exists, overlaps an input, or would replace files that mergepipe did not make.
 
     `force` is None where replacing is not possible.
@@ -57,7 +58,9 @@ def check_target(out: Path, inputs: Iterable[Path], *, force: bool | None) -> No
     """
     resolved = out.resolve()
     for path in inputs:
-        source = path.resolve()
+        if not path.is_local:
+            continue
+        source = path.local_path.resolve()
         if resolved == source or source in resolved.parents or resolved in source.parents:
             raise OutputError.of(
                 "output.overlaps-input", out, f"overlaps the input {path}", "choose a folder apart from every input"

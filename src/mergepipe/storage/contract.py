@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Protocol
 
 from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
 
 
 class FileKind(Enum):
-    """What a path leads to, links followed: only files are read, only folders are listed."""
+    """What a location leads to, links followed: only files are read, only folders are listed."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -20,7 +21,7 @@ class FileKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """What a store says of a path without reading it.
+    """What a store says of a location without reading it.
 
     `version` is an opaque text that changes whenever a file's bytes do.
     """
@@ -70,7 +71,7 @@ class RangeFile(Protocol):
     """
 
     @property
-    def path(self) -> Path: ...
+    def location(self) -> Location: ...
 
     @property
     def size_bytes(self) -> int: ...
@@ -80,7 +81,7 @@ class RangeFile(Protocol):
 
     @property
     def version(self) -> str:
-        """The version of what was opened, whatever its path leads to by now (see `storage.file_version`)."""
+        """The version of what was opened, whatever its location leads to by now (see `storage.file_version`)."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
@@ -89,7 +90,8 @@ class RangeFile(Protocol):
         `offset`, `len(buffer)` and the buffer's address must be multiples of `alignment`.
 
         Raises:
-            StorageError: the operating system failed the read.
+            StorageError: the read failed.
+            ConflictError: `input.changed`, another version of the file is in its place.
         """
         ...
 
@@ -102,18 +104,30 @@ class Store(Protocol):
     @property
     def ledger(self) -> Ledger: ...
 
-    @property
-    def terms(self) -> StoreTerms: ...
+    def terms(self, location: Location) -> StoreTerms:
+        """How the store of a location is best read. Asks no other machine."""
+        ...
 
-    def stat(self, path: Path) -> FileStatus | None:
-        """Look a path up, links followed; None where there is nothing.
+    def pin(self, location: Location) -> Location:
+        """The location with the version of its whole folder fixed, where its store has such: a commit for a branch.
+
+        Itself elsewhere.
+
+        Raises:
+            NotFoundError: there is no such repository or revision.
+            StorageError: the store cannot be reached.
+        """
+        ...
+
+    def stat(self, location: Location) -> FileStatus | None:
+        """Look a location up, links followed; None where there is nothing.
 
         Raises:
             StorageError: `storage.stat`, the store refused to look.
         """
         ...
 
-    def list(self, path: Path) -> tuple[Entry, ...]:
+    def list(self, location: Location) -> tuple[Entry, ...]:
         """What is directly below a folder, by name.
 
         Raises:
@@ -122,16 +136,16 @@ class Store(Protocol):
         """
         ...
 
-    def real_path(self, path: Path) -> Path | None:
-        """Where a path leads once all links in it are followed, itself where there are none; None where to nothing.
+    def real_path(self, location: Location) -> Location | None:
+        """Where a location leads once all links in it are followed, itself where there are none; None where to nothing.
 
         Raises:
             StorageError: `storage.stat`, the store refused to look.
         """
         ...
 
-    def open(self, path: Path, *, direct: bool = False) -> RangeFile:
-        """Open `path` for positional reads; `direct` asks for reads that bypass the page cache where that pays.
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
+        """Open `location` for positional reads; `direct` asks for reads that bypass the page cache where that pays.
 
         Without `direct`, the file's alignment is 1.
 
@@ -141,11 +155,11 @@ class Store(Protocol):
         """
         ...
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
         ...
 
-    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata.
 
         Raises:
@@ -155,7 +169,7 @@ class Store(Protocol):
         """
         ...
 
-    def size_bytes(self, path: Path) -> int:
+    def size_bytes(self, location: Location) -> int:
         """Size of the file.
 
         Raises:
@@ -165,13 +179,22 @@ class Store(Protocol):
         ...
 
 
-def is_file(store: Store, path: Path) -> bool:
-    """Whether a path leads to a regular file. Raises as `Store.stat` does."""
-    status = store.stat(path)
+def files_below(store: Store, folder: Location) -> Iterator[str]:
+    """The names of all files below a folder, relative to it, at any depth. Raises as `Store.list` does."""
+    for entry in store.list(folder):
+        if entry.kind is FileKind.FILE:
+            yield entry.name
+        elif entry.kind is FileKind.FOLDER:
+            yield from (f"{entry.name}/{name}" for name in files_below(store, folder / entry.name))
+
+
+def is_file(store: Store, location: Location) -> bool:
+    """Whether a location leads to a regular file. Raises as `Store.stat` does."""
+    status = store.stat(location)
     return status is not None and status.is_file
 
 
-def is_folder(store: Store, path: Path) -> bool:
-    """Whether a path leads to a folder. Raises as `Store.stat` does."""
-    status = store.stat(path)
+def is_folder(store: Store, location: Location) -> bool:
+    """Whether a location leads to a folder. Raises as `Store.stat` does."""
+    status = store.stat(location)
     return status is not None and status.is_folder

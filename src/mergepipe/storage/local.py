@@ -11,6 +11,7 @@ from mergepipe.errors import MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.page_cache import resident_fraction
 from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
@@ -30,18 +31,18 @@ class LocalFile:
     the ordinary way, and so are all that follow.
     """
 
-    def __init__(self, path: Path, descriptor: int, size_bytes: int, *, direct: bool, ledger: Ledger) -> None:
-        self._path = path
+    def __init__(self, location: Location, descriptor: int, size_bytes: int, *, direct: bool, ledger: Ledger) -> None:
+        self._location = location
         self._descriptor = descriptor
         self._size_bytes = size_bytes
         self._direct = direct
         self._reads_directly = direct
         self._ledger = ledger
-        self._ledger_name = str(path)
+        self._ledger_name = str(location)
 
     @property
-    def path(self) -> Path:
-        return self._path
+    def location(self) -> Location:
+        return self._location
 
     @property
     def size_bytes(self) -> int:
@@ -55,9 +56,9 @@ class LocalFile:
     def version(self) -> str:
         """The version of the opened file."""
         try:
-            return version_of(self._path, os.fstat(self._descriptor))
+            return version_of(self._location.local_path, os.fstat(self._descriptor))
         except OSError as error:
-            raise os_error(error, self._path, "looking at it") from error
+            raise os_error(error, self._location, "looking at it") from error
 
     def read_into(self, offset: int, buffer: memoryview, purpose: Purpose) -> int:
         """Fill `buffer` from `offset`; see `RangeFile.read_into`."""
@@ -72,7 +73,7 @@ class LocalFile:
                 if self._reads_directly and done % DIRECT_ALIGNMENT_BYTES:
                     break  # only the end of the file ends a direct read off the grid
         except OSError as error:
-            raise os_error(error, self._path, f"reading {len(buffer)} bytes at {offset}") from error
+            raise os_error(error, self._location, f"reading {len(buffer)} bytes at {offset}") from error
         return done
 
     def _read_part(self, offset: int, buffer: memoryview) -> int:
@@ -103,13 +104,18 @@ class LocalStore:
     def ledger(self) -> Ledger:
         return self._ledger
 
-    @property
-    def terms(self) -> StoreTerms:
+    def terms(self, location: Location) -> StoreTerms:
         """Whole pages, as direct reads ask for; eight requests at once keep a disk busy, and cost nothing each."""
+        del location  # every disk is read so
         return LOCAL_TERMS
 
-    def stat(self, path: Path) -> FileStatus | None:
-        """Look a path up, links followed; see `Store.stat`."""
+    def pin(self, location: Location) -> Location:
+        """The location itself: folders of this machine have no versions."""
+        return location
+
+    def stat(self, location: Location) -> FileStatus | None:
+        """Look a location up, links followed; see `Store.stat`."""
+        path = location.local_path
         try:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
@@ -118,8 +124,9 @@ class LocalStore:
             raise _not_looked_at(error, path) from error
         return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status))
 
-    def list(self, path: Path) -> tuple[Entry, ...]:
+    def list(self, location: Location) -> tuple[Entry, ...]:
         """What is directly below a folder, by name; see `Store.list`."""
+        path = location.local_path
         try:
             with os.scandir(path) as entries:
                 found = [Entry(entry.name, _kind_listed(entry)) for entry in entries]
@@ -129,24 +136,26 @@ class LocalStore:
             raise StorageError.of("storage.list", path, f"cannot be listed: {error.strerror}") from error
         return tuple(sorted(found, key=lambda entry: entry.name))
 
-    def real_path(self, path: Path) -> Path | None:
-        """Where a path leads once all links are followed; see `Store.real_path`."""
+    def real_path(self, location: Location) -> Location | None:
+        """Where a location leads once all links are followed; see `Store.real_path`."""
+        path = location.local_path
         try:
-            return Path(os.path.realpath(path, strict=True))
+            return Location.local(Path(os.path.realpath(path, strict=True)))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as error:
             raise _not_looked_at(error, path) from error
 
-    def size_bytes(self, path: Path) -> int:
+    def size_bytes(self, location: Location) -> int:
         """Size of a regular file."""
-        return regular_status(path).st_size
+        return regular_status(location.local_path).st_size
 
-    def open(self, path: Path, *, direct: bool = False, cached: bool = True) -> LocalFile:
-        """Open `path` for positional reads; `direct` bypasses the page cache unless most of the file lies in it.
+    def open(self, location: Location, *, direct: bool = False, cached: bool = True) -> LocalFile:
+        """Open `location` for positional reads; `direct` bypasses the page cache unless most of the file lies in it.
 
         Without `cached` it does so wherever the file lies.
         """
+        path = location.local_path
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -161,10 +170,11 @@ class LocalStore:
         except OSError as error:
             os.close(descriptor)
             raise os_error(error, path, "opening it") from error
-        return LocalFile(path, descriptor, size, direct=use_direct, ledger=self._ledger)
+        return LocalFile(location, descriptor, size, direct=use_direct, ledger=self._ledger)
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset`, charged as metadata."""
+        path = location.local_path
         descriptor = open_regular(path)
         try:
             wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
@@ -174,13 +184,13 @@ class LocalStore:
             raise os_error(error, path, "reading it") from error
         finally:
             os.close(descriptor)
-        self._ledger.charge(str(path), Purpose.METADATA, len(data))
+        self._ledger.charge(str(location), Purpose.METADATA, len(data))
         return data
 
-    def read_small(self, path: Path, limit_bytes: int) -> bytes:
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata. Raises as `regular.read_small` does."""
-        data = read_small(path, limit_bytes)
-        self._ledger.charge(str(path), Purpose.METADATA, len(data))
+        data = read_small(location.local_path, limit_bytes)
+        self._ledger.charge(str(location), Purpose.METADATA, len(data))
         return data
 
 

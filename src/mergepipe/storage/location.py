@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import total_ordering
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
+from mergepipe.core.escaping import WrittenAsText
 from mergepipe.errors import MergePipeError, RecipeError
 
 __all__ = ["REMOTE_SCHEMES", "Location", "is_remote"]
@@ -28,7 +30,7 @@ _HUB_REFERENCE = re.compile(r"refs/(?:pr|convert)/[^/]+")
 
 @total_ordering
 @dataclass(frozen=True, slots=True)
-class Location:
+class Location(WrittenAsText):
     """A file or folder of a store: a value that joins, compares, sorts and pickles like a path.
 
     `scheme` names the kind of store, empty for files of this machine. `root` is what requests are sent to: a bucket, a
@@ -72,9 +74,25 @@ class Location:
             raise _malformed(text, "an address must hold no user name, query or fragment")
         return cls(scheme, root, _below_root(text, path))
 
+    @classmethod
+    def of(cls, place: str | os.PathLike[str] | Location) -> Location:
+        """The location that a caller names: a text is parsed, a path is of this machine.
+
+        Raises:
+            RecipeError: `location.malformed`, as `parse`.
+        """
+        if isinstance(place, Location):
+            return place
+        return cls.parse(place) if isinstance(place, str) else cls.local(Path(place))
+
     @property
     def is_local(self) -> bool:
         return not self.scheme
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether it is the same place whatever the working directory is."""
+        return bool(self.scheme) or self.path.is_absolute()
 
     @property
     def local_path(self) -> Path:
@@ -126,6 +144,27 @@ class Location:
 
     def with_revision(self, revision: str) -> Location:
         return replace(self, revision=revision)
+
+    def absolute(self) -> Location:
+        """The same place whatever the working directory is; links and `..` are kept."""
+        return self if self.scheme else Location.local(Path(self.path).absolute())
+
+    def normal(self) -> Location:
+        """The absolute location without `.` and `..`, links not followed; elsewhere `..` stops at the root."""
+        if not self.scheme:
+            return Location.local(Path(os.path.abspath(self.path)))  # noqa: PTH100 - keeps links
+        return replace(self, path=PurePosixPath(os.path.normpath(f"/{self.path}")).relative_to("/"))
+
+    def is_relative_to(self, folder: Location) -> bool:
+        """Whether it is `folder` or lies below it, by its text alone."""
+        same_store = (self.scheme, self.root, self.revision) == (folder.scheme, folder.root, folder.revision)
+        return same_store and self.path.is_relative_to(folder.path)
+
+    def relative_text(self, folder: Location) -> str:
+        """How a text in `folder` names it: by the relative path, with `..`, where both are of one store."""
+        if (self.scheme, self.root, self.revision) != (folder.scheme, folder.root, folder.revision):
+            return str(self)
+        return os.path.relpath(self.absolute().path, folder.absolute().path)
 
     def relative_to(self, folder: Location) -> PurePosixPath:
         """The path from a folder of the same store. Raises ValueError where it does not lie below it."""

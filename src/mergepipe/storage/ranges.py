@@ -59,7 +59,7 @@ def request(file: RangeFile, offset: int, out: NDArray[np.uint8], needed_bytes: 
     """
     got = file.read_into(offset, out.data, purpose)
     if got < needed_bytes:
-        raise shrunk(file.path, offset, needed_bytes, got)
+        raise shrunk(file.location, offset, needed_bytes, got)
 
 
 def read_descriptor_range(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
@@ -90,7 +90,7 @@ def fill_from_descriptor(descriptor: int, path: Path, offset: int, out: NDArray[
         done += count
 
 
-def shrunk(path: Path, offset: int, needed_bytes: int, got_bytes: int) -> MergePipeError:
+def shrunk(path: object, offset: int, needed_bytes: int, got_bytes: int) -> MergePipeError:
     """Make the error for a file that gave `got_bytes` of the `needed_bytes` at `offset`."""
     message = f"gave {got_bytes} of the {needed_bytes} bytes at byte {offset}: it ends before"
     return CorruptError.of(SHRUNK, path, message, "see that nothing writes to the file, then run again")

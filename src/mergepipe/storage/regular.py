@@ -21,7 +21,7 @@ _HINT = "put a regular file in its place"
 _LARGEST_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at once
 
 
-def os_error(error: OSError, path: Path, doing: str) -> MergePipeError:
+def os_error(error: OSError, path: object, doing: str) -> MergePipeError:
     """Turn an `OSError` into the typed error of the same meaning, naming the file and what was being done."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -139,7 +139,7 @@ def read_descriptor(descriptor: int, path: Path, limit_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def too_large(path: Path, size_bytes: int, limit_bytes: int) -> MergePipeError:
+def too_large(path: object, size_bytes: int, limit_bytes: int) -> MergePipeError:
     """Make the error for a small file that is larger than any of its kind."""
     message = f"has {size_bytes} bytes, at most {limit_bytes} are read of a file of this kind"
     return CorruptError.of("storage.too-large", path, message, "put the right file in its place")

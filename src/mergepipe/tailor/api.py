@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,10 +26,11 @@ def inspect(*paths: str | Path) -> InspectReport:
     Raises:
         MergePipeError: a path is no training checkpoint that can be read.
     """
-    from mergepipe.storage.local import LocalStore
+    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.inspect import inspect_checkpoints
 
-    return inspect_checkpoints(LocalStore(), [absolute(path) for path in paths])
+    store = Stores()
+    return inspect_checkpoints(store, [store.pin(absolute(path)) for path in paths])
 
 
 def check(
@@ -50,7 +51,7 @@ def check(
         DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
         state_from=None if state_from is None else absolute(state_from),
     )  # fmt: skip
-    return check_recipe(Path(recipe), options)
+    return check_recipe(Location.of(recipe), options)
 
 
 def compose(
@@ -90,7 +91,7 @@ def compose(
         linked=link, state_from=None if state_from is None else absolute(state_from),
         thoroughness=Thoroughness(self_check),
     )  # fmt: skip
-    return run(Path(recipe), Path(out), options, on_progress or (lambda *_: None))
+    return run(Location.of(recipe), Path(out), options, on_progress or (lambda *_: None))
 
 
 def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], None] | None = None) -> DiffReport:
@@ -99,12 +100,12 @@ def diff(first: str | Path, second: str | Path, *, on_bytes: Callable[[int], Non
     Raises:
         MergePipeError: one cannot be read, or they are of different models.
     """
-    from mergepipe.storage.local import LocalStore
+    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.checkpoint_diff import diff_checkpoints
     from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 
-    store = LocalStore()
-    a, b = (open_training_checkpoint(store, absolute(path)) for path in (first, second))
+    store = Stores()
+    a, b = (open_training_checkpoint(store, store.pin(absolute(path))) for path in (first, second))
     return diff_checkpoints(store, a, b, on_bytes or (lambda *_: None))
 
 
@@ -158,14 +159,14 @@ def recipe_text(
         MergePipeError: there are too few checkpoints.
     """
     from mergepipe.core.bounds import shown_number
-    from mergepipe.storage.local import LocalStore
+    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.request.strategies import Strategy, find_checkpoints, strategy_recipe
 
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
 
-    found = find_checkpoints(LocalStore(), absolute(run), at)
-    return strategy_recipe(Strategy(strategy), found, ends, Path(folder))
+    found = find_checkpoints(Stores(), absolute(run), at)
+    return strategy_recipe(Strategy(strategy), found, ends, Location.of(folder))
 
 
 def recipe_from_log(
@@ -179,21 +180,22 @@ def recipe_from_log(
         MergePipeError: the log is not one, or something it needs was never saved or is gone.
     """
     from mergepipe.errors import NotFoundError
-    from mergepipe.storage.local import LocalStore
+    from mergepipe.storage.stores import Stores
     from mergepipe.tailor.composition.request.save_log import composition_from_log_file
     from mergepipe.tailor.composition.request.strategies import find_checkpoints
 
+    store = Stores()
     try:
-        units = tuple(find_checkpoints(LocalStore(), absolute(run), at)[0].units.parameters)
+        units = tuple(find_checkpoints(store, absolute(run), at)[0].units.parameters)
     except NotFoundError:  # the log itself says what is missing
         units = None
-    found = composition_from_log_file(absolute(log), absolute(run), at, units=units)
+    found = composition_from_log_file(store, absolute(log), absolute(run), at, units=units)
     return found.to_yaml(absolute(folder)), found.notes
 
 
-def absolute(path: str | Path) -> Path:
-    """A path that does not depend on the working directory; links are kept."""
-    return Path(os.path.normpath(Path(path).absolute()))
+def absolute(path: str | Path) -> Location:
+    """A location that does not depend on the working directory; links are kept."""
+    return Location.of(path).normal()
 
 
 def _ranks(world_size: int | None) -> int | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 
 from mergepipe.core.blocks import DType, Span, element_count
+from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.pickle_node import PicklePath
 from mergepipe.tailor.units import ModelUnits
 
@@ -38,7 +38,7 @@ class Packing(StrEnum):
 class Piece:
     """`nbytes` bytes at `offset` of `file` that hold the elements `span` of one flattened parameter."""
 
-    file: Path
+    file: Location
     offset: int
     nbytes: int
     span: Span
@@ -95,7 +95,7 @@ class AdamStep:
     parameters: tuple[str, ...]
     dtype: DType
     cells: tuple[Piece, ...] = ()
-    entries: tuple[tuple[Path, PicklePath], ...] = ()
+    entries: tuple[tuple[Location, PicklePath], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class TrainingCheckpoint:
     only a partial checkpoint (`is_partial`) may lack scheduler, random states and the like.
     """
 
-    path: Path
-    root: Path
+    path: Location
+    root: Location
     format: str
     framework: Framework
     stage: int | None

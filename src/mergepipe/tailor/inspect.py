@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.core.blocks import element_count
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.units import Unit
@@ -34,7 +34,7 @@ class UnitReport:
 class CheckpointReport:
     """One checkpoint. `missing` is what a complete one would hold."""
 
-    path: Path
+    path: Location
     format: str
     framework: str
     stage: int | None
@@ -70,7 +70,7 @@ class InspectReport:
         }
 
 
-def inspect_checkpoints(store: Store, paths: Sequence[Path]) -> InspectReport:
+def inspect_checkpoints(store: Store, paths: Sequence[Location]) -> InspectReport:
     """Open every path and report; reads structure and step counters only.
 
     Raises:

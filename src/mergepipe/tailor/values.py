@@ -6,7 +6,6 @@ import contextlib
 import resource
 from bisect import bisect_right
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Lock
 from types import TracebackType
 
@@ -17,6 +16,7 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.checkpoint import StoredState
 
@@ -31,7 +31,7 @@ class StateReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._files: dict[Path, RangeFile] = {}
+        self._files: dict[Location, RangeFile] = {}
         self._lock = Lock()
 
     def __enter__(self) -> StateReader:
@@ -66,7 +66,7 @@ class StateReader:
             raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is there in parts only")
         return out
 
-    def _open(self, path: Path) -> RangeFile:
+    def _open(self, path: Location) -> RangeFile:
         with self._lock:
             if path not in self._files:
                 allow_open_files(len(self._files) + _SPARE_DESCRIPTORS)

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 Tensors = Mapping[str, NDArray[Any]]
 PREFIX = "base_model.model."
@@ -26,8 +27,8 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 class Named:
     """A model as a recipe names it."""
 
-    path: Path
-    adapter: Path | None = None
+    path: Location
+    adapter: Location | None = None
     is_delta: bool = False
 
 
@@ -63,4 +64,6 @@ def product(factors: Tensors, module: str) -> NDArray[np.float64]:
 
 
 def opened(path: Path, base: Checkpoint | None = None, adapter: Path | None = None) -> Checkpoint:
-    return open_model(LocalStore(), Named(path, adapter), base)
+    return open_model(
+        LocalStore(), Named(Location.local(path), None if adapter is None else Location.local(adapter)), base
+    )

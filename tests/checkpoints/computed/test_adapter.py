@@ -17,6 +17,7 @@ from mergepipe.checkpoints.computed.low_rank import LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.runs.models import open_model
+from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.stores import MetadataStore
 from support.torch_bytes import View, torch_bytes
@@ -49,7 +50,7 @@ def test_open_adapter__gives_low_rank_deltas_under_the_names_of_the_base(tmp_pat
 
 def test_open_adapter__reads_no_tensor_byte(tmp_path: Path, base: Checkpoint) -> None:
     path = write_adapter(tmp_path / "a", lora(Q, 12, 12))
-    assert open_model(MetadataStore(), Named(path), base).tensors.keys() == {f"{Q}.weight"}
+    assert open_model(MetadataStore(), Named(Location.local(path)), base).tensors.keys() == {f"{Q}.weight"}
 
 
 @pytest.mark.parametrize(
@@ -224,13 +225,13 @@ def test_open_model__an_adapter_needs_a_base(tmp_path: Path) -> None:
 def test_open_model__base_and_adapter_is_full_weights(tmp_path: Path, base: Checkpoint) -> None:
     factors = lora(Q, 12, 12)
     other = opened(write_model(tmp_path / "other", {n: random(*t.shape, seed=7) for n, t in base.tensors.items()}))
-    both = opened(other.path, base, adapter=write_adapter(tmp_path / "a", factors))
+    both = opened(other.path.local_path, base, adapter=write_adapter(tmp_path / "a", factors))
     assert (both.kind, list(both.tensors)) == (CheckpointKind.FULL, list(other.tensors))
     expected = fetched(other.tensors[f"{Q}.weight"]) + 2 * product(factors, Q)
     np.testing.assert_allclose(fetched(both.tensors[f"{Q}.weight"]), expected, rtol=1e-4, atol=1e-4)
     assert all(isinstance(t, TensorEntry) for n, t in both.tensors.items() if n != f"{Q}.weight")
     assert len(both.files) == len(other.files) + 2
-    assert all((both.root / file.name).stat().st_size == file.size_bytes for file in both.files)
+    assert all((both.root / file.name).local_path.stat().st_size == file.size_bytes for file in both.files)
 
 
 def test_open_model__an_adapter_of_an_adapted_anchor_is_not_taken_for_one_of_its_base(tmp_path: Path) -> None:

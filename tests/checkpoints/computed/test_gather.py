@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from support.rounding import NUMPY_DTYPES
 
 FLOATS = (F32, BF16, F16)
@@ -37,7 +38,7 @@ FLOATS = (F32, BF16, F16)
 class PageFile:
     """A file in memory that takes only page-aligned requests, and remembers them."""
 
-    path: Path
+    location: Location
     content: bytes
     alignment: int = PAGE_BYTES
     version: str = ""
@@ -73,12 +74,12 @@ def stored(
     values_RW = np.random.default_rng(seed).standard_normal((n_rows, width)).astype(NUMPY_DTYPES[dtype.name])
     path = Path(f"/nowhere/{seed}.safetensors")
     raw = values_RW.tobytes()
-    entry = TensorEntry(f"t{seed}", dtype, (n_rows, width), path, gap, len(raw), is_delta)
-    return Stored(entry, PageFile(path, b"\xee" * gap + raw + b"\xee" * 5), values_RW)
+    entry = TensorEntry(f"t{seed}", dtype, (n_rows, width), Location.local(path), gap, len(raw), is_delta)
+    return Stored(entry, PageFile(entry.file, b"\xee" * gap + raw + b"\xee" * 5), values_RW)
 
 
-def files_of(tensors: Sequence[Stored]) -> Mapping[Path, PageFile]:
-    return {tensor.file.path: tensor.file for tensor in tensors}
+def files_of(tensors: Sequence[Stored]) -> dict[Location, PageFile]:
+    return {tensor.file.location: tensor.file for tensor in tensors}
 
 
 def fetched(tensor: Readable, span: Span, tensors: Sequence[Stored], purpose: Purpose = Purpose.EXPERT) -> bytes:

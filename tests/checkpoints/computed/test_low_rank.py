@@ -19,6 +19,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F16, F32, DType, Span
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from support.fetching import aligned_files, fetched
 from support.rounding import decode, encode
 
@@ -30,7 +31,7 @@ def stored(path: Path, name: str, values: NDArray[np.float32], dtype: DType, gap
     """`values` in a file of their own, `gap` bytes from its start."""
     raw = encode(values, dtype).tobytes()
     path.write_bytes(b"\xee" * gap + raw + b"\xee" * 3)
-    return TensorEntry(name, dtype, values.shape, path, gap, len(raw))
+    return TensorEntry(name, dtype, values.shape, Location.local(path), gap, len(raw))
 
 
 def low_rank(

@@ -17,6 +17,7 @@ from mergepipe.checkpoints.formats.torch_weights import SUFFIXES, WRAPPERS
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.runs.models import open_model
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.delta_checkpoints import metadata_of
 from support.fetching import fetched
 from support.places import DOCS
@@ -30,8 +31,8 @@ FP8 = W.astype(ml_dtypes.float8_e4m3fn)
 def test_open_model__reads_no_tensor_byte_of_plain_weights(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", {"a.weight": W})
     store = MetadataStore()
-    first = open_model(store, Named(path), None)
-    assert open_model(store, Named(path), first) == first
+    first = open_model(store, Named(Location.local(path)), None)
+    assert open_model(store, Named(Location.local(path)), first) == first
 
 
 def test_open_model__a_delta_is_bound_to_its_base(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import Weights, choose_weights
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.file_version import version_of
+from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file, record
 from support.stores import MetadataStore
 
@@ -47,17 +48,17 @@ def test_open_checkpoint__reads_a_bare_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(honest_file("b", "a"))
     (tmp_path / "config.json").write_text("{}")
-    checkpoint = open_checkpoint(MetadataStore(), path)
-    assert (checkpoint.path, checkpoint.root, checkpoint.sidecars) == (path, tmp_path, ())
+    checkpoint = open_checkpoint(MetadataStore(), Location.local(path))
+    assert (checkpoint.path.local_path, checkpoint.root.local_path, checkpoint.sidecars) == (path, tmp_path, ())
     assert list(checkpoint.tensors) == ["b", "a"]
-    assert checkpoint.tensors["a"].stored[0].file == path
+    assert checkpoint.tensors["a"].stored[0].file.local_path == path
 
 
 def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     os.utime(tmp_path / SHARD_1, ns=(5, 123_456_789))
-    first, second = open_checkpoint(MetadataStore(), tmp_path).files
-    header = read_header(MetadataStore(), tmp_path / SHARD_1)
+    first, second = open_checkpoint(MetadataStore(), Location.local(tmp_path)).files
+    header = read_header(MetadataStore(), Location.local(tmp_path / SHARD_1))
     version = version_of(tmp_path / SHARD_1, (tmp_path / SHARD_1).stat())
     assert (first.name, first.version, first.header_digest) == (SHARD_1, version, header.header_digest)
     assert version.startswith("123456789.")
@@ -67,7 +68,7 @@ def test_open_checkpoint__fingerprints_each_file(tmp_path: Path) -> None:
 
 def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) -> None:
     write_sharded(tmp_path)
-    checkpoint = open_checkpoint(MetadataStore(), tmp_path)
+    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert [(t.name, t.stored[0].file.name) for t in checkpoint.tensors.values()] == [
         ("m", SHARD_1), ("z", SHARD_2), ("a", SHARD_2)
     ]  # fmt: skip
@@ -77,14 +78,14 @@ def test_open_checkpoint__orders_tensors_by_shard_then_offset(tmp_path: Path) ->
 def test_open_checkpoint__reads_a_directory_with_one_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
     (tmp_path / "consolidated.safetensors").write_bytes(honest_file("other"))
-    checkpoint = open_checkpoint(MetadataStore(), tmp_path)
-    assert (checkpoint.root, list(checkpoint.tensors)) == (tmp_path, ["a"])
+    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
+    assert (checkpoint.root.local_path, list(checkpoint.tensors)) == (tmp_path, ["a"])
 
 
 def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     store = MetadataStore()
-    checkpoint = open_checkpoint(store, tmp_path)
+    checkpoint = open_checkpoint(store, Location.local(tmp_path))
     all_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert store.ledger.total_bytes() == all_bytes - checkpoint.tensor_bytes
 
@@ -92,20 +93,20 @@ def test_open_checkpoint__reads_only_headers_and_the_index(tmp_path: Path) -> No
 def test_open_checkpoint__ignores_safetensors_files_the_index_does_not_name(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(b"no safetensors file")
-    assert sorted(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a", "m", "z"]
+    assert sorted(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a", "m", "z"]
 
 
 def test_open_checkpoint__an_index_may_name_the_single_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
     write_index(tmp_path, {"a": "model.safetensors"})
-    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
 
 
 def test_open_checkpoint__refuses_a_single_file_beside_an_index_of_others(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(honest_file("a"))
     with pytest.raises(CorruptError) as caught:
-        open_checkpoint(MetadataStore(), tmp_path)
+        open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert caught.value.code == "checkpoint.directory.ambiguous"
 
 
@@ -113,15 +114,15 @@ def test_open_checkpoint__an_index_needs_neither_metadata_nor_a_true_total_size(
     (tmp_path / "x.safetensors").write_bytes(honest_file("a"))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "x.safetensors"}}')
-    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
     index.write_text('{"metadata": {"total_size": -1.5e3}, "weight_map": {"a": "x.safetensors"}}')
-    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
 
 
 def test_open_checkpoint__keeps_empty_tensors_and_scalars(tmp_path: Path) -> None:
     records = {"empty": record(0, 0), "scalar": record(0, 4, shape=[])}
     (tmp_path / "model.safetensors").write_bytes(file_bytes(records, bytes(4)))
-    tensors = open_checkpoint(MetadataStore(), tmp_path).tensors
+    tensors = open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors
     assert [(t.name, t.shape) for t in tensors.values()] == [("empty", (0,)), ("scalar", ())]
 
 
@@ -142,27 +143,27 @@ def test_open_checkpoint__lists_sidecars_sorted_and_no_code(tmp_path: Path) -> N
     (templates / "tool_use.jinja").write_text("x")
     (templates / "notes.txt").write_text("x")
     expected = sorted([*SIDECAR_NAMES, "qwen.tiktoken", "additional_chat_templates/tool_use.jinja"])
-    assert list(open_checkpoint(MetadataStore(), tmp_path).sidecars) == expected
+    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).sidecars) == expected
 
 
 def test_open_checkpoint__follows_links_of_a_hub_cache(tmp_path: Path) -> None:
     snapshot = write_hub_snapshot(tmp_path)
-    checkpoint = open_checkpoint(MetadataStore(), snapshot)
+    checkpoint = open_checkpoint(MetadataStore(), Location.local(snapshot))
     assert list(checkpoint.tensors) == ["a", "b"]
     assert checkpoint.sidecars == ("config.json",)
-    assert checkpoint.tensors["a"].stored[0].file == snapshot / SHARD_1
+    assert checkpoint.tensors["a"].stored[0].file.local_path == snapshot / SHARD_1
 
 
 def test_open_checkpoint__follows_a_link_to_a_hub_cache(tmp_path: Path) -> None:
     link = tmp_path / "model"
     link.symlink_to(write_hub_snapshot(tmp_path / "cache"))
-    assert list(open_checkpoint(MetadataStore(), link).tensors) == ["a", "b"]
+    assert list(open_checkpoint(MetadataStore(), Location.local(link)).tensors) == ["a", "b"]
 
 
 def test_open_checkpoint__follows_links_inside_the_directory(tmp_path: Path) -> None:
     (tmp_path / "real.bytes").write_bytes(honest_file("a"))
     (tmp_path / "model.safetensors").symlink_to("real.bytes")
-    assert list(open_checkpoint(MetadataStore(), tmp_path).tensors) == ["a"]
+    assert list(open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors) == ["a"]
 
 
 def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
@@ -170,13 +171,13 @@ def test_open_checkpoint__follows_the_link_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "x.safetensors").write_bytes(honest_file("a"))
     link = tmp_path / "link.safetensors"
     link.symlink_to("elsewhere/x.safetensors")
-    assert open_checkpoint(MetadataStore(), link).files[0].name == "link.safetensors"
+    assert open_checkpoint(MetadataStore(), Location.local(link)).files[0].name == "link.safetensors"
 
 
 @pytest.mark.parametrize("path", ["absent", "absent/model.safetensors", "absent.safetensors", "nul\0byte"])
 def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str) -> None:
     with pytest.raises(NotFoundError) as caught:
-        open_checkpoint(MetadataStore(), tmp_path / path)
+        open_checkpoint(MetadataStore(), Location.local(tmp_path / path))
     assert caught.value.code == "checkpoint.path.not_found"
 
 
@@ -184,13 +185,13 @@ def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path) 
     path = tmp_path / "model.gguf"
     path.write_bytes(honest_file("a"))
     with pytest.raises(UnsupportedError, match=r"must end in one of \.safetensors, \.bin"):
-        open_checkpoint(MetadataStore(), path)
+        open_checkpoint(MetadataStore(), Location.local(path))
 
 
 def test_open_checkpoint__names_what_an_empty_directory_holds(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotFoundError, match=r"found: 'config\.json'") as caught:
-        open_checkpoint(MetadataStore(), tmp_path)
+        open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert caught.value.code == "checkpoint.directory.no_weights"
 
 
@@ -211,7 +212,7 @@ def test_open_checkpoint__names_what_an_empty_directory_holds(tmp_path: Path) ->
     ],
 )
 def test_choose_weights__prefers_index_then_model_then_the_only_candidate(names: list[str], chosen: Weights) -> None:
-    assert choose_weights(Path("x"), names) == chosen
+    assert choose_weights(Location.local(Path("x")), names) == chosen
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_choose_weights__says_what_it_found(
     names: list[str], error: type[MergePipeError], code: str, words: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
-        choose_weights(Path("x"), names)
+        choose_weights(Location.local(Path("x")), names)
     assert caught.value.code == f"checkpoint.directory.{code}"
     assert [word for word in words if word not in str(caught.value)] == []
 

@@ -18,10 +18,11 @@ from mergepipe.checkpoints.formats.safetensors import SafetensorsHeader, read_he
 from mergepipe.core.blocks import BF16, DTYPES, F32
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from support.safetensors_bytes import file_bytes, honest_file, record
 from support.stores import InMemoryStore, MetadataRead, MetadataStore
 
-PATH = Path("model.safetensors")
+PATH = Location.parse("model.safetensors")
 NUMPY_DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32),
@@ -92,14 +93,17 @@ def test_read_header__reads_prefix_and_header_and_nothing_else(tmp_path: Path) -
     content = honest_file("a", "b")
     path.write_bytes(content)
     store = MetadataStore()
-    header = read_header(store, path)
-    assert store.reads == [MetadataRead(path, 0, 8), MetadataRead(path, 8, header.data_start - 8)]
+    header = read_header(store, Location.local(path))
+    assert store.reads == [
+        MetadataRead(Location.local(path), 0, 8),
+        MetadataRead(Location.local(path), 8, header.data_start - 8),
+    ]
     assert store.ledger.usage()[Purpose.METADATA] == header.data_start == len(content) - 16
 
 
 def test_read_header__missing_file_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        read_header(MetadataStore(), tmp_path / "a.safetensors")
+        read_header(MetadataStore(), Location.local(tmp_path / "a.safetensors"))
 
 
 def calls_of_parsing(n_tensors: int) -> int:

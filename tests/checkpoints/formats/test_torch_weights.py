@@ -14,6 +14,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.torch_weights import TorchWeights, read_torch_weights
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
+from mergepipe.storage.location import Location
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Named, View, pickle_file, torch_bytes
 
@@ -23,11 +24,11 @@ STATE: dict[object, object] = {"a": View(A, 0, (4, 6)), "b": View(A, 6, (6,))}
 
 def weights(tmp_path: Path, value: object, name: str = "w.bin") -> TorchWeights:
     (tmp_path / name).write_bytes(torch_bytes(value))
-    return read_torch_weights(MetadataStore(), tmp_path / name)
+    return read_torch_weights(MetadataStore(), Location.local(tmp_path / name))
 
 
 def values(entry: TensorEntry) -> list[float]:
-    raw = entry.file.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    raw = entry.file.local_path.read_bytes()[entry.offset : entry.offset + entry.nbytes]
     return [float(value) for value in np.frombuffer(raw, np.float32)]
 
 
@@ -82,14 +83,14 @@ def test_read_torch_weights__refuses_what_it_cannot_place(
 def test_read_torch_weights__refuses_the_unzipped_format(tmp_path: Path) -> None:
     (tmp_path / "old.pt").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
     with pytest.raises(UnsupportedError, match=r"older, unzipped format; load and save it again"):
-        read_torch_weights(MetadataStore(), tmp_path / "old.pt")
+        read_torch_weights(MetadataStore(), Location.local(tmp_path / "old.pt"))
 
 
 def test_read_torch_weights__survives_any_short_pickle(tmp_path: Path) -> None:
     for pickled in (b"\x80\x02}.", b"\x80\x02N.", b"\x80\x02]."):
         (tmp_path / "p.bin").write_bytes(pickle_file(pickled))
         with pytest.raises(UnsupportedError):
-            read_torch_weights(MetadataStore(), tmp_path / "p.bin")
+            read_torch_weights(MetadataStore(), Location.local(tmp_path / "p.bin"))
 
 
 def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
@@ -99,12 +100,12 @@ def test_open_checkpoint__reads_sharded_pickles(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {name: shard for shard, name in shards.items()}}))
     (tmp_path / "training_args.bin").write_bytes(b"not looked at")
-    checkpoint = open_checkpoint(MetadataStore(), tmp_path)
+    checkpoint = open_checkpoint(MetadataStore(), Location.local(tmp_path))
     assert list(checkpoint.tensors) == ["a", "b"]
     assert [file.name for file in checkpoint.files] == sorted(shards)
     index.write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
     with pytest.raises(CorruptError, match=r"must be a plain file name ending in \.bin or"):
-        open_checkpoint(MetadataStore(), tmp_path)
+        open_checkpoint(MetadataStore(), Location.local(tmp_path))
 
 
 @pytest.mark.transformers
@@ -114,7 +115,7 @@ def test_open_checkpoint__reads_what_torch_saves(tmp_path: Path, *, nested: bool
     first = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     state = {"w": torch.nn.Parameter(first), "tied": first, "row": first[1], "buffer": torch.tensor([True, False])}
     torch.save({"state_dict": state, "step": 1} if nested else state, tmp_path / "pytorch_model.bin")
-    tensors = open_checkpoint(MetadataStore(), tmp_path).tensors
+    tensors = open_checkpoint(MetadataStore(), Location.local(tmp_path)).tensors
     places = {name: (t.dtype.name, t.shape, t.stored[0].offset) for name, t in tensors.items()}
     start = places["w"][2]
     assert places["w"] == ("BF16", (3, 4), start)

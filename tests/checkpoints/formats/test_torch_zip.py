@@ -15,6 +15,7 @@ from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.storage.location import Location
 from support.stores import MetadataStore
 from support.torch_bytes import Call, Member, Named, View, torch_bytes, torch_members, zip_bytes
 
@@ -31,7 +32,7 @@ def opened(tmp_path: Path, content: bytes) -> tuple[TorchArchive, MetadataStore]
     path = tmp_path / "file.pt"
     path.write_bytes(content)
     store = MetadataStore()
-    return read_torch_zip(store, path), store
+    return read_torch_zip(store, Location.local(path)), store
 
 
 @given(VALUES, st.integers(2, 5))
@@ -65,7 +66,7 @@ def test_read_torch_zip__gives_the_bytes_of_every_tensor(tmp_path: Path) -> None
     column = np.array([[1], [2]], np.float32)
     value = {"a": [flat[:0], View(flat, 3, (2, 5))], "b": {7: column}, "c": (View(flat, 0, (40,)),)}
     archive, _ = opened(tmp_path, torch_bytes(value))
-    raw = archive.file.read_bytes()
+    raw = archive.file.local_path.read_bytes()
     found = {p: raw[t.offset : t.offset + t.nbytes] for p, t in archive.tensors().items()}
     assert found == {
         "a[0]": b"",
@@ -85,7 +86,7 @@ def test_read_torch_zip__reads_no_tensor_byte(tmp_path: Path) -> None:
 
 def test_read_torch_zip__tells_where_each_checksum_is_written(tmp_path: Path) -> None:
     archive, _ = opened(tmp_path, torch_bytes({"w": np.arange(9, dtype=np.float32)}))
-    raw = archive.file.read_bytes()
+    raw = archive.file.local_path.read_bytes()
     for member in archive.members.values():
         written = {int.from_bytes(raw[at : at + 4], "little") for at in member.crc_offsets}
         assert (len(member.crc_offsets), written) == (2, {member.crc32})
@@ -95,7 +96,7 @@ def test_read_torch_zip__reads_an_archive_inside_a_larger_file(tmp_path: Path) -
     item = torch_bytes(np.arange(2000, dtype=np.float32))
     path = tmp_path / "items"
     path.write_bytes(b"x" * 77 + item + b"y" * 50)
-    archive = read_torch_zip(MetadataStore(), path, Window(path, 77, len(item)))
+    archive = read_torch_zip(MetadataStore(), Location.local(path), Window(Location.local(path), 77, len(item)))
     (tensor,) = archive.tensors().values()
     stored = path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
     assert stored == np.arange(2000, dtype=np.float32).tobytes()

@@ -210,7 +210,7 @@ def test_align_vocabulary__the_first_model_keeps_its_dtype_and_others_meet_it_ex
 def test_align_vocabulary__too_few_rows_for_a_tokenizer_are_named(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", WORDS, seed=0)
     expert = write_model(tmp_path / "expert", WORDS, seed=1, n_rows=5)
-    (expert.root / "config.json").write_text("{}")
+    (expert.root / "config.json").local_path.write_text("{}")
     with pytest.raises(MismatchError, match=r"5 rows in '.*expert', its tokenizer\.json needs 8") as caught:
         align_vocabulary(BASE, [base, expert], LocalStore(), has_base=True)
     assert caught.value.code == "tokenizer.rows"

@@ -17,6 +17,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary import AddedToken, Vocabulary
 from mergepipe.checkpoints.tokenizers.vocabulary_files import TokenizerFiles, read_vocabulary
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 File = bytes | str | dict[str, object]
 
@@ -29,7 +30,7 @@ def checkpoint(directory: Path, **files: File) -> Checkpoint:
         text = json.dumps(content) if isinstance(content, dict) else content
         (directory / name).write_bytes(text.encode() if isinstance(text, str) else text)
         names.append(name)
-    return Checkpoint(directory, directory, {}, (), tuple(sorted(names)))
+    return Checkpoint(Location.local(directory), Location.local(directory), {}, (), tuple(sorted(names)))
 
 
 def ids(directory: Path, **files: File) -> dict[str, int]:
@@ -209,7 +210,9 @@ def check_reading_back(model: Checkpoint, directory: Path, names: set[str]) -> N
     for name, content in changed.items():
         (directory / name).write_bytes(content)
     sidecars = tuple(sorted({*model.sidecars, *changed}))
-    after = read_vocabulary(Checkpoint(directory, directory, {}, (), sidecars), LocalStore())
+    after = read_vocabulary(
+        Checkpoint(Location.local(directory), Location.local(directory), {}, (), sidecars), LocalStore()
+    )
     assert after == Vocabulary(output.ids, {**before.added, **{token.content: token for token in NEW}}, before.file)
 
 

@@ -19,6 +19,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 WIDTH = 8
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -64,11 +65,11 @@ def write_model(
     (directory / "config.json").write_text(json.dumps({"vocab_size": rows}))
     if has_tokenizer:
         (directory / "tokenizer.json").write_text(json.dumps(fast_tokenizer(tokens, added), ensure_ascii=False))
-    return open_checkpoint(LocalStore(), directory)
+    return open_checkpoint(LocalStore(), Location.local(directory))
 
 
 @contextmanager
-def files_behind(tensor: Readable) -> Iterator[Mapping[Path, RangeFile]]:
+def files_behind(tensor: Readable) -> Iterator[Mapping[Location, RangeFile]]:
     store = LocalStore()
     files = {path: store.open(path) for path in sorted({entry.file for entry in tensor.stored})}
     try:

@@ -18,6 +18,7 @@ from mergepipe.cli.render.sweep import sweep_table
 from mergepipe.cli.render.sweep_page import charts_of, sweep_page
 from mergepipe.planning.plan import Fallback, OmissionBound, Plan, PlannedModel
 from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.storage.location import Location
 
 
 def point(budget: str, policy: str, share: float, error: float | None, bound: float | None = None) -> SweepPoint:
@@ -27,7 +28,7 @@ def point(budget: str, policy: str, share: float, error: float | None, bound: fl
 
 
 SWEPT = SweepReport(
-    recipe=Path("/r/<b>recipe</b>.yml"),
+    recipe=Location.local(Path("/r/<b>recipe</b>.yml")),
     operator="ties",
     policy="norm",
     seed=0,
@@ -136,7 +137,7 @@ def test_draw_chart__everything_lies_inside_the_box_and_axes_begin_at_zero(value
 
 def test_lineage_tree__draws_branches() -> None:
     def node(depth: int, role: str, model: str) -> LineageNode:
-        return LineageNode(depth, role, model, Path("/m"), None, None, None)
+        return LineageNode(depth, role, model, "/m", None, None, None)
 
     nodes = (node(0, "snapshot", "s"), node(1, "expert", "a"), node(2, "base", "b"), node(1, "expert", "c\n"))
     assert lineage_tree(nodes).splitlines() == ["snapshot /m", "├─ expert a", "│  └─ base b", "└─ expert c\\n"]

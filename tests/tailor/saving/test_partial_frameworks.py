@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.api import compose
 from mergepipe.tailor.checkpoint import WEIGHT, Framework, Packing, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.request.save_log import composition_from_log_file
@@ -103,7 +104,7 @@ def test_partial_saving__holds_every_value_of_the_engine(trained: tuple[str, Pat
     log = read_journal(out / "run")
     assert [(r.step, r.is_full) for r in log.records] == [(2, True), (4, False), (6, False)]
     for record in log.records:
-        checkpoint = open_training_checkpoint(LocalStore(), out / "run" / str(record.folder))
+        checkpoint = open_training_checkpoint(LocalStore(), Location.local(out / "run" / str(record.folder)))
         found = (checkpoint.format, checkpoint.framework, checkpoint.stage, checkpoint.world_size)
         assert found == ORIGINS[kind]
         names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
@@ -120,9 +121,9 @@ def test_partial_saving__holds_every_value_of_the_engine(trained: tuple[str, Pat
 @needs_frameworks
 def test_partial_saving__fits_its_full_checkpoint(trained: tuple[str, Path]) -> None:
     full, *partial = read_journal(trained[1] / "run").records
-    base = open_training_checkpoint(LocalStore(), trained[1] / "run" / str(full.folder))
+    base = open_training_checkpoint(LocalStore(), Location.local(trained[1] / "run" / str(full.folder)))
     for record in partial:
-        other = open_training_checkpoint(LocalStore(), trained[1] / "run" / str(record.folder))
+        other = open_training_checkpoint(LocalStore(), Location.local(trained[1] / "run" / str(record.folder)))
         reasons = [r for r in differences(base, other) if "only one has export" not in r]
         assert (reasons, base.missing, dict(base.units.tied)) == ([], (), dict(other.units.tied))
 
@@ -131,10 +132,15 @@ def test_partial_saving__fits_its_full_checkpoint(trained: tuple[str, Path]) -> 
 def test_partial_saving__is_composed_from_either_log(trained: tuple[str, Path]) -> None:
     run = trained[1] / "run"
     units = read_journal(run).records[0].model_units
-    found = composition_from_log_file(run / LOG_NAME, run, 6)
+    found = composition_from_log_file(LocalStore(), Location.local(run / LOG_NAME), Location.local(run), 6)
     assert {s.step for s in found.sources} == {4, 6}
     assert [s.unit for s in found.sources] == sorted(units)
-    assert composition_from_log_file(run / PAPER_LOG_NAME, run, 6, units=units).sources == found.sources
+    assert (
+        composition_from_log_file(
+            LocalStore(), Location.local(run / PAPER_LOG_NAME), Location.local(run), 6, units=units
+        ).sources
+        == found.sources
+    )
 
 
 @needs_frameworks
@@ -142,10 +148,10 @@ def test_partial_saving__composes_to_what_the_engine_held_at_each_units_step(
     trained: tuple[str, Path], tmp_path: Path
 ) -> None:
     run = trained[1] / "run"
-    found = composition_from_log_file(run / LOG_NAME, run, 6)
-    (tmp_path / "recipe.yml").write_text(found.to_yaml(tmp_path))
+    found = composition_from_log_file(LocalStore(), Location.local(run / LOG_NAME), Location.local(run), 6)
+    (tmp_path / "recipe.yml").write_text(found.to_yaml(Location.local(tmp_path)))
     compose(tmp_path / "recipe.yml", tmp_path / "composite")
-    checkpoint = open_training_checkpoint(LocalStore(), tmp_path / "composite")
+    checkpoint = open_training_checkpoint(LocalStore(), Location.local(tmp_path / "composite"))
     shared_step = checkpoint.format == ZERO_FORMAT  # one counter serves units of different age
     for source in found.sources:
         names = set(checkpoint.units.parameters[source.unit])
@@ -160,7 +166,7 @@ def test_partial_saving__agrees_between_ranks_on_what_to_save(tmp_path: Path, st
     finished = train(tmp_path, "hf-zero2", "--strategy", strategy)
     assert finished.returncode == 0, finished.stderr[-3000:]
     for record in read_journal(tmp_path / "run").records[1:]:
-        checkpoint = open_training_checkpoint(LocalStore(), tmp_path / "run" / str(record.folder))
+        checkpoint = open_training_checkpoint(LocalStore(), Location.local(tmp_path / "run" / str(record.folder)))
         names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
         wrong, compared = wrong_values(checkpoint, tmp_path / f"truth-{record.step}.npz", names)
         assert (wrong, compared) == ([], 4 * len(names))
@@ -185,7 +191,7 @@ def test_partial_saving__killed_in_the_middle_leaves_what_was_saved_before(
     hidden = list(run.glob(".partial-6.*"))  # swept away by the next save of that step
     assert len(hidden) == 1 or (place == "shard" and not hidden)  # if rank 0 lived on, it cleaned up
     record = read_journal(run).records[-1]
-    checkpoint = open_training_checkpoint(LocalStore(), run / "partial-4")
+    checkpoint = open_training_checkpoint(LocalStore(), Location.local(run / "partial-4"))
     names = {name for unit in record.units for name in checkpoint.units.parameters[unit]}
     wrong, _ = wrong_values(checkpoint, tmp_path / "truth-4.npz", names)
     assert (record.step, wrong) == (4, [])

@@ -12,6 +12,7 @@ import pytest
 
 from mergepipe.errors import ConflictError, MergePipeError, RecipeError, StorageError
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.request.save_log import composition_from_log_file
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.saving.changes import ChangeTracker
@@ -47,9 +48,9 @@ def save_on(world_size: int, run: Path, *steps: int) -> list[SaveRecord]:
 
 
 def stored(folder: Path) -> dict[tuple[str, str], bytes]:
-    states = open_training_checkpoint(LocalStore(), folder).states
+    states = open_training_checkpoint(LocalStore(), Location.local(folder)).states
     return {
-        key: b"".join(p.file.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
+        key: b"".join(p.file.local_path.read_bytes()[p.offset : p.offset + p.nbytes] for p in state.pieces)
         for key, state in states.items()
     }
 
@@ -68,7 +69,7 @@ def test_save__first_all_units_then_those_whose_turn_it_is(tmp_path: Path, world
         folder = tmp_path / str(record.folder)
         assert stored(folder) == known_bytes(at_step(record.step), record.units)
         assert record.saved_bytes == sum(path.stat().st_size for path in folder.iterdir())
-        assert {s.value for s in open_training_checkpoint(LocalStore(), folder).steps} == {record.step}
+        assert {s.value for s in open_training_checkpoint(LocalStore(), Location.local(folder)).steps} == {record.step}
 
 
 def test_save__writes_both_logs(tmp_path: Path) -> None:
@@ -80,11 +81,11 @@ def test_save__writes_both_logs(tmp_path: Path) -> None:
 
 def test_save__is_composed_from_its_own_log(tmp_path: Path) -> None:
     save_on(2, tmp_path, 2, 4, 6, 8)
-    found = composition_from_log_file(tmp_path / LOG_NAME, tmp_path, 7)
+    found = composition_from_log_file(LocalStore(), Location.local(tmp_path / LOG_NAME), Location.local(tmp_path), 7)
     assert {(str(s.unit), s.step) for s in found.sources} == {
         ("embed", 4), ("layer 0", 4), ("layer 1", 6), ("layer 2", 4), ("layer 3", 6), ("norm", 6), ("lm_head", 6),
     }  # fmt: skip
-    assert found.default == tmp_path / "full-2"
+    assert found.default.local_path == tmp_path / "full-2"
 
 
 def failing(view: EngineView) -> EngineView:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import F32, DType, Span
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Adapted:
     def cost_bytes(self, span: Span) -> int:
         return block_cost_bytes(self.weights, span) + self.delta.cost_bytes(span)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps the delta's factors in float32, and a span's weights during its fetch."""
         return _AdaptedFetch(self.weights, self.delta.opened(files), files)
 
@@ -83,7 +83,7 @@ class _AdaptedFetch:
 
     weights: TensorEntry
     delta: LowRankFetch
-    files: Mapping[Path, RangeFile]
+    files: Mapping[Location, RangeFile]
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         raw = read_span(self.weights, span, self.files, purpose)

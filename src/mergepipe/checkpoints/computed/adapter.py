@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -23,6 +22,7 @@ from mergepipe.core.blocks import DTypeKind
 from mergepipe.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.location import Location
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?(embedding)|\.weight)")
@@ -38,7 +38,7 @@ class _Factors:
     is_embedding: bool = False
 
 
-def open_adapter(store: Store, path: Path, base: Checkpoint) -> Checkpoint:
+def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     """Open the adapter in the directory `path`; its tensors are named like the `base` tensors they change.
 
     Deltas are computed when they are fetched. Weights that the adapter stores in full (`modules_to_save`, biases) are
@@ -74,7 +74,7 @@ def apply_adapter(weights: Checkpoint, adapter: Checkpoint) -> Checkpoint:
     return replace(weights, tensors=MappingProxyType(tensors), files=files, content_id=None)
 
 
-def _applied(path: Path, weights: Readable, change: Readable | None) -> Readable:
+def _applied(path: Location, weights: Readable, change: Readable | None) -> Readable:
     if not isinstance(change, LowRankDelta):
         return weights if change is None else change
     if not isinstance(weights, TensorEntry) or weights.is_delta:
@@ -84,7 +84,7 @@ def _applied(path: Path, weights: Readable, change: Readable | None) -> Readable
     return Adapted(weights, change)
 
 
-def _read_config(store: Store, path: Path) -> tuple[AdapterConfig, FileFingerprint]:
+def _read_config(store: Store, path: Location) -> tuple[AdapterConfig, FileFingerprint]:
     if ADAPTER_CONFIG_NAME not in list_names(store, path):
         raise NotFoundError.of("adapter.config", path, f"is no adapter: it holds no {ADAPTER_CONFIG_NAME}")
     status = stat_present(store, path, ADAPTER_CONFIG_NAME)
@@ -97,7 +97,7 @@ def _read_config(store: Store, path: Path) -> tuple[AdapterConfig, FileFingerpri
 class _Opener:
     """Turns the stored tensors of one adapter into tensors of its base."""
 
-    def __init__(self, path: Path, config: AdapterConfig, base: Checkpoint) -> None:
+    def __init__(self, path: Location, config: AdapterConfig, base: Checkpoint) -> None:
         self._path = path
         self._config = config
         self._base = base

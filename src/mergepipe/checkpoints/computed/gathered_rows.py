@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from mergepipe.storage import ranges
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 ZERO = -1
 REQUEST_BYTES = 1 << 20
@@ -175,7 +175,7 @@ class GatheredRows:
                 cost += sum(self._range_cost_bytes(part, each) for part, each in self.mean_spans(origin))
         return cost + (self._units_cost_bytes() if runs.n_N.size else 0)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans. Keeps `REQUEST_BYTES` per reader thread, and a float32 row per mean of many rows."""
         return _OpenedRows(self, files)
 
@@ -256,7 +256,7 @@ def common_dtype(sources: tuple[Readable, ...]) -> DType:
 class _OpenedRows:
     """Fetches the spans of gathered rows, from many threads."""
 
-    def __init__(self, tensor: GatheredRows, files: Mapping[Path, RangeFile]) -> None:
+    def __init__(self, tensor: GatheredRows, files: Mapping[Location, RangeFile]) -> None:
         self._tensor = tensor
         self._files = files
         self._nested = {

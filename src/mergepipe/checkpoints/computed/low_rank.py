@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.range_reads import read_matrix, whole_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class LowRankDelta:
         """Both factors are read for any span, once per opened tensor."""
         return whole_cost_bytes(self.stored)
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> LowRankFetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> LowRankFetch:
         """Return a fetch of spans; keeps both factors in float32 from its first call on."""
         return LowRankFetch(self, files)
 
@@ -79,7 +79,7 @@ class LowRankDelta:
 class LowRankFetch:
     """Computes spans of a `LowRankDelta`; safe to call from many threads. Memory: the factors, in float32."""
 
-    def __init__(self, tensor: LowRankDelta, files: Mapping[Path, RangeFile]) -> None:
+    def __init__(self, tensor: LowRankDelta, files: Mapping[Location, RangeFile]) -> None:
         self._tensor = tensor
         self._files = files
         self._lock = threading.Lock()

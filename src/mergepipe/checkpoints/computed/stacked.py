@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import DELTA_FLAG, F32, DType, Span, element_count
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Stacked:
     def cost_bytes(self, span: Span) -> int:
         return sum(block_cost_bytes(part, inside) for part, inside in self.pieces(span))
 
-    def opened(self, files: Mapping[Path, RangeFile]) -> Fetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps nothing."""
         return _StackedFetch(self, self.dtype, files)
 
@@ -88,7 +88,7 @@ class _StackedFetch:
 
     tensor: Stacked
     dtype: DType
-    files: Mapping[Path, RangeFile]
+    files: Mapping[Location, RangeFile]
 
     def __call__(self, span: Span, out: NDArray[np.uint8], purpose: Purpose) -> None:
         done = 0

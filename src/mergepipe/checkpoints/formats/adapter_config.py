@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, s
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
+from mergepipe.storage.location import Location
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class AdapterConfig:
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
-def read_adapter_config(store: Store, path: Path) -> AdapterConfig:
+def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
     """Read `adapter_config.json`.
 
     Raises:
@@ -89,7 +89,7 @@ def read_adapter_config(store: Store, path: Path) -> AdapterConfig:
     )
 
 
-def _check_kind(config: Mapping[str, JsonValue], path: Path) -> None:
+def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError.of(
@@ -110,7 +110,7 @@ def _check_kind(config: Mapping[str, JsonValue], path: Path) -> None:
             raise UnsupportedError.of("adapter.option", path, f"the option {shown(key)} is not known", MERGE_HINT)
 
 
-def _patterns(config: Mapping[str, JsonValue], key: str, path: Path) -> list[tuple[str, JsonValue]]:
+def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list[tuple[str, JsonValue]]:
     found = config.get(key)
     if found is None:
         return []
@@ -121,7 +121,7 @@ def _patterns(config: Mapping[str, JsonValue], key: str, path: Path) -> list[tup
     return list(found.items())
 
 
-def _check_pattern(pattern: str, key: str, path: Path) -> None:
+def _check_pattern(pattern: str, key: str, path: Location) -> None:
     """Refuse a regular expression that could run for long; module names, as peft writes them, all pass."""
     repeats, choices, groups = (sum(map(pattern.count, each)) for each in ("*+", "|", "("))
     is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
@@ -146,19 +146,19 @@ def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
     return default
 
 
-def _rank(value: JsonValue, key: str, path: Path) -> int:
+def _rank(value: JsonValue, key: str, path: Location) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CorruptError.of("adapter.config.rank", path, f"the rank {shown(key)} must be > 0, found {shown(value)}")
     return value
 
 
-def _alpha(value: JsonValue, key: str, path: Path) -> float:
+def _alpha(value: JsonValue, key: str, path: Location) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CorruptError.of("adapter.config.alpha", path, f"{shown(key)} must be a number, found {shown(value)}")
     return float(value)
 
 
-def _flag(config: Mapping[str, JsonValue], key: str, path: Path) -> bool:
+def _flag(config: Mapping[str, JsonValue], key: str, path: Location) -> bool:
     value = config.get(key) or False
     if not isinstance(value, bool):
         raise CorruptError.of("adapter.config.flag", path, f"'{key}' must be true or false, found {shown(value)}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.errors import CorruptError, UnsupportedError
+from mergepipe.storage.location import Location
 
 KIND_KEY = "mergepipe.kind"
 BASE_KEY = "mergepipe.base"
@@ -25,7 +25,7 @@ class DeltaMark:
     full: frozenset[str] = frozenset()
 
 
-def mark_of(metadata: Mapping[str, str], path: Path) -> DeltaMark | None:
+def mark_of(metadata: Mapping[str, str], path: Location) -> DeltaMark | None:
     """Read the mark of a file with this metadata; None where it holds plain weights.
 
     Raises:
@@ -43,7 +43,7 @@ def mark_of(metadata: Mapping[str, str], path: Path) -> DeltaMark | None:
     return DeltaMark(base, _names(metadata.get(FULL_KEY, "[]"), path))
 
 
-def _names(text: str, path: Path) -> frozenset[str]:
+def _names(text: str, path: Location) -> frozenset[str]:
     try:
         names = json.loads(text)
     except (ValueError, RecursionError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 from blake3 import blake3
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, s
 from mergepipe.core.blocks import DTYPES, DType
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
@@ -35,7 +35,7 @@ class SafetensorsHeader:
     header_digest: str  # BLAKE3-128 (32 hex digits) of the length prefix + header
 
 
-def read_header(store: Store, path: Path) -> SafetensorsHeader:
+def read_header(store: Store, path: Location) -> SafetensorsHeader:
     """Read and check the header of `path`; no tensor byte is read. Holds the header (at most 100 MB) in memory.
 
     Raises:
@@ -56,7 +56,7 @@ def read_header(store: Store, path: Path) -> SafetensorsHeader:
     return SafetensorsHeader(entries, MappingProxyType(metadata), data_start, size_bytes, digest)
 
 
-def _read_raw(store: Store, path: Path, size_bytes: int) -> tuple[bytes, bytes]:
+def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:
     """Return the length prefix and the header bytes."""
     prefix = store.read_metadata(path, 0, PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
@@ -93,7 +93,7 @@ def _origin_hint(prefix: bytes) -> str:
     return "is it a safetensors file, copied or downloaded to the end?"
 
 
-def _metadata(value: JsonValue, path: Path) -> dict[str, str]:
+def _metadata(value: JsonValue, path: Location) -> dict[str, str]:
     if not isinstance(value, dict):
         raise CorruptError.of(
             "checkpoint.header.metadata", path, f"{METADATA_KEY} must be an object of strings, found {shown(value)}"
@@ -108,7 +108,7 @@ def _metadata(value: JsonValue, path: Path) -> dict[str, str]:
     return checked
 
 
-def _entry(path: Path, name: str, record: JsonValue, data_start: int) -> TensorEntry:
+def _entry(path: Location, name: str, record: JsonValue, data_start: int) -> TensorEntry:
     _check_name(path, name)
     fields = _fields(path, name, record)
     dtype = _dtype(path, name, fields["dtype"])
@@ -124,7 +124,7 @@ def _entry(path: Path, name: str, record: JsonValue, data_start: int) -> TensorE
     return TensorEntry(name, dtype, shape, path, data_start + begin, nbytes)
 
 
-def _check_name(path: Path, name: str) -> None:
+def _check_name(path: Location, name: str) -> None:
     if not name:
         raise CorruptError.of("checkpoint.header.tensor_name", path, "a tensor has an empty name")
     # isprintable is fast and mostly True; it also refuses harmless spaces, hence the second look.
@@ -134,7 +134,7 @@ def _check_name(path: Path, name: str) -> None:
         )
 
 
-def _fields(path: Path, name: str, record: JsonValue) -> dict[str, JsonValue]:
+def _fields(path: Location, name: str, record: JsonValue) -> dict[str, JsonValue]:
     if not isinstance(record, dict):
         raise CorruptError.of(
             "checkpoint.header.entry", path, f"tensor {shown(name)} must be an object, found {shown(record)}"
@@ -151,7 +151,7 @@ def _fields(path: Path, name: str, record: JsonValue) -> dict[str, JsonValue]:
     return record
 
 
-def _dtype(path: Path, name: str, value: JsonValue) -> DType:
+def _dtype(path: Location, name: str, value: JsonValue) -> DType:
     if not isinstance(value, str):
         raise CorruptError.of(
             "checkpoint.header.dtype", path, f"the dtype of tensor {shown(name)} must be a string, found {shown(value)}"
@@ -169,7 +169,7 @@ def _dtype(path: Path, name: str, value: JsonValue) -> DType:
     return DTYPES[value]
 
 
-def _shape(path: Path, name: str, value: JsonValue) -> tuple[int, ...]:
+def _shape(path: Location, name: str, value: JsonValue) -> tuple[int, ...]:
     shape: list[int] = []
     for length in value if isinstance(value, list) else [None]:
         if type(length) is not int or length < 0:  # bool is an int to Python, not to the format
@@ -181,7 +181,7 @@ def _shape(path: Path, name: str, value: JsonValue) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _checked_product(path: Path, name: str, factors: tuple[int, ...]) -> int:
+def _checked_product(path: Location, name: str, factors: tuple[int, ...]) -> int:
     """Multiply from the left as a 63-bit machine would: an overflow is one even if a later factor is 0."""
     product = 1
     for factor in factors:
@@ -194,7 +194,7 @@ def _checked_product(path: Path, name: str, factors: tuple[int, ...]) -> int:
     return product
 
 
-def _data_offsets(path: Path, name: str, value: JsonValue) -> tuple[int, int]:
+def _data_offsets(path: Location, name: str, value: JsonValue) -> tuple[int, int]:
     match value:
         case [begin, end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
             return begin, end
@@ -204,7 +204,7 @@ def _data_offsets(path: Path, name: str, value: JsonValue) -> tuple[int, int]:
     )  # fmt: skip
 
 
-def _check_tiling(path: Path, entries: tuple[TensorEntry, ...], data_start: int, size_bytes: int) -> None:
+def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: int, size_bytes: int) -> None:
     """Check that the sorted entries follow one another without overlap or hole, up to the end of the file."""
     end, last = data_start, "the header"
     for entry in entries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from blake3 import blake3
 
@@ -15,6 +14,7 @@ from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Where trainers put the weights beside their own state, in the order in which they are looked for.
@@ -31,7 +31,7 @@ class TorchWeights:
     digest: str  # BLAKE3-128 of the pickle's checksum and of each member's place and checksum
 
 
-def read_torch_weights(store: Store, path: Path) -> TorchWeights:
+def read_torch_weights(store: Store, path: Location) -> TorchWeights:
     """Read names, dtypes, shapes and places of the tensors in `path`; nothing is executed.
 
     Raises:

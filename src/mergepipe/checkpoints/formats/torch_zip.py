@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.inert_pickle import DEFAULT_LIMITS, load_inert
 from mergepipe.checkpoints.formats.inert_values import PickledTensor, Record
@@ -13,6 +12,7 @@ from mergepipe.checkpoints.formats.zip_directory import MetadataSource, Window, 
 from mergepipe.core.blocks import DType, element_count
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 _SMALL_ARCHIVE_BYTES = 4096
 _ZIP_START, _END_START = b"PK\x03\x04", b"PK\x05\x06"
@@ -33,7 +33,7 @@ class StoredTensor:
     stride: tuple[int, ...]
     storage_offset: int
     storage_key: str
-    file: Path
+    file: Location
     offset: int
     nbytes: int
 
@@ -46,7 +46,7 @@ class StoredTensor:
 class TorchArchive:
     """A parsed `torch.save` file: `root` is what was saved, with every tensor a `PickledTensor`."""
 
-    file: Path
+    file: Location
     stem: str
     root: object
     pickle: ZipMember
@@ -99,7 +99,7 @@ class TorchArchive:
         return CorruptError.of("torch.storage", self.file, message)
 
 
-def read_torch_zip(store: Store, path: Path, window: Window | None = None) -> TorchArchive:
+def read_torch_zip(store: Store, path: Location, window: Window | None = None) -> TorchArchive:
     """Read the structure of a `torch.save` file, or of one that lies in a `window` of a larger file.
 
     Memory: a small multiple of the pickle (at most 256 MiB).
@@ -165,7 +165,7 @@ class _HeldBytes:
     content: bytes
     start: int
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes:
+    def read_metadata(self, path: Location, offset: int, nbytes: int) -> bytes:
         return self.content[offset - self.start : offset - self.start + nbytes]
 
 
@@ -184,7 +184,7 @@ def _require_zip(store: MetadataSource, window: Window) -> None:
         raise CorruptError.of("torch.not-zip", window.path, "not a file written by torch.save")
 
 
-def _stem(members: Mapping[str, ZipMember], path: Path) -> str:
+def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
     """The one directory all members lie in."""
     stems = {name.partition("/")[0] for name in members}
     stem = next(iter(stems), "")
@@ -193,7 +193,7 @@ def _stem(members: Mapping[str, ZipMember], path: Path) -> str:
     return stem
 
 
-def _require_little_endian(store: MetadataSource, path: Path, members: Mapping[str, ZipMember], stem: str) -> None:
+def _require_little_endian(store: MetadataSource, path: Location, members: Mapping[str, ZipMember], stem: str) -> None:
     member = members.get(f"{stem}/byteorder")
     if member is None:
         return
@@ -202,7 +202,7 @@ def _require_little_endian(store: MetadataSource, path: Path, members: Mapping[s
         raise UnsupportedError.of("torch.byteorder", path, f"the byte order is {order!r}; only little-endian is read")
 
 
-def _read_pickle(store: MetadataSource, path: Path, member: ZipMember) -> bytes:
+def _read_pickle(store: MetadataSource, path: Location, member: ZipMember) -> bytes:
     most = DEFAULT_LIMITS.max_bytes
     if member.nbytes > most:
         raise UnsupportedError.of(

@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.checkpoints.formats.torch_weights import SUFFIXES as TORCH_SUFFIXES
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
+from mergepipe.storage.location import Location
 
 OVERLAY_NAME = "mergepipe.overlay"  # stored blocks of an overlay: no weights by themselves
 OVERLAY_TABLE_NAME = "mergepipe.overlay-table"
@@ -66,7 +66,7 @@ def is_adapter(names: Collection[str]) -> bool:
     return not any(fmt.files(visible) or fmt.indices(visible) for fmt in (SAFETENSORS, TORCH))
 
 
-def choose_weights(root: Path, names: Collection[str]) -> Weights:
+def choose_weights(root: Location, names: Collection[str]) -> Weights:
     """Decide from the file names of the directory `root` which of them holds the tensors; safetensors come first.
 
     Raises:
@@ -102,7 +102,7 @@ def _visible(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _whole_file(root: Path, name: str, fmt: _Format) -> Weights:
+def _whole_file(root: Location, name: str, fmt: _Format) -> Weights:
     shard = _SHARD.search(name)
     if shard and int(shard[2]) > 1:
         raise CorruptError.of(
@@ -112,7 +112,7 @@ def _whole_file(root: Path, name: str, fmt: _Format) -> Weights:
     return Weights(name, is_index=False)
 
 
-def _ambiguous(root: Path, candidates: list[str], fmt: _Format) -> MergePipeError:
+def _ambiguous(root: Location, candidates: list[str], fmt: _Format) -> MergePipeError:
     return CorruptError.of(
         "checkpoint.directory.ambiguous", root,
         f"there is neither {fmt.index} nor {fmt.single}, but {len(candidates)} candidates: {names_shown(candidates)}",
@@ -120,7 +120,7 @@ def _ambiguous(root: Path, candidates: list[str], fmt: _Format) -> MergePipeErro
     )  # fmt: skip
 
 
-def _no_weights(root: Path, visible: list[str]) -> MergePipeError:
+def _no_weights(root: Location, visible: list[str]) -> MergePipeError:
     if is_adapter(visible):
         return UnsupportedError.of(
             "checkpoint.directory.adapter", root, "this is an adapter, which means something only beside its base",

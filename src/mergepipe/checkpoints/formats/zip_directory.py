@@ -9,17 +9,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.limits import ZIP_DIRECTORY_BYTES
+from mergepipe.storage.location import Location
 
 
 class MetadataSource(Protocol):
     """The part of a store that readers of structure need."""
 
-    def read_metadata(self, path: Path, offset: int, nbytes: int) -> bytes: ...
+    def read_metadata(self, path: Location, offset: int, nbytes: int) -> bytes: ...
 
 
 _END = struct.Struct("<4s4H2IH")
@@ -59,7 +59,7 @@ class _Listed:
 class Window:
     """Where in a file an archive lies."""
 
-    path: Path
+    path: Location
     start: int
     nbytes: int
 

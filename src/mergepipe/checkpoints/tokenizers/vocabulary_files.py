@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contract import Checkpoint
@@ -13,6 +12,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary import MAX_TOKEN_ID, AddedToken
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import sidecar_limit
+from mergepipe.storage.location import Location
 
 FAST_NAME = "tokenizer.json"
 SETTINGS_NAME = "tokenizer_config.json"
@@ -55,7 +55,7 @@ class TokenizerFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._checkpoint.sidecars
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> Location:
         """Return the path of a file."""
         return self._checkpoint.root / name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
@@ -16,6 +15,7 @@ from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class BandChooser:
     Tensors that are not in memory as a whole are sampled from `files`, the base's tensor once for all experts.
     """
 
-    def __init__(self, files: Mapping[Path, RangeFile]) -> None:
+    def __init__(self, files: Mapping[Location, RangeFile]) -> None:
         self._files = files
         self._lock = threading.Lock()
 

@@ -28,7 +28,7 @@ from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
 from mergepipe.snapshots.staging import KEPT, Staging
 from mergepipe.storage.contract import Store
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 NOTE_BLOCKS = 2048
 """Blocks between two progress records, 1 GiB of bf16: the most work that a crash loses."""
@@ -89,7 +89,7 @@ class PackJob:
         return sum(place.n_rows for place in self.places)
 
     @property
-    def weight_files(self) -> set[Path]:
+    def weight_files(self) -> set[Location]:
         """The weight files of the expert and of the base."""
         return {checkpoint.root / file.name for checkpoint in (self.base, self.expert) for file in checkpoint.files}
 
@@ -133,7 +133,7 @@ def _memory_share(nbytes: int, sharing: int) -> int:
 
 
 @contextlib.contextmanager
-def building(job: PackJob, store: LocalStore, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
+def building(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
     """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
     With `resumes` it resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable
@@ -179,7 +179,7 @@ class StoreBuilder:
     def __init__(
         self,
         job: PackJob,
-        store: LocalStore,
+        store: Store,
         staging: Staging,
         progress: PackProgress | None,
         sharing: int,

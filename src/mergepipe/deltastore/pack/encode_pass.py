@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from mergepipe.deltastore.pack.builder import Place, StoreBuilder
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact, request_bytes
 
 EXPERTS_AT_ONCE = 8
@@ -36,7 +36,7 @@ def everything(_place: Place) -> bool:
 
 def pack_all(
     builders: Sequence[StoreBuilder],
-    files: Mapping[Path, RangeFile],
+    files: Mapping[Location, RangeFile],
     threads: int,
     on_bytes: Callable[[int], None],
     wanted: Callable[[Place], bool] = everything,
@@ -149,7 +149,7 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
 class _Reader:
     """Reads groups and submits their blocks for encoding."""
 
-    def __init__(self, files: Mapping[Path, RangeFile], encoders: ThreadPoolExecutor) -> None:
+    def __init__(self, files: Mapping[Location, RangeFile], encoders: ThreadPoolExecutor) -> None:
         self._files = files
         self._encoders = encoders
         self._bands = BandChooser(files)

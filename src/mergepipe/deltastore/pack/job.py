@@ -20,12 +20,12 @@ from mergepipe.deltastore.pack.originals import (
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import FileKind, Store
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 
 _SUFFIX = ".safetensors"
 
 
-def open_base(store: LocalStore, path: Path) -> Checkpoint:
+def open_base(store: Store, path: Location) -> Checkpoint:
     """Open the checkpoint that experts are packed relative to.
 
     Raises:
@@ -52,7 +52,7 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> Pac
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
     place = out / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
     inputs = (base.path, expert.path)
-    if not is_store(store, place):
+    if not is_store(store, Location.local(place)):
         check_target(place, inputs, force=None)
     return PackJob.of(base, expert, place, _kept_files(store, expert))
 
@@ -79,7 +79,7 @@ def check_names(jobs: Iterable[PackJob]) -> None:
             )  # fmt: skip
 
 
-def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
+def is_packed(store: Store, job: PackJob, threads: int) -> bool:
     """Whether `job.out` holds this expert packed with this base.
 
     Weights count as unchanged if their files' versions are the same; otherwise they are read and compared with the
@@ -88,9 +88,9 @@ def is_packed(store: LocalStore, job: PackJob, threads: int) -> bool:
     Raises:
         OutputError: it holds another store; naming the file that differs.
     """
-    if not is_store(store, job.out):
+    if not is_store(store, Location.local(job.out)):
         return False
-    opened = read_store(store, job.out)
+    opened = read_store(store, Location.local(job.out))
     header = opened.header
     packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
     present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
@@ -128,7 +128,7 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     return tuple(kept)
 
 
-def _walk(store: Store, root: Path, prefix: str = "") -> Iterator[str]:
+def _walk(store: Store, root: Location, prefix: str = "") -> Iterator[str]:
     """Names of files below `root/prefix`, at any depth."""
     folder = root / prefix
     for entry in store.list(folder):

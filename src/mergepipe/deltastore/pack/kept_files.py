@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mergepipe.storage import owned
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.local import os_error
+from mergepipe.storage.location import Location
 
 _PART_BYTES = 8 << 20
 
 
-def file_parts(store: LocalStore, path: Path, size_bytes: int) -> Iterator[bytes]:
+def file_parts(store: Store, path: Location, size_bytes: int) -> Iterator[bytes]:
     """Read the first `size_bytes` of a file in parts of 8 MiB, charged as metadata.
 
     Raises:
@@ -23,7 +25,7 @@ def file_parts(store: LocalStore, path: Path, size_bytes: int) -> Iterator[bytes
         yield store.read_metadata(path, start, min(_PART_BYTES, size_bytes - start))
 
 
-def write_kept(store: LocalStore, target: Path, parts: Iterable[bytes], size_bytes: int, doing: str) -> None:
+def write_kept(store: Store, target: Path, parts: Iterable[bytes], size_bytes: int, doing: str) -> None:
     """Write a new file durably, with its folders; `size_bytes` are charged as output, `doing` is for the error.
 
     Raises:

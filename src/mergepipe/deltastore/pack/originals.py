@@ -23,13 +23,15 @@ from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.deltastore.pack.kept_files import file_parts
 from mergepipe.errors import ConflictError
 from mergepipe.storage import owned
+from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore, os_error
+from mergepipe.storage.local import os_error
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 
-def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) -> Path | None:
+def differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:
     """Find the first file, other than weights, that differs from its copy in the store; reads all of them."""
     present = {file.name: file.size_bytes for file in job.kept}
     kept = {file.name: file for file in opened.header.kept}
@@ -45,7 +47,7 @@ def differing_kept_file(store: LocalStore, opened: OpenedStore, job: PackJob) ->
     return None
 
 
-def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
+def differing_weights(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
     """Find the first weight file of an expert that differs from what the store was packed from; reads all of them."""
     header = opened.header
     present = {file.name: file for file in job.expert.files}
@@ -63,7 +65,7 @@ def differing_weights(store: LocalStore, opened: OpenedStore, job: PackJob, thre
     return _differing_file(store, job.expert, opened.index.rows["expert"], entries, rows, threads)
 
 
-def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> Path | None:
+def differing_base(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
     """Find the first file of the base with a block that differs from what the store was packed with."""
     if [place.base is not None for place in job.places] != [tensor.has_base for tensor in opened.header.tensors]:
         return job.base.path
@@ -73,13 +75,13 @@ def differing_base(store: LocalStore, opened: OpenedStore, job: PackJob, threads
 
 
 def _differing_file(
-    store: LocalStore,
+    store: Store,
     checkpoint: Checkpoint,
     digests: NDArray[np.void],
     entries: Sequence[TensorEntry],
     rows: Sequence[int],
     threads: int,
-) -> Path | None:
+) -> Location | None:
     """Find the file of the first tensor with a block of another digest; `rows` holds the first rows of the tensors.
 
     Memory: `threads` blocks.
@@ -100,7 +102,7 @@ def _differing_file(
     return None
 
 
-def check_same(store: LocalStore, opened: OpenedStore, job: PackJob, threads: int) -> None:
+def check_same(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> None:
     """Read all files of an expert and check that the store at `opened` holds each of them, before any is removed.
 
     Raises:
@@ -121,10 +123,10 @@ def sync_store(opened: OpenedStore) -> None:
     folders = {opened.root, opened.root.parent}
     for file in opened.fingerprints:
         path = opened.root / file.name
-        _sync(path)
+        _sync(path.local_path)
         folders.update(parent for parent in path.parents if opened.root in parent.parents)
     for folder in sorted(folders, reverse=True):
-        _sync(folder)
+        _sync(folder.local_path)
 
 
 def _sync(path: Path) -> None:
@@ -148,7 +150,7 @@ def remove_original(job: PackJob) -> None:
         StorageError: the operating system refused.
     """
     expert, removed = job.expert, set[tuple[int, int]]()
-    root = expert.root.resolve()
+    root = expert.root.local_path.resolve()
     files = (*expert.files, *job.kept)
     for file in files:
         _check_version(expert, file, removed)
@@ -167,7 +169,7 @@ def remove_original(job: PackJob) -> None:
 
 def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple[int, int]]) -> os.stat_result:
     """Check that a file is unchanged; removing another hard link of it changed its version, and nothing else."""
-    path = expert.root / file.name
+    path = expert.root.local_path / file.name
     try:
         status = path.lstat()
     except OSError as error:

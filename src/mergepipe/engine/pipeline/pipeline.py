@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -31,6 +30,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import request
 
 READER_THREADS = 8
@@ -110,7 +110,7 @@ class Pipeline:
     def __init__(
         self,
         tasks: Sequence[MergeTask],
-        files: Mapping[Path, RangeFile],
+        files: Mapping[Location, RangeFile],
         pool: BufferPool,
         out_start: int,
         sink: SegmentSink,
@@ -350,7 +350,7 @@ def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
     )
 
 
-def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Path, RangeFile]) -> None:
+def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Location, RangeFile]) -> None:
     file = files[read.file]
     view = buffer[read.buffer_offset : read.buffer_offset + read.nbytes]
     request(file, read.offset, view, min(read.nbytes, file.size_bytes - read.offset), read.purpose)
@@ -359,7 +359,7 @@ def _read(read: Read, buffer: NDArray[np.uint8], files: Mapping[Path, RangeFile]
 Opened = Mapping[tuple[int, bool], Fill]
 
 
-def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Path, RangeFile]) -> Opened:
+def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Location, RangeFile]) -> Opened:
     """Open the computed tensors of some tasks, by `Computation.key`."""
     opened: dict[tuple[int, bool], Fill] = {}
     for task in tasks:
@@ -373,7 +373,7 @@ def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Path, RangeFile]) 
 def fill_now(
     layout: SegmentLayout,
     buffer: NDArray[np.uint8],
-    files: Mapping[Path, RangeFile],
+    files: Mapping[Location, RangeFile],
     opened: Opened,
     purpose: Purpose,
 ) -> None:
@@ -393,7 +393,9 @@ def _base_bytes(order: Computation, buffer: NDArray[np.uint8]) -> BaseBytes:
     return BaseBytes(buffer[order.base_offset : order.base_offset + order.base_bytes])
 
 
-def _opened(source: ComputedTensor, files: Mapping[Path, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS) -> Fill:
+def _opened(
+    source: ComputedTensor, files: Mapping[Location, RangeFile], *, on_base: bool, turns: Turns = NO_TURNS
+) -> Fill:
     """Return a function that fetches elements of a computed tensor into their place in a buffer."""
     if on_base and isinstance(source, NeedsBase):
         fetch_on_base = source.opened_on_base(files, turns)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,14 @@ from mergepipe.engine.pipeline.segments import Run, SegmentShape
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
     """One request: `nbytes` at `offset` of a file, to `buffer_offset`; all multiples of the file's alignment."""
 
-    file: Path
+    file: Location
     offset: int
     nbytes: int
     buffer_offset: int
@@ -92,7 +92,7 @@ class _NeededElements:
 
 
 def lay_out(
-    shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Path], int]
+    shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Location], int]
 ) -> SegmentLayout:
     """Place a segment's sources in its buffer: byte ranges, joined where they touch, then computed tensors."""
     needed: list[_NeededElements] = []
@@ -148,7 +148,7 @@ def _place_computed(needed: Sequence[_NeededElements], places: list[int], positi
     return tuple(computation for computation in computations if computation.span.n_elements)
 
 
-def _join(needed: Sequence[_NeededElements], alignment_of: Callable[[Path], int]) -> tuple[list[Read], list[int]]:
+def _join(needed: Sequence[_NeededElements], alignment_of: Callable[[Location], int]) -> tuple[list[Read], list[int]]:
     """Return requests that cover all stored ranges, and the buffer offset of each range's first byte."""
     entries = [(i, elements.source) for i, elements in enumerate(needed) if isinstance(elements.source, TensorEntry)]
     starts = {i: entry.offset + needed[i].span.start * entry.dtype.itemsize for i, entry in entries}

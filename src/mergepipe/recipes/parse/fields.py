@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from pathlib import Path
 
 from mergepipe.errors import RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, YamlSource, shortened
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,10 @@ class DocumentReader:
 
     source: YamlSource
     findings: Findings
-    model_paths: Mapping[str, Path] = field(default_factory=dict)  # overrides the paths of models in the recipe
+    store: Store  # looks up the models that the document names
+    model_paths: Mapping[str, str] = field(default_factory=dict)  # overrides the paths of models in the recipe
     documents: frozenset[str] = frozenset()  # names of the other recipes in the file
-    places: dict[str, Path] = field(default_factory=dict)  # resolved path -> the spelling first used for it
+    places: dict[Location, Location] = field(default_factory=dict)  # resolved path -> the spelling first used for it
 
     def refuse(self, code: str, key_path: KeyPath, message: str, hint: str | Callable[[], str] = "") -> None:
         """Report that the recipe is wrong at `key_path`."""

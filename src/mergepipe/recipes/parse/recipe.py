@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.recipes.parse.parameter_values import Scalar, Setting
+from mergepipe.storage.location import Location
 
 __all__ = ["ModelInput", "ModelKey", "Recipe", "Scalar", "Setting", "TokenizerRequest"]
 
-ModelKey: TypeAlias = tuple[Path, Path | None]
+ModelKey: TypeAlias = tuple[Location, Location | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class ModelInput:
     """
 
     text: str
-    path: Path
+    path: Location
     parameters: Mapping[str, Setting]
     where: str
-    adapter: Path | None = None
+    adapter: Location | None = None
     intermediate: str | None = None
     is_delta: bool = False
 
     def __post_init__(self) -> None:
-        if not self.path.is_absolute():
+        if not self.path.is_absolute:
             raise ValueError(f"not an absolute path: {self.path}")
 
     @property
@@ -133,7 +133,7 @@ class Recipe:
     `modules` is not empty. `name` is what other documents of the same file call the result.
     """
 
-    path: Path
+    path: Location
     source_text: str
     operator: OperatorSpec
     base: ModelInput | None
@@ -187,7 +187,7 @@ def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
     return (source.model for piece in slices for source in piece.sources)
 
 
-def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Path]) -> Recipe:
+def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> Recipe:
     """Return the recipe with its intermediate models at the paths that `places` maps their names to."""
 
     def model(given: ModelInput) -> ModelInput:

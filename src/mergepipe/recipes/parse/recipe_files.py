@@ -21,6 +21,8 @@ from mergepipe.recipes.parse.references import read_model
 from mergepipe.recipes.parse.tokenizer_source import read_tokenizer
 from mergepipe.recipes.parse.yaml_source import Value, YamlSource, parse_documents, read_documents, shortened
 from mergepipe.recipes.resolve.model_requirements import check_base
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 RECIPE_KEYS = (
     "merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype",
@@ -31,7 +33,7 @@ _MIXTURE_KEYS = ("gate_mode", "experts")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
-def load_recipes(path: Path) -> tuple[Recipe, ...]:
+def load_recipes(path: Location, store: Store) -> tuple[Recipe, ...]:
     """Read and validate the recipes in `path`, one per document, dependencies first; the last makes the output.
 
     Model paths must exist; no model is opened.
@@ -42,31 +44,31 @@ def load_recipes(path: Path) -> tuple[Recipe, ...]:
         NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
         StorageError: it cannot be read.
     """
-    return _load(read_documents(path.absolute()), {})
+    return _load(read_documents(path.absolute(), store), store, {})
 
 
-def reload_recipes(text: str, model_paths: Mapping[str, Path]) -> tuple[Recipe, ...]:
+def reload_recipes(text: str, store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:
     """Read recipes that were stored as text, with models at the paths in `model_paths`.
 
     Raises as `load_recipes` does.
     """
-    return _load(parse_documents(Path.cwd() / "recipe", text), model_paths)
+    return _load(parse_documents(Location.local(Path.cwd() / "recipe"), text), store, model_paths)
 
 
-def reload_recipe(text: str, model_paths: Mapping[str, Path]) -> Recipe:
+def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Recipe:
     """Read a single recipe that was stored as text, as `reload_recipes`; intermediate models are keyed by name."""
-    recipes = reload_recipes(text, model_paths)
+    recipes = reload_recipes(text, store, model_paths)
     if len(recipes) > 1:
         where, message = recipes[-1].path.name, f"one recipe is expected here, found {len(recipes)} documents"
         raise RecipeError(Problem("recipe.yaml.documents", where, message, "keep one recipe a file"))
     return recipes[0]
 
 
-def _load(sources: Sequence[YamlSource], model_paths: Mapping[str, Path]) -> tuple[Recipe, ...]:
+def _load(sources: Sequence[YamlSource], store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:
     findings = Findings(RecipeError, NotFoundError)
-    places: dict[str, Path] = {}
+    places: dict[Location, Location] = {}
     names = document_names(sources, findings)
-    readers = [DocumentReader(source, findings, model_paths, names, places) for source in sources]
+    readers = [DocumentReader(source, findings, store, model_paths, names, places) for source in sources]
     recipes = [_read(reader, reader.source.root) for reader in readers]
     _raise_any(findings)
     sound = [recipe for recipe in recipes if recipe is not None]

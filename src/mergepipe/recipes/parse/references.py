@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import PurePosixPath
 
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import NotFoundError, RecipeError, StorageError
 from mergepipe.recipes.parse.fields import DocumentReader
 from mergepipe.recipes.parse.recipe import ModelInput, Setting
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location, is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(?:@[A-Za-z0-9_./-]+)?")
 _REFERENCE_KEYS = ("path", "model", "lora", "delta", "revision", "override_architecture")
@@ -22,8 +24,8 @@ class Reference:
     """A model reference: its text, and the path, adapter or document that it names."""
 
     text: str
-    path: Path
-    adapter: Path | None = None
+    path: Location
+    adapter: Location | None = None
     intermediate: str | None = None
     is_delta: bool = False
 
@@ -39,7 +41,7 @@ def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> R
     text = reader.text(value, key_path)
     if text is None:
         return None
-    target = str(reader.model_paths[text]) if text in reader.model_paths else text
+    target = reader.model_paths.get(text, text)
     model, adapter = _parts(reader, target)
     if adapter is None and "+" in text and "+" not in target:
         message, hint = f"where the adapter of '{shortened(text)}' lies is not known", "merge again by the recipe"
@@ -68,13 +70,14 @@ def reference_text(model: ModelInput) -> str:
     return f"{model.path}+{model.adapter}" if model.adapter is not None else str(model.path)
 
 
-def referenced_paths(text: str) -> tuple[Path, ...]:
+def referenced_paths(text: str, store: Store) -> tuple[Location, ...]:
     """Return the paths in a text that `reference_text` wrote: the model's, and its adapter's if it has one."""
-    cuts = [(Path(text[:i]), Path(text[i + 1 :])) for i, character in enumerate(text) if character == "+"]
-    whole = Path(text)
-    if whole.exists() or not cuts:
+    pluses = [index for index, character in enumerate(text) if character == "+"]
+    whole = Location.parse(text)
+    if not pluses or store.stat(whole) is not None:
         return (whole,)
-    return next((cut for cut in cuts if all(path.exists() for path in cut)), cuts[0])
+    cuts = [(Location.parse(text[:index]), Location.parse(text[index + 1 :])) for index in pluses]
+    return next((cut for cut in cuts if all(store.stat(path) is not None for path in cut)), cuts[0])
 
 
 def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
@@ -88,18 +91,29 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
 
 
 def _exists(reader: DocumentReader, text: str) -> bool:
-    return _why_missing(_absolute(text, reader.source.path.parent), text) is None
+    try:
+        return _why_missing(reader.store, _absolute(text, reader.source.path.parent), text) is None
+    except RecipeError:  # it is no location; what is wrong with it is said where it is opened
+        return False
 
 
-def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Path:
+def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
+    folder = reader.source.path.parent
     if text in reader.model_paths:
-        path = reader.model_paths[text]
+        path = Location.parse(reader.model_paths[text])
+    elif text in reader.documents:
+        return folder / text
     else:
-        path = _absolute(text, reader.source.path.parent)
-        if text in reader.documents:
-            return path
-        _note_if_missing(reader, text, path, key_path)
-    return reader.places.setdefault(os.path.realpath(path), path)
+        try:
+            path = _absolute(text, folder)
+            if not _is_there(reader, text, path, key_path):
+                return path
+        except RecipeError as error:
+            problem = error.problems[0]
+            reader.findings.add(RecipeError, problem.code, reader.source.where(*key_path), str(error))
+            return folder
+    path = reader.store.pin(path)
+    return reader.places.setdefault(real_location(reader.store, path), path)
 
 
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
@@ -155,19 +169,27 @@ def _with_adapter(
     return Reference(f"{model.text}+{adapter.text}", model.path, adapter.path, model.intermediate)
 
 
-def _absolute(text: str, folder: Path) -> Path:
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:  # `~name` of an unknown user
-        path = Path(text)
-    return folder / path
+def real_location(store: Store, path: Location) -> Location:
+    """Where a location leads, equal for all spellings of one place; itself where there is nothing."""
+    return store.real_path(path) or path.normal()
 
 
-def _note_if_missing(reader: DocumentReader, text: str, path: Path, key_path: KeyPath) -> None:
+def _absolute(text: str, folder: Location) -> Location:
+    """The location that a text names, relative to the recipe's folder where it is a relative path."""
+    if is_remote(text):
+        return Location.parse(text)
+    path = Location.parse(text).local_path
+    with contextlib.suppress(RuntimeError):  # `~name` of an unknown user
+        path = path.expanduser()
+    return Location.local(path) if path.is_absolute() else folder / PurePosixPath(path)
+
+
+def _is_there(reader: DocumentReader, text: str, path: Location, key_path: KeyPath) -> bool:
+    """Whether there is anything; reports that there is nothing."""
     shown = shortened(text)
-    reason = _why_missing(path, shown)
+    reason = _why_missing(reader.store, path, shown)
     if reason is None:
-        return
+        return True
     if _HUB_ID.fullmatch(text):
         message = f"there is no '{shown}' in the recipe's folder, and models must be local"
         hint = "if it is a Hub id, download it first, e.g. with huggingface-cli, and give the folder"
@@ -175,13 +197,11 @@ def _note_if_missing(reader: DocumentReader, text: str, path: Path, key_path: Ke
         message, hint = reason, f"looked for {shortened(str(path), 200)}"
     where = reader.source.where(*key_path)
     reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
+    return False
 
 
-def _why_missing(path: Path, shown: str) -> str | None:
+def _why_missing(store: Store, path: Location, shown: str) -> str | None:
     try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return f"there is no '{shown}'"
-    except OSError as error:
-        return f"cannot look at '{shown}': {error.strerror}"
-    return None
+        return f"there is no '{shown}'" if store.stat(path) is None else None
+    except StorageError as error:
+        return f"'{shown}' {error.problems[0].message}"

@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeAlias
 
 import yaml
 
 from mergepipe.core.escaping import printable
 from mergepipe.errors import NotFoundError, Problem, RecipeError, StorageError
+from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import RECIPE_BYTES
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
 
 MAX_NODES = 100_000
 MAX_DEPTH = 64
@@ -40,7 +40,7 @@ class YamlSource:
     counted from 1.
     """
 
-    path: Path
+    path: Location
     text: str
     root: Value
     lines: Mapping[KeyPath, int]
@@ -71,7 +71,7 @@ def shortened(text: str, limit: int = 60) -> str:
     return printable(cut)
 
 
-def read_yaml(path: Path) -> YamlSource:
+def read_yaml(path: Location, store: Store) -> YamlSource:
     """Read the one YAML document in `path`.
 
     Raises:
@@ -81,15 +81,15 @@ def read_yaml(path: Path) -> YamlSource:
         RecipeError: it is not UTF-8, not YAML, empty, several documents, or uses what is refused here:
             duplicate keys, tags, too many nodes after aliases are expanded, too deep nesting.
     """
-    return parse_yaml(path, _read_text(path))
+    return parse_yaml(path, _read_text(path, store))
 
 
-def read_documents(path: Path) -> tuple[YamlSource, ...]:
+def read_documents(path: Location, store: Store) -> tuple[YamlSource, ...]:
     """Read every non-empty YAML document in `path`. Raises as `read_yaml` does."""
-    return parse_documents(path, _read_text(path))
+    return parse_documents(path, _read_text(path, store))
 
 
-def parse_yaml(path: Path, text: str) -> YamlSource:
+def parse_yaml(path: Location, text: str) -> YamlSource:
     """Read the one YAML document in `text`; errors name it `path`. Raises as `read_yaml` does."""
     first, *others = parse_documents(path, text)
     if others:
@@ -98,7 +98,7 @@ def parse_yaml(path: Path, text: str) -> YamlSource:
     return first
 
 
-def parse_documents(path: Path, text: str) -> tuple[YamlSource, ...]:
+def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
     """Read every non-empty YAML document in `text`. Raises as `read_yaml` does."""
     loader, nodes = _compose(path.name, text)
     nodes = [node for node in nodes if not (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null")]
@@ -135,8 +135,8 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _read_text(path: Path) -> str:
-    raw = _read_bytes(path)
+def _read_text(path: Location, store: Store) -> str:
+    raw = _read_bytes(path, store)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -145,14 +145,14 @@ def _read_text(path: Path) -> str:
         raise _refusal("recipe.file.encoding", f"{path.name}:{line}", message, "save the file as UTF-8") from None
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Location, store: Store) -> bytes:
     try:
-        return read_small(path, RECIPE_BYTES)
+        return store.read_small(path, RECIPE_BYTES)
     except NotFoundError as error:
         where = error.problems[0].where
         raise NotFoundError.of("recipe.file.not-found", where, "there is no such recipe") from None
     except StorageError as error:
-        if error.code == "storage.not-a-file" and path.is_dir():
+        if error.code == "storage.not-a-file" and is_folder(store, path):
             message, hint = "is a folder, not a recipe", "give the YAML file in it"
             raise _refusal("recipe.file.not-a-file", str(path), message, hint) from None
         raise

@@ -31,8 +31,9 @@ from mergepipe.snapshots.scan import scan_snapshot
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, header_of, table_of
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.stores import Stores
 
 ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
 ACCUMULATORS_RECORD_NAME = "mergepipe.accumulators.json"
@@ -190,7 +191,9 @@ def kept_entries(directory: Path, output: OutputPlan) -> dict[str, KeptTotal]:
     (shard,) = output.shards
     entries, offset = {}, len(shard.header)
     for spec in shard.tensors:
-        entries[spec.name] = KeptTotal(spec.name, F32, spec.shape, directory / shard.name, offset, spec.nbytes)
+        entries[spec.name] = KeptTotal(
+            spec.name, F32, spec.shape, Location.local(directory / shard.name), offset, spec.nbytes
+        )
         offset += spec.nbytes
     return entries
 
@@ -251,7 +254,7 @@ class KeptTotals:
         first = min(entry.offset for entry in self.entries.values())
         file = PlacedFile(0, self.path.name, self.path.stat().st_size, first, tensors)
         layout = SnapshotLayout((file,), self.table.block_elements)
-        scan = scan_snapshot(LocalStore(), self.path.parent, layout, threads, lambda _: None)
+        scan = scan_snapshot(Stores(), Location.local(self.path.parent), layout, threads, lambda _: None)
         ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
         expected = dict(zip(self.entries, self.table.tensors, strict=True))
         return tuple(e.name for e, found in zip(rows, scan.blocks, strict=True) if tuple(found) != expected[e.name])
@@ -285,7 +288,7 @@ def _parsed(path: Path, sid: str, record: Any, blocks: bytes) -> KeptTotals | No
     table = block_table_of(blocks, path, 1, [element_count(shape) for shape in shapes.values()])
     found = {
         e.name: KeptTotal(e.name, e.dtype, e.shape, e.file, e.offset, e.nbytes)
-        for e in read_header(LocalStore(), path).entries
+        for e in read_header(Stores(), Location.local(path)).entries
     }
     if {n: (e.dtype, e.shape) for n, e in found.items()} != {n: (F32, shape) for n, shape in shapes.items()}:
         return None

@@ -31,6 +31,7 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.limits import BLOCK_TABLE_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.storage.regular import read_small
 
 MAX_CANDIDATES = 64
@@ -64,7 +65,7 @@ class Reuse:
         return {name: each.reusable for name, each in self.known.items()}
 
     @property
-    def files(self) -> set[Path]:
+    def files(self) -> set[Location]:
         """The files that blocks are copied from."""
         return {each.reusable.entry.file for each in self.known.values()}
 
@@ -73,7 +74,7 @@ class Reuse:
         """Ids of the snapshots that blocks are copied from."""
         return tuple(sorted({each.snapshot.sid for each in self.known.values()}))
 
-    def without(self, lost: Collection[Path]) -> Reuse:
+    def without(self, lost: Collection[Location]) -> Reuse:
         """Return the reuse without blocks of the given files."""
         return Reuse({n: each for n, each in self.known.items() if each.reusable.entry.file not in lost})
 
@@ -190,9 +191,11 @@ def _read_snapshot(store: Store, path: Path) -> EarlierSnapshot | None:
         return None
     try:
         # Before the contents: a snapshot replaced during this read is then recognised as changed.
-        identities = {file: identity for file in path.iterdir() if (identity := _identity(file)) is not None}
+        identities = {
+            Location.local(file): identity for file in path.iterdir() if (identity := _identity(file)) is not None
+        }
         manifest = read_manifest_value(path)
-        checkpoint = open_checkpoint(store, path)
+        checkpoint = open_checkpoint(store, Location.local(path))
         keys = _table(path, manifest, KEYS_NAME, 0)
         digests = _table(path, manifest, BLOCKS_NAME, len(manifest.files))
         return EarlierSnapshot(path, manifest, checkpoint, keys, digests, identities)
@@ -208,10 +211,10 @@ def _identity(path: Path) -> Identity | None:
     return status.st_dev, status.st_size, version_of(path, status)
 
 
-def changed_files(files: Iterable[Path], snapshots: Iterable[EarlierSnapshot]) -> set[Path]:
+def changed_files(files: Iterable[Location], snapshots: Iterable[EarlierSnapshot]) -> set[Location]:
     """Return the files that changed since the snapshots were read."""
     known = {path: identity for snapshot in snapshots for path, identity in snapshot.identities.items()}
-    return {file for file in files if file in known and _identity(file) != known[file]}
+    return {file for file in files if file in known and _identity(file.local_path) != known[file]}
 
 
 def _table(directory: Path, manifest: Manifest, name: str, n_files: int) -> BlockTable:
@@ -233,7 +236,7 @@ class EarlierSnapshot:
     checkpoint: Checkpoint
     keys: BlockTable
     digests: BlockTable
-    identities: Mapping[Path, Identity]
+    identities: Mapping[Location, Identity]
 
     @property
     def sid(self) -> str:

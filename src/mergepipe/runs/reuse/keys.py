@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
@@ -27,6 +26,7 @@ from mergepipe.operators.registry import is_built_in
 from mergepipe.operators.rules.elementwise import ElementwiseRule
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.block_digests import BlockTable
+from mergepipe.storage.location import Location
 
 KEYS_NAME = "mergepipe.keys"
 KEY_VERSION = 2
@@ -53,17 +53,22 @@ class SourceNames:
     """Identifies the stored bytes of tensors by file fingerprint and position in the file."""
 
     def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
-        self._names: dict[Path, tuple[str, int, str, str]] = {}
+        self._names: dict[Location, tuple[str, int, str, str]] = {}
         for checkpoint in checkpoints:
             for file in checkpoint.files:
                 path = checkpoint.root / file.name
-                self._names[path] = (os.path.realpath(path), file.size_bytes, file.version, file.header_digest)
+                self._names[path] = (_real_text(path), file.size_bytes, file.version, file.header_digest)
 
     def name(self, source: Source) -> tuple[str | int, ...] | None:
         """File, size, version, header digest, offset and code; None for what is not one byte range of a known file."""
         if not isinstance(source, TensorEntry) or source.file not in self._names:
             return None
         return (*self._names[source.file], source.offset, source.kernel_code)
+
+
+def _real_text(path: Location) -> str:
+    """The path with its links followed, elsewhere the location's text."""
+    return os.path.realpath(path.local_path) if path.is_local else str(path)
 
 
 @dataclass(frozen=True, slots=True)

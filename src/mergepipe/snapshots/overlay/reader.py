@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +38,7 @@ from mergepipe.snapshots.overlay.table import (
 from mergepipe.snapshots.scan import count_not_finite
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 
 FEWEST_READERS = 4
@@ -57,7 +57,7 @@ def base_places(
     Tensors with another dtype than the base's, or whose base is computed, have none.
     """
     known = {checkpoint.root / file.name: file for checkpoint in checkpoints for file in checkpoint.files}
-    starts: dict[str, tuple[Path, int]] = {}
+    starts: dict[str, tuple[Location, int]] = {}
     for task in tasks:
         base = task.base
         if not isinstance(base, TensorEntry) or base.is_delta or base.dtype != task.dtype:
@@ -128,7 +128,7 @@ def is_overlay(manifest: Manifest) -> bool:
     return any(record.name == OVERLAY_TABLE_NAME for record in manifest.sidecars)
 
 
-def refuse_overlay(path: Path, manifest: Manifest, what: str) -> None:
+def refuse_overlay(path: object, manifest: Manifest, what: str) -> None:
     """Refuse an overlay where a whole snapshot is needed.
 
     Raises:
@@ -144,22 +144,24 @@ def refuse_overlay(path: Path, manifest: Manifest, what: str) -> None:
 class Overlay:
     """An opened overlay: the layout of its snapshot, and the location of each block."""
 
-    path: Path
+    path: Location
     manifest: Manifest
     layout: SnapshotLayout
     table: OverlayTable
 
-    def on_base(self, base: Path) -> Overlay:
+    def on_base(self, base: Location) -> Overlay:
         """The same overlay with the base's files at their present place, the directory `base`."""
-        files = tuple(replace(file, path=str(base.absolute() / Path(file.path).name)) for file in self.table.files)
+        files = tuple(
+            replace(file, path=str(base.absolute() / Location.parse(file.path).name)) for file in self.table.files
+        )
         return replace(self, table=replace(self.table, files=files))
 
-    def file_of(self, place: BlockPlace) -> Path:
+    def file_of(self, place: BlockPlace) -> Location:
         """The file that holds a block."""
-        return self.path / OVERLAY_NAME if place.is_stored else Path(self.table.files[place.source - 1].path)
+        return self.path / OVERLAY_NAME if place.is_stored else Location.parse(self.table.files[place.source - 1].path)
 
 
-def open_overlay(path: Path, manifest: Manifest) -> Overlay:
+def open_overlay(store: Store, path: Location, manifest: Manifest) -> Overlay:
     """Read the table of an overlay.
 
     Raises:
@@ -172,7 +174,7 @@ def open_overlay(path: Path, manifest: Manifest) -> Overlay:
         message = "is a whole snapshot: there is nothing to complete"
         raise UnsupportedError.of("snapshot.not-overlay", path, message, "use it as it is")
     where = path / record.name
-    raw = read_small_file(where, record.size_bytes)
+    raw = read_small_file(store, where, record.size_bytes)
     if small_digest(raw) != record.blake3:
         hint = "merge again, or `mergepipe replay` it"
         raise CorruptError.of("overlay.digest", where, "its digest is not the manifest's", hint)
@@ -230,7 +232,7 @@ def _places(overlay: Overlay) -> Iterator[tuple[PlacedBlock, BlockPlace]]:
 def _opened(overlay: Overlay, store: Store, stack: contextlib.ExitStack) -> list[RangeFile | str]:
     """Open the files of overlay and base; for unusable ones give the reason."""
     wanted = [(overlay.path / OVERLAY_NAME, overlay.table.stored_bytes)]
-    wanted += [(Path(file.path), file.size_bytes) for file in overlay.table.files]
+    wanted += [(Location.parse(file.path), file.size_bytes) for file in overlay.table.files]
     found: list[RangeFile | str] = []
     for path, size_bytes in wanted:
         try:
@@ -278,7 +280,7 @@ def _in_order(
             future.cancel()
 
 
-def small_files(overlay: Overlay) -> dict[str, bytes]:
+def small_files(store: Store, overlay: Overlay) -> dict[str, bytes]:
     """Read the small files of the whole snapshot, by their names there, with its table of digests.
 
     Raises:
@@ -289,7 +291,7 @@ def small_files(overlay: Overlay) -> dict[str, bytes]:
     records.append(overlay.manifest.blocks)
     contents = {}
     for record in records:
-        content = read_small_file(overlay.path / record.name, record.size_bytes)
+        content = read_small_file(store, overlay.path / record.name, record.size_bytes)
         if small_digest(content) != record.blake3:
             hint = "merge again, or `mergepipe replay` it"
             where = overlay.path / record.name

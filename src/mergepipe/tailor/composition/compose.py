@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,19 +9,21 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.errors import ConflictError
+from mergepipe.recipes.parse.references import real_location
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
-from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.stores import Stores
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.composite import CompositeInput, CompositeManifest, Fingerprint, fingerprint
 from mergepipe.tailor.composition.composition_plan import CompositionPlan, plan_composition
 from mergepipe.tailor.composition.copy.plan import FilePlan
 from mergepipe.tailor.composition.copy.writer import Copier, WrittenFile
 from mergepipe.tailor.composition.request.assignment import Assignment, assign
-from mergepipe.tailor.composition.request.recipe import CompositionRecipe, load_composition, resolved_path
+from mergepipe.tailor.composition.request.recipe import CompositionRecipe, load_composition
 from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, check_composite
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
@@ -40,7 +41,7 @@ class ComposeOptions:
     force: bool = False
     world_size: int | None = None
     linked: bool = False
-    state_from: Path | None = None
+    state_from: Location | None = None
     thoroughness: Thoroughness = Thoroughness.SAMPLED
 
 
@@ -56,18 +57,24 @@ class CompositionReport:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRecipe:
-    """A recipe with its sources, by `resolved_path`."""
+    """A recipe with its sources, by their locations."""
 
     recipe: CompositionRecipe
-    sources: Mapping[str, TrainingCheckpoint]
+    sources: Mapping[Location, TrainingCheckpoint]
 
 
-def open_recipe(store: Store, path: Path, state_from: Path | None) -> OpenedRecipe:
+def open_recipe(store: Store, path: Location, state_from: Location | None) -> OpenedRecipe:
     """Load a recipe and open every checkpoint it names."""
-    recipe = load_composition(path)
+    recipe = load_composition(path, store)
     if state_from is not None:
-        recipe = replace(recipe, state_from=Path(os.path.normpath(state_from.absolute())))
-    return OpenedRecipe(recipe, {resolved_path(p): open_source_checkpoint(store, p) for p in recipe.sources})
+        recipe = replace(recipe, state_from=_as_named(store, recipe, store.pin(state_from.normal())))
+    return OpenedRecipe(recipe, {source: open_source_checkpoint(store, source) for source in recipe.sources})
+
+
+def _as_named(store: Store, recipe: CompositionRecipe, path: Location) -> Location:
+    """The recipe's spelling of a place, if it names it."""
+    place = real_location(store, path)
+    return next((source for source in recipe.sources if real_location(store, source) == place), path)
 
 
 def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
@@ -75,24 +82,24 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out
     assignment = assign(opened.recipe, opened.sources)
     training_format = format_named(assignment.skeleton.format)
     if options.linked:
-        return training_format.plan_linked(store, assignment, out)
+        return training_format.plan_linked(store, assignment, None if out is None else Location.local(out))
     if options.world_size not in (None, assignment.skeleton.world_size):
         return training_format.plan_repartitioned(store, assignment, options.world_size or 1)
     return plan_composition(store, assignment)
 
 
-def check_recipe(path: Path, options: ComposeOptions) -> CompositionReport:
+def check_recipe(path: Location, options: ComposeOptions) -> CompositionReport:
     """Report what a composition would do; reads structure and step counters only."""
     started = time.perf_counter()
-    store = LocalStore()
+    store = Stores()
     opened = open_recipe(store, path, options.state_from)
     return CompositionReport(plan_recipe(store, opened, options, None), None, None, time.perf_counter() - started)
 
 
-def compose(path: Path, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
+def compose(path: Location, out: Path, options: ComposeOptions, on_progress: OnProgress) -> CompositionReport:
     """Compose and publish; see `tailor.api.compose`."""
     started = time.perf_counter()
-    store = LocalStore()
+    store = Stores()
     opened = open_recipe(store, path, options.state_from)
     check_target(out, [source.path for source in opened.sources.values()], force=options.force)
     plan = plan_recipe(store, opened, options, out)
@@ -109,7 +116,7 @@ class _Run:
 
     def __init__(
         self,
-        store: LocalStore,
+        store: Store,
         recipe: CompositionRecipe,
         plan: CompositionPlan,
         out: Path,
@@ -125,7 +132,7 @@ class _Run:
         self._on_progress = on_progress
         self._started = started
         self._done = 0
-        self._versions: dict[Path, tuple[int, str] | None] = {}
+        self._versions: dict[Location, tuple[int, str] | None] = {}
 
     def fill(self, directory: Path) -> CompositeManifest:
         """Write all files of the composite; return the manifest that was written."""
@@ -144,7 +151,7 @@ class _Run:
         self._on_progress("compose", self._done, self._plan.output_bytes)
 
     def _self_check(self, directory: Path) -> SelfCheck:
-        made = open_training_checkpoint(self._store, directory, self._out)
+        made = open_training_checkpoint(self._store, Location.local(directory), Location.local(self._out))
         return check_composite(
             self._store, made, self._plan.assignment, self._plan.steps, self._options.thoroughness,
             lambda: self._on_progress("check", self._done, self._plan.output_bytes),
@@ -166,7 +173,7 @@ class _Run:
             for index, source in enumerate(assignment.sources)
         )  # fmt: skip
 
-    def _version(self, path: Path) -> tuple[int, str] | None:
+    def _version(self, path: Location) -> tuple[int, str] | None:
         """What tells that a source file is still the one that was looked at; None where it is gone."""
         status = self._store.stat(path)
         return None if status is None else (status.size_bytes, status.version)
@@ -207,7 +214,7 @@ def _place(plan: FilePlan, directory: Path) -> Path:
     return path
 
 
-def _owner(path: Path, assignment: Assignment) -> int:
+def _owner(path: Location, assignment: Assignment) -> int:
     """Find the source that a file belongs to: the deepest directory around it, else the skeleton."""
-    around = [(len(s.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
+    around = [(len(s.path.path.parts), i) for i, s in enumerate(assignment.sources) if path.is_relative_to(s.path)]
     return max(around, default=(0, assignment.skeleton_index))[1]

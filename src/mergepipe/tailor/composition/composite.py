@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from blake3 import blake3
 
@@ -14,6 +13,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import NotFoundError
 from mergepipe.snapshots.manifest_json import COMPOSITE_NAME
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.copy.writer import WrittenFile
 from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.self_check import SelfCheck
@@ -38,7 +38,7 @@ class Fingerprint:
     edges_blake3: str
 
 
-def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
+def fingerprint(store: Store, base: Location, path: Location) -> Fingerprint:
     """Fingerprint one file; `base` is the checkpoint its name is relative to."""
     status = store.stat(path)
     if status is None:
@@ -54,7 +54,7 @@ def fingerprint(store: Store, base: Path, path: Path) -> Fingerprint:
 class CompositeInput:
     """One source: its step, the files read and the bytes taken."""
 
-    path: Path
+    path: Location
     step: int
     is_skeleton: bool
     files: tuple[Fingerprint, ...]

@@ -6,12 +6,12 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.zip_directory import Window
 from mergepipe.core.blocks import ByteRange
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives.checksums import stale_checksums
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
@@ -34,7 +34,7 @@ class CompositionPlan:
     steps: tuple[StepChoice, ...]
     staleness: tuple[UnitStaleness, ...]
     files: tuple[FilePlan, ...]
-    linked_files: tuple[Path, ...] = ()  # files that the composite points into without copying them
+    linked_files: tuple[Location, ...] = ()  # files that the composite points into without copying them
 
     @property
     def read_bytes(self) -> int:
@@ -74,9 +74,9 @@ class PatchCollector:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.by_file: dict[Path, list[Patch]] = defaultdict(list)
-        self.windows: dict[Path, dict[int, Window]] = defaultdict(dict)
-        self.edits: dict[Path, dict[PicklePath, object]] = defaultdict(dict)
+        self.by_file: dict[Location, list[Patch]] = defaultdict(list)
+        self.windows: dict[Location, dict[int, Window]] = defaultdict(dict)
+        self.edits: dict[Location, dict[PicklePath, object]] = defaultdict(dict)
 
     def state(self, given: StoredState, target: StoredState) -> None:
         """Copy the values of `given` to the places of `target`."""
@@ -130,7 +130,7 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
     return patched_file(file.name, file.path, file.size_bytes, own, checksums)
 
 
-def _check_all_used(patches: Mapping[Path, list[Patch]], files: Iterable[SkeletonFile]) -> None:
+def _check_all_used(patches: Mapping[Location, list[Patch]], files: Iterable[SkeletonFile]) -> None:
     """Check that every patch belongs to a planned file."""
     beyond = patches.keys() - {file.path for file in files}
     if beyond:

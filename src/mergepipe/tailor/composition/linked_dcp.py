@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, TrainingCheckpoint
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.composition_plan import CompositionPlan
@@ -21,10 +20,10 @@ from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.dcp_metadata import read_dcp_metadata
 from mergepipe.tailor.formats.pickle_node import Node
 
-_Place = tuple[Path, int, int]  # file, offset, bytes
+_Place = tuple[Location, int, int]  # file, offset, bytes
 
 
-def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+def plan_linked(store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
     """Plan a DCP composite that points into its sources; `out` None stands for a directory beside the skeleton.
 
     Raises:
@@ -32,7 +31,7 @@ def plan_linked(store: Store, assignment: Assignment, out: Path | None) -> Compo
     """
     skeleton = assignment.skeleton
     require_own_state(assignment)
-    home = Path(os.path.normpath((out or skeleton.path.with_name("composite")).absolute()))
+    home = (out or skeleton.path.with_name("composite")).normal()
     moved = dict(_moves(assignment))
     metadata = read_dcp_metadata(store, skeleton.path)
     linked = _relink(metadata, skeleton, moved, home)
@@ -88,24 +87,24 @@ def _place(piece: Piece) -> _Place:
 class _Linked:
     """`files` that the new metadata points to; `own_files` of the skeleton that need not be copied."""
 
-    files: tuple[Path, ...]
-    own_files: frozenset[Path]
+    files: tuple[Location, ...]
+    own_files: frozenset[Location]
 
 
-def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Place, _Place], home: Path) -> _Linked:
+def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Place, _Place], home: Location) -> _Linked:
     """Change the places in `metadata` (in place) to the new ones, relative to `home`."""
     root = Node(metadata, METADATA_NAME).fields("Metadata")
     files, own = set(), set()
     for _, node in root.get("storage_data").items():
         fields = node.fields("_StorageInfo")
         relative = fields.get("relative_path").text()
-        file = Path(os.path.normpath(skeleton.path.absolute() / relative))
+        file = (skeleton.path.absolute() / relative).normal()
         own.add(file)
         old = (file, fields.get("offset").integer(), fields.get("length").integer())
         new = moved.get(old, old)
         files.add(new[0])
         state = fields.mapping()
-        state["relative_path"], state["offset"], state["length"] = os.path.relpath(new[0], home), new[1], new[2]
+        state["relative_path"], state["offset"], state["length"] = new[0].relative_text(home), new[1], new[2]
     outside = [file for file in sorted(files) if not file.is_relative_to(home.parent)]
     if outside:
         raise UnsupportedError.of(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from mergepipe.checkpoints.contained_files import is_linked_folder, stat_regular
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.contract import FileKind, Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 
 _MAX_DEPTH = 8
@@ -21,7 +21,7 @@ class SkeletonFile:
     """One file: its name relative to the composite, with slashes, where it is, and its size."""
 
     name: str
-    path: Path
+    path: Location
     size_bytes: int
 
 
@@ -47,7 +47,7 @@ def list_skeleton(store: Store, checkpoint: TrainingCheckpoint) -> tuple[Skeleto
     return tuple(_file(store, base, name) for name in names)
 
 
-def _walk(store: Store, base: Path, prefix: str, depth: int) -> Iterator[str]:
+def _walk(store: Store, base: Location, prefix: str, depth: int) -> Iterator[str]:
     """Names of files below `base/prefix`; directories are entered down to `depth`."""
     for entry in store.list(base / prefix):
         if entry.kind is not FileKind.FOLDER or is_linked_folder(store, base / prefix, entry.name):
@@ -56,7 +56,7 @@ def _walk(store: Store, base: Path, prefix: str, depth: int) -> Iterator[str]:
             yield from _walk(store, base, f"{prefix}{entry.name}/", depth - 1)
 
 
-def _file(store: Store, base: Path, name: str) -> SkeletonFile:
+def _file(store: Store, base: Location, name: str) -> SkeletonFile:
     status = stat_regular(store, base, name)
     if status is None:
         raise CorruptError.of("tailor.files", base / name, "is a link to nothing")

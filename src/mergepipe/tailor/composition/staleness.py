@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.strict_json import JsonValue
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
 from mergepipe.tailor.composition.request.assignment import Assignment
 
@@ -37,7 +37,7 @@ class UnitStaleness:
 
     unit: str
     n_parameters: int
-    sources: tuple[tuple[Path, int, int], ...]
+    sources: tuple[tuple[Location, int, int], ...]
     adam_steps: tuple[float, ...]
     step_policies: tuple[StepPolicy, ...]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from mergepipe.checkpoints.contained_files import stat_regular
@@ -14,6 +13,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.request.assignment import Assignment
@@ -45,11 +45,11 @@ class StateOverlay:
     """
 
     files: tuple[SkeletonFile, ...]
-    edits: Mapping[Path, Edits] = field(default_factory=lambda: MappingProxyType({}))
+    edits: Mapping[Location, Edits] = field(default_factory=lambda: MappingProxyType({}))
     contents: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
     tag: str | None = None
 
-    def edits_of(self, path: Path) -> Edits:
+    def edits_of(self, path: Location) -> Edits:
         return self.edits.get(path, {})
 
 
@@ -102,7 +102,7 @@ def _with_state_files(store: Store, assignment: Assignment, files: Sequence[Skel
     return tuple(sorted([*kept, *given.values()], key=lambda f: f.name))
 
 
-def _state_files(store: Store, folder: Path) -> Iterator[SkeletonFile]:
+def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
     for entry in store.list(folder):
         if _STATE_FILES.fullmatch(entry.name):
             status = stat_regular(store, folder, entry.name)
@@ -168,7 +168,7 @@ def overlay_zero_state(store: Store, assignment: Assignment, files: Sequence[Ske
     if zero is None:
         raise AssertionError("the skeleton was read as ZeRO")
     inside = base_optimizer_path(skeleton.stage)
-    edits: dict[Path, Edits] = {}
+    edits: dict[Location, Edits] = {}
     for path in zero.optimizer.values():
         edits[path] = _options(store, assignment, Node(read_torch_zip(store, path).root, path.name), inside)
     for file in files:
@@ -183,7 +183,7 @@ def overlay_zero_state(store: Store, assignment: Assignment, files: Sequence[Ske
     return StateOverlay(tuple(sorted(renamed, key=lambda f: f.name)), MappingProxyType(edits), contents, tag)
 
 
-def _engine_state(store: Store, assignment: Assignment, path: Path) -> Edits:
+def _engine_state(store: Store, assignment: Assignment, path: Location) -> Edits:
     """Read the engine's own counters, and the scheduler where the engine keeps it."""
     root = Node(read_torch_zip(store, path).root, path.name)
     step = assignment.state.step
@@ -196,7 +196,7 @@ def _engine_state(store: Store, assignment: Assignment, path: Path) -> Edits:
     return edits
 
 
-def _scheduler(store: Store, folder: Path) -> object:
+def _scheduler(store: Store, folder: Location) -> object:
     path = folder / SCHEDULER_NAME
     if not is_file(store, path):
         raise CorruptError.of("tailor.state.files", folder, f"holds no {SCHEDULER_NAME}, and the engine has one")

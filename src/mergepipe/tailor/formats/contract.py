@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework, TrainingCheckpoint
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class CheckpointKind(Protocol):
         """What makes a directory one of this kind, for the message about a directory that is of none."""
         ...
 
-    def recognise(self, store: Store, path: Path) -> bool:
+    def recognise(self, store: Store, path: Location) -> bool:
         """Whether the directory is of this kind: by its names alone, no file is read.
 
         Raises:
@@ -33,7 +33,7 @@ class CheckpointKind(Protocol):
         """
         ...
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """Open a directory that is of this kind; `home` is where it will lie.
 
         Raises:
@@ -78,7 +78,7 @@ class TrainingFormat(CheckpointKind, Protocol):
         """
         ...
 
-    def plan_linked(self, store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """Plan a composite that points into its sources; `out` None stands for a directory beside the skeleton.
 
         Raises:
@@ -96,7 +96,7 @@ class Copied:
         """Refuse."""
         refuse_repartition(assignment.skeleton)
 
-    def plan_linked(self, store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """Refuse."""
         raise UnsupportedError.of(
             "tailor.link.format", assignment.skeleton.path, "only torch DCP checkpoints can be linked"

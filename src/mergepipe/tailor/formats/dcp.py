@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,6 +20,7 @@ from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import CorruptError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PICKLE_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -57,7 +56,7 @@ class _Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: Path
+    file: Location
     offset: int
     nbytes: int
 
@@ -72,7 +71,7 @@ class _Tensor:
     chunks: tuple[_Chunk, ...]
 
 
-def read_dcp(store: Store, folder: Path, home: Path | None = None) -> TrainingCheckpoint:
+def read_dcp(store: Store, folder: Location, home: Location | None = None) -> TrainingCheckpoint:
     """Read a DCP directory; of tensors, only step counters are read.
 
     `home` is where the directory will lie if that is elsewhere: links into siblings lead from there.
@@ -130,7 +129,7 @@ def unpack_piece(store: Store, piece: Piece, dtype: DType) -> Piece:
     return replace(piece, offset=tensor.offset, nbytes=tensor.nbytes, packing=Packing.RAW)
 
 
-def _read_metadata(store: Store, folder: Path) -> Node:
+def _read_metadata(store: Store, folder: Location) -> Node:
     path = folder / METADATA_NAME
     if not is_file(store, path):
         raise NotFoundError.of("tailor.dcp.none", folder, "there is no .metadata file")
@@ -171,10 +170,10 @@ def _dtype(fields: Node) -> DType:
     return TORCH_DTYPES[name.name]
 
 
-def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
+def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Location, int, int]]:
     """Where each (tensor, offsets) lies: file, offset, bytes."""
     found = {}
-    files: dict[str, Path] = {}
+    files: dict[str, Location] = {}
     for key, node in metadata.get("storage_data").items():
         index = Node(key, node.file, node.path).fields("MetadataIndex")
         place = node.fields("_StorageInfo")
@@ -193,21 +192,21 @@ def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tu
 class _Place:
     """Where the directory is, and where it will be."""
 
-    folder: Path
-    home: Path
+    folder: Location
+    home: Location
 
-    def contained(self, relative: str, node: Node) -> Path:
+    def contained(self, relative: str, node: Node) -> Location:
         """A file of this directory or of a sibling, which a linked composite points into; never elsewhere."""
         base = (self.home if relative.startswith("../") else self.folder).absolute()
-        path = os.path.normpath(base / relative)
+        path = (base / relative).normal()
         named = all(part == ".." or (is_plain_name(part) and len(part) < _NAME_LIMIT) for part in relative.split("/"))
-        if not named or not Path(path).is_relative_to(os.path.normpath(base.parent)):
+        if not named or not path.is_relative_to(base.parent.normal()):
             raise node.error(f"the file {shown(relative)} lies outside of the run's directory")
-        return Path(path)
+        return path
 
 
 def _classify(
-    tensors: Mapping[str, _Tensor], folder: Path
+    tensors: Mapping[str, _Tensor], folder: Location
 ) -> tuple[dict[tuple[str, str], _Tensor], dict[str, _Tensor]]:
     """Tell optimizer states, by (parameter, kind), from weights, by parameter, whatever the state dict calls them.
 
@@ -301,11 +300,11 @@ class DcpFormat(Copied):
     state_file: ClassVar[str] = METADATA_NAME
     records_step: ClassVar[bool] = False
 
-    def recognise(self, store: Store, path: Path) -> bool:
+    def recognise(self, store: Store, path: Location) -> bool:
         """By the metadata file."""
         return is_file(store, path / METADATA_NAME)
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_dcp`."""
         return read_dcp(store, path, home)
 
@@ -319,7 +318,7 @@ class DcpFormat(Copied):
 
         return overlay_dcp_state(store, assignment, files)
 
-    def plan_linked(self, store: Store, assignment: Assignment, out: Path | None) -> CompositionPlan:
+    def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """See `composition.linked_dcp`."""
         from mergepipe.tailor.composition.linked_dcp import plan_linked
 

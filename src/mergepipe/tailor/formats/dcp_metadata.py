@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
 from mergepipe.checkpoints.formats.inert_values import Record
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import PICKLE_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.archives.torch_writer import Size
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.pickle_node import Node
@@ -25,7 +24,7 @@ _KEYS = "planner_data"
 _MAX_NAMED = 3
 
 
-def read_dcp_metadata(store: Store, folder: Path) -> object:
+def read_dcp_metadata(store: Store, folder: Location) -> object:
     """Read `.metadata`; shapes are `Size`, so that it can be written back."""
     path = folder / METADATA_NAME
     metadata = load_inert(store.read_small(path, PICKLE_BYTES), str(path))
@@ -53,7 +52,7 @@ def _restore_sizes(root: object) -> None:
             waiting.extend(value)
 
 
-def merge_state(metadata: object, folder: Path, state: object, state_folder: Path) -> dict[str, str]:
+def merge_state(metadata: object, folder: Location, state: object, state_folder: Location) -> dict[str, str]:
     """Take every entry of `state` into `metadata` (changed in place), in place of entries of the same key.
 
     Returns the state's files with the names they must have beside `metadata`.
@@ -90,7 +89,7 @@ def merge_state(metadata: object, folder: Path, state: object, state_folder: Pat
     return renamed
 
 
-def _root(metadata: object, folder: Path) -> Node:
+def _root(metadata: object, folder: Location) -> Node:
     return Node(metadata, str(folder / METADATA_NAME)).fields("Metadata")
 
 

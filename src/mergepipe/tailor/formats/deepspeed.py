@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +16,7 @@ from mergepipe.core.blocks import DTYPES, Span, element_count
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.limits import LATEST_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
     EXPORT,
     FP32,
@@ -52,8 +52,8 @@ _STAGE12_KEY = "single_partition_of_fp32_groups"
 class ZeroFiles:
     """The files of a tag directory by what they are; `optimizer` by rank."""
 
-    optimizer: Mapping[int, Path]
-    model: Path
+    optimizer: Mapping[int, Location]
+    model: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _GroupState:
     tensor: StoredTensor
 
 
-def list_zero_files(store: Store, folder: Path) -> ZeroFiles | None:
+def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     """Sort the files of a directory; None when it holds no ZeRO optimizer file.
 
     Raises:
@@ -116,7 +116,7 @@ def list_zero_files(store: Store, folder: Path) -> ZeroFiles | None:
     return ZeroFiles(MappingProxyType({int(m[1]): folder / n for m, n in optimizer.items()}), folder / model[first])
 
 
-def read_zero(store: Store, folder: Path) -> TrainingCheckpoint:
+def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a DeepSpeed tag directory; of tensors, only step counters are read.
 
     Raises:
@@ -139,7 +139,7 @@ def read_zero(store: Store, folder: Path) -> TrainingCheckpoint:
 
 
 def _assemble(
-    folder: Path, model: Node, reader: _Reader, weights: dict[str, StoredState], world_size: int
+    folder: Location, model: Node, reader: _Reader, weights: dict[str, StoredState], world_size: int
 ) -> TrainingCheckpoint:
     tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
     grouped = {p.name: p.shape for group in reader.groups for p in group}
@@ -172,7 +172,7 @@ def base_optimizer_path(stage: int | None) -> tuple[str, str]:
     return "optimizer_state_dict", "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
 
 
-def _open_rank(store: Store, rank: int, path: Path) -> _Rank:
+def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
     archive = read_torch_zip(store, path)
     return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
 
@@ -381,11 +381,11 @@ class ZeroFormat(Copied):
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = True
 
-    def recognise(self, store: Store, path: Path) -> bool:
+    def recognise(self, store: Store, path: Location) -> bool:
         """By optimizer files, or by the file that names a tag."""
         return list_zero_files(store, path) is not None or is_file(store, path / LATEST_NAME)
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_zero`."""
         if is_file(store, path / TRAINER_STATE_NAME):
             return _read_of_trainer(store, path)
@@ -410,7 +410,7 @@ class ZeroFormat(Copied):
         return plan_repartitioned(store, assignment, world_size)
 
 
-def _read_of_trainer(store: Store, path: Path) -> TrainingCheckpoint:
+def _read_of_trainer(store: Store, path: Location) -> TrainingCheckpoint:
     zero = read_zero(store, _latest(store, path))
     step = read_global_step(store, path)
     if zero.step != step:
@@ -434,7 +434,7 @@ def _with_export(store: Store, checkpoint: TrainingCheckpoint) -> TrainingCheckp
     return replace(checkpoint, states=MappingProxyType({**checkpoint.states, **exported}))
 
 
-def _latest(store: Store, path: Path) -> Path:
+def _latest(store: Store, path: Location) -> Location:
     """The tag directory that `latest` names."""
     raw = store.read_small(path / LATEST_NAME, LATEST_BYTES)
     tag = raw.decode("utf-8", "replace").strip()

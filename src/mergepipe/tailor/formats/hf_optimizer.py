@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +16,7 @@ from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import MismatchError, UnsupportedError
 from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import (
     WEIGHT,
     AdamStep,
@@ -49,7 +49,7 @@ HF_FORMAT = "hf-optimizer"
 OPTIMIZER_NAME = "optimizer.pt"
 
 
-def read_hf_checkpoint(store: Store, folder: Path) -> TrainingCheckpoint:
+def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a Trainer checkpoint directory with an `optimizer.pt`; of tensors, only step counters are read.
 
     Raises:
@@ -103,19 +103,19 @@ class _Numbering:
 
 
 def _numbered_names(
-    folder: Path, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
+    folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
 ) -> tuple[str, ...]:
     """The parameter behind each number of the optimizer, checked against the groups and every shape."""
     model_type = str(config.get("model_type", ""))
     defined = defined_order(model_type, model.tensors)
-    order = trainer_order(defined) if defined is not None else ask_transformers(folder, model_type)
+    order = trainer_order(defined) if defined is not None else ask_transformers(folder.local_path, model_type)
     numbering = _Numbering(*order)
     _check_groups(folder, optimizer, numbering)
     _check_shapes(folder, optimizer, numbering.names, model)
     return numbering.names
 
 
-def _check_groups(folder: Path, optimizer: Node, numbering: _Numbering) -> None:
+def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> None:
     """Each group must hold its parameters' numbers, counted on from the group before."""
     groups = [[n.integer() for n in g.get("params").elements()] for g in optimizer.get("param_groups").elements()]
     n_decayed, n_all = len(numbering.decayed), len(numbering.names)
@@ -129,7 +129,7 @@ def _check_groups(folder: Path, optimizer: Node, numbering: _Numbering) -> None:
         )  # fmt: skip
 
 
-def _check_shapes(folder: Path, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
+def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model: Checkpoint) -> None:
     states = optimizer.get("state")
     for number, name in enumerate(names):
         if name not in model.tensors:
@@ -184,12 +184,12 @@ class HfFormat(Copied):
     state_file: ClassVar[str] = TRAINER_STATE_NAME
     records_step: ClassVar[bool] = True
 
-    def recognise(self, store: Store, path: Path) -> bool:
+    def recognise(self, store: Store, path: Location) -> bool:
         """By the Trainer's state, unless DeepSpeed keeps the optimizer's."""
         is_of_deepspeed = is_file(store, path / LATEST_NAME) and not is_file(store, path / OPTIMIZER_NAME)
         return is_file(store, path / TRAINER_STATE_NAME) and not is_of_deepspeed
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_hf_checkpoint`."""
         if not is_file(store, path / OPTIMIZER_NAME):
             raise UnsupportedError.of(

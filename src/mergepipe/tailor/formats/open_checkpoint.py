@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mergepipe.errors import NotFoundError
 from mergepipe.storage.contract import Store, is_folder
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.formats.registry import CHECKPOINT_KINDS
 
 
-def open_training_checkpoint(store: Store, path: Path, home: Path | None = None) -> TrainingCheckpoint:
+def open_training_checkpoint(store: Store, path: Location, home: Location | None = None) -> TrainingCheckpoint:
     """Open a Trainer checkpoint, a DeepSpeed tag or save directory, a DCP directory or a partial checkpoint of ours.
 
     Reads structure and step counters, never another tensor byte. `home` is where it will lie, if that is elsewhere.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from mergepipe.core.blocks import DTYPES, Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import PARTIAL_MANIFEST_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, Piece, StoredState, TrainingCheckpoint
 from mergepipe.tailor.formats.contract import TrainingFormat
 from mergepipe.tailor.formats.partial_manifest import (
@@ -34,7 +34,7 @@ _COUNTER_DTYPE = DTYPES["F32"]
 _Entries = dict[str, TensorEntry]
 
 
-def read_partial_manifest(store: Store, folder: Path) -> PartialManifest:
+def read_partial_manifest(store: Store, folder: Location) -> PartialManifest:
     """Read and check the manifest alone.
 
     Raises:
@@ -44,7 +44,7 @@ def read_partial_manifest(store: Store, folder: Path) -> PartialManifest:
     return parse_manifest(store.read_small(path, PARTIAL_MANIFEST_BYTES), path)
 
 
-def read_partial(store: Store, folder: Path) -> TrainingCheckpoint:
+def read_partial(store: Store, folder: Location) -> TrainingCheckpoint:
     """Read a partial checkpoint; of tensors, only step counters are read.
 
     It has the format of the run it comes from, so that it can be compared and combined with full checkpoints of it;
@@ -76,7 +76,7 @@ def read_partial(store: Store, folder: Path) -> TrainingCheckpoint:
     )
 
 
-def _entries(store: Store, folder: Path, shard: ShardFile) -> _Entries:
+def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
     """The tensors of one shard file, which must be exactly those the manifest lists."""
     path = folder / shard.name
     status = stat_regular(store, folder, shard.name)
@@ -125,7 +125,7 @@ def _steps(store: Store, manifest: PartialManifest, entries: dict[str, _Entries]
 
 
 def _missing(
-    folder: Path, manifest: PartialManifest, units: ModelUnits, states: dict[tuple[str, str], StoredState]
+    folder: Location, manifest: PartialManifest, units: ModelUnits, states: dict[tuple[str, str], StoredState]
 ) -> Iterator[str]:
     """Units that were not saved, and states with gaps in those that were."""
     by_name = {str(unit): names for unit, names in units.parameters.items()}
@@ -151,11 +151,11 @@ class PartialKind:
     formats: tuple[TrainingFormat, ...]
     looked_for: ClassVar[str] = f"{MANIFEST_NAME} (partial checkpoint)"
 
-    def recognise(self, store: Store, path: Path) -> bool:
+    def recognise(self, store: Store, path: Location) -> bool:
         """By the manifest."""
         return is_file(store, path / MANIFEST_NAME)
 
-    def open(self, store: Store, path: Path, home: Path) -> TrainingCheckpoint:
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_partial`; it knows whether its framework could resume at its step, if it were whole."""
         partial = read_partial(store, path)
         of_run = next((each for each in self.formats if each.name == partial.format), None)

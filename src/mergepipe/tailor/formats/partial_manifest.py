@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
@@ -14,6 +13,7 @@ from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.core.blocks import DTYPES, DType, Span, element_count
 from mergepipe.errors import CorruptError, UnsupportedError, did_you_mean
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework
 
 MANIFEST_NAME = "mergepipe-partial.json"
@@ -110,7 +110,7 @@ def _shard_json(shard: ShardFile) -> dict[str, object]:
     }
 
 
-def parse_manifest(raw: bytes, where: Path) -> PartialManifest:
+def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
     """Read a manifest strictly: what it names must be consistent within it.
 
     Raises:
@@ -144,7 +144,7 @@ def parse_manifest(raw: bytes, where: Path) -> PartialManifest:
     return manifest
 
 
-def _check_version(document: Mapping[str, JsonValue], where: Path) -> None:
+def _check_version(document: Mapping[str, JsonValue], where: Location) -> None:
     version = document.get("mergepipe_partial")
     if version != MANIFEST_VERSION or isinstance(version, bool):
         raise UnsupportedError.of(
@@ -156,7 +156,7 @@ def _check_version(document: Mapping[str, JsonValue], where: Path) -> None:
         raise CorruptError.of(f"{_CODE}.key", where, f"has an unknown key {shown(unknown[0])}", hint)
 
 
-def _shard(where: Path, value: JsonValue, parameters: Mapping[str, tuple[int, ...]], n_counters: int) -> ShardFile:
+def _shard(where: Location, value: JsonValue, parameters: Mapping[str, tuple[int, ...]], n_counters: int) -> ShardFile:
     fields = _Fields(where, _Fields(where, {}).object(value, "shards"))
     name = fields.text(fields.document.get("file"), "file")
     if not is_plain_name(name) or not name.endswith(".safetensors"):
@@ -188,7 +188,7 @@ def _tensor(fields: _Fields, row: JsonValue, parameters: Mapping[str, tuple[int,
 class _Fields:
     """Typed access to one JSON object of the manifest."""
 
-    where: Path
+    where: Location
     document: Mapping[str, JsonValue]
 
     def refuse(self, what: str, message: str) -> NoReturn:

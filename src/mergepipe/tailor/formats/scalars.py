@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 from mergepipe.core.blocks import DType
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 _FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
-def read_scalar(store: Store, file: Path, offset: int, dtype: DType) -> float:
+def read_scalar(store: Store, file: Location, offset: int, dtype: DType) -> float:
     """Read one element as a float.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object
@@ -11,17 +10,18 @@ from mergepipe.core.blocks import Span
 from mergepipe.errors import CorruptError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import TRAINER_JSON_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
 TRAINER_STATE_NAME = "trainer_state.json"
 
 
-def read_json(store: Store, path: Path) -> dict[str, JsonValue]:
+def read_json(store: Store, path: Location) -> dict[str, JsonValue]:
     """Read a JSON object of the checkpoint directory, strictly."""
     return parse_object(store.read_small(path, TRAINER_JSON_BYTES), where=path, code="tailor.json")
 
 
-def read_global_step(store: Store, folder: Path) -> int:
+def read_global_step(store: Store, folder: Location) -> int:
     """The step the Trainer resumes at."""
     path = folder / TRAINER_STATE_NAME
     step = read_json(store, path).get("global_step")

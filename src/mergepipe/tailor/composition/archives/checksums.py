@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.zip_directory import Window, read_zip_directory
 from mergepipe.core.blocks import ByteRange
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.composition.copy.plan import Checksum
 
 _ZIP_START = b"PK\x03\x04"
 
 
 def stale_checksums(
-    store: Store, file: Path, patched: Iterable[ByteRange], windows: Sequence[Window] = ()
+    store: Store, file: Location, patched: Iterable[ByteRange], windows: Sequence[Window] = ()
 ) -> tuple[Checksum, ...]:
     """Return the checksums of the members that any patched range touches; none for files that have none.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Piece, StoredState
 
 
@@ -15,7 +15,7 @@ from mergepipe.tailor.checkpoint import Piece, StoredState
 class CopyRange:
     """`nbytes` bytes at `offset` of `file`, as they are. `is_skeleton` tells which side of the ledger they are on."""
 
-    file: Path
+    file: Location
     offset: int
     nbytes: int
     is_skeleton: bool
@@ -25,7 +25,7 @@ class CopyRange:
 class CastRange:
     """Elements stored as `stored` at `offset` of `file`, written as `wanted` (round to nearest even)."""
 
-    file: Path
+    file: Location
     offset: int
     n_elements: int
     stored: DType
@@ -94,7 +94,7 @@ class FilePlan:
         object.__setattr__(self, "size_bytes", sum(segment.nbytes for segment in self.segments))
 
     @property
-    def source_files(self) -> frozenset[Path]:
+    def source_files(self) -> frozenset[Location]:
         """Return the files that its segments read."""
         return frozenset(s.file for s in self.segments if isinstance(s, CopyRange | CastRange))
 
@@ -111,7 +111,7 @@ def source_bytes(segment: Segment) -> int:
     return segment.nbytes if isinstance(segment, CopyRange) else 0
 
 
-def patch_states(given: StoredState, target: StoredState) -> Iterator[tuple[Path, Patch]]:
+def patch_states(given: StoredState, target: StoredState) -> Iterator[tuple[Location, Patch]]:
     """Yield (file of the target, patch) that copy the values of `given` to the places of `target`.
 
     Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
@@ -137,7 +137,7 @@ def _patch(given: StoredState, piece: Piece, target: StoredState, place: Piece) 
 
 
 def patched_file(
-    name: str, original: Path, size_bytes: int, patches: Iterable[Patch], checksums: Sequence[Checksum] = ()
+    name: str, original: Location, size_bytes: int, patches: Iterable[Patch], checksums: Sequence[Checksum] = ()
 ) -> FilePlan:
     """Plan a copy of `original` with some ranges replaced.
 

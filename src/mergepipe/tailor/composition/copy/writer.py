@@ -20,6 +20,7 @@ from mergepipe.errors import LimitError
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import CHUNK_BYTES, OutputFile
 from mergepipe.storage.ranges import read_exact
 from mergepipe.tailor.composition.copy.chunks import Chunk, Part, buffer_bytes_for, cut_chunks
@@ -82,7 +83,7 @@ class Copier:
         written: list[WrittenFile] = []
         with (
             _Sources(self._store, [plan for plan, _ in jobs]) as sources,
-            ThreadPoolExecutor(self._store.terms.most_requests, "mergepipe-tailor-read") as readers,
+            ThreadPoolExecutor(self._readers(jobs), "mergepipe-tailor-read") as readers,
             ThreadPoolExecutor(1, "mergepipe-tailor-write") as writer,
         ):
             flow = _Flow(self._pool, readers, writer, sources, targets)
@@ -95,6 +96,11 @@ class Copier:
                     self._on_advance(sum(view.size for view in views))
                 written.append(WrittenFile(plan.name, plan.size_bytes, renewal.digest()))
         return tuple(written)
+
+    def _readers(self, jobs: Sequence[tuple[FilePlan, Path]]) -> int:
+        """The number of reading threads: what the source's store that serves most at once serves."""
+        files = {path for plan, _ in jobs for path in plan.source_files}
+        return max((self._store.terms(path).most_requests for path in files), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ class _Sources:
         self._store = store
         self._paths = [plan.source_files for plan in plans]
         self._last_use = {path: index for index, paths in enumerate(self._paths) for path in paths}
-        self._open: dict[Path, RangeFile] = {}
+        self._open: dict[Location, RangeFile] = {}
 
     def __enter__(self) -> _Sources:
         return self
@@ -134,7 +140,7 @@ class _Sources:
                 stack.callback(file.close)
             self._open.clear()
 
-    def of(self, index: int) -> Mapping[Path, RangeFile]:
+    def of(self, index: int) -> Mapping[Location, RangeFile]:
         """Return the open files of the plan with this index."""
         for path in sorted(self._paths[index] - self._open.keys()):
             allow_open_files(len(self._open) + _SPARE_DESCRIPTORS)
@@ -244,14 +250,14 @@ class _Flow:
             target.abandon()
 
 
-def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Path, RangeFile]) -> list[Bytes]:
+def _fill(chunk: Chunk, buffer: Bytes, files: Mapping[Location, RangeFile]) -> list[Bytes]:
     """Read the bytes of every part; the arrays are writable, and lie in `buffer` where they were read."""
     return [
         _part(part, buffer[part.buffer_offset : part.buffer_offset + part.room_bytes], files) for part in chunk.parts
     ]
 
 
-def _part(part: Part, room: Bytes, files: Mapping[Path, RangeFile]) -> Bytes:
+def _part(part: Part, room: Bytes, files: Mapping[Location, RangeFile]) -> Bytes:
     segment = part.segment
     if isinstance(segment, CopyRange):
         stop = segment.offset + segment.nbytes

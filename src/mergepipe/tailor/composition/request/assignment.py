@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
 from mergepipe.recipes.parse.problems import Findings
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.request.recipe import (
     Choice,
@@ -15,7 +16,6 @@ from mergepipe.tailor.composition.request.recipe import (
     ExactName,
     NumberedUnit,
     Take,
-    resolved_path,
 )
 from mergepipe.tailor.inspect import differences
 from mergepipe.tailor.selection import select_parameters
@@ -55,8 +55,8 @@ class Assignment:
             yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
 
-def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint]) -> Assignment:
-    """Decide where each parameter comes from. `sources` are keyed by `resolved_path`.
+def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpoint]) -> Assignment:
+    """Decide where each parameter comes from. `sources` has every location that the recipe names.
 
     Raises:
         RecipeError: units that do not exist, are named twice, or not at all.
@@ -70,8 +70,8 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
     units = opened[skeleton].units
     taken = _ParameterClaims(units, findings)
     for take in recipe.takes:
-        taken.add(take, places[resolved_path(take.source)])
-    default = places[resolved_path(recipe.default)] if recipe.default is not None else None
+        taken.add(take, places[take.source])
+    default = places[recipe.default] if recipe.default is not None else None
     source_of = taken.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
     for index in sorted({*source_of.values()} - {skeleton}):
@@ -82,21 +82,21 @@ def assign(recipe: CompositionRecipe, sources: Mapping[str, TrainingCheckpoint])
 
 
 def _state(
-    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], skeleton: int
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], skeleton: int
 ) -> int:
     """Choose the source of the state: the requested one, else the newest that has state."""
     if recipe.state_from is not None:
-        return places[resolved_path(recipe.state_from)]
+        return places[recipe.state_from]
     newer = [i for i, source in enumerate(opened) if source.has_state and source.step > opened[skeleton].step]
     return max(newer, key=lambda index: opened[index].step, default=skeleton)
 
 
 def _skeleton(
-    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[str, int], findings: Findings
+    recipe: CompositionRecipe, opened: Sequence[TrainingCheckpoint], places: Mapping[Location, int], findings: Findings
 ) -> int:
     """Choose the source of structure: the requested one if complete, else the newest complete one."""
     if recipe.state_from is not None:
-        index = places[resolved_path(recipe.state_from)]
+        index = places[recipe.state_from]
         if not opened[index].missing:
             return index
     complete = [index for index, source in enumerate(opened) if not source.missing]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
@@ -14,6 +12,8 @@ from mergepipe.recipes.parse.fields import DocumentReader, describe
 from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.references import read_reference
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, read_yaml, shortened
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.selection import Selector, TheseLayers, parse_selector
 
 SHORT_KEYS = ("default", "take", "state_from")
@@ -46,7 +46,7 @@ Choice: TypeAlias = Selector | NumberedUnit | ExactName
 class Take:
     """Units taken from one source; `where` is the position in the recipe."""
 
-    source: Path
+    source: Location
     choices: tuple[Choice, ...]
     where: str
 
@@ -58,26 +58,21 @@ class CompositionRecipe:
     `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
     """
 
-    path: Path
+    path: Location
     text: str
-    default: Path | None
+    default: Location | None
     takes: tuple[Take, ...]
-    state_from: Path | None
+    state_from: Location | None
     weights_dtype: DType | None
 
     @property
-    def sources(self) -> tuple[Path, ...]:
+    def sources(self) -> tuple[Location, ...]:
         """List every named checkpoint once, in the order of the recipe."""
-        named = [self.default, *(take.source for take in self.takes), self.state_from]
-        return tuple({resolved_path(path): path for path in reversed(named) if path is not None}.values())[::-1]
+        named = (self.default, *(take.source for take in self.takes), self.state_from)
+        return tuple(dict.fromkeys(path for path in reversed(named) if path is not None))[::-1]
 
 
-def resolved_path(path: Path) -> str:
-    """Return the resolved path of a source, equal for all spellings of one directory."""
-    return os.path.realpath(path)
-
-
-def load_composition(path: Path) -> CompositionRecipe:
+def load_composition(path: Location, store: Store) -> CompositionRecipe:
     """Read and validate a recipe. Sources must exist; none is opened.
 
     Raises:
@@ -85,11 +80,11 @@ def load_composition(path: Path) -> CompositionRecipe:
         NotFoundError: there is no such recipe, or nothing is wrong but sources that do not exist.
         StorageError: it cannot be read.
     """
-    source = read_yaml(path.absolute())
+    source = read_yaml(path.absolute(), store)
     if not isinstance(source.root, dict):
         message = f"a recipe is a mapping of names to values, found {describe(source.root)}"
         raise RecipeError(Problem("recipe.wrong-kind", source.where(), message))
-    reader = DocumentReader(source, Findings(RecipeError, NotFoundError))
+    reader = DocumentReader(source, Findings(RecipeError, NotFoundError), store)
     root = source.root
     is_short = not any(key in root for key in ("slices", "pre_weights", "post_weights"))
     recipe = _read_short(reader, root) if is_short else _read_slices(reader, root)
@@ -113,24 +108,24 @@ def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRe
 
 
 def _recipe(
-    reader: DocumentReader, root: dict[str, Value], default: Path | None, takes: Iterable[Take]
+    reader: DocumentReader, root: dict[str, Value], default: Location | None, takes: Iterable[Take]
 ) -> CompositionRecipe:
     state_from = _optional_source(reader, root, "state_from")
     dtype = _dtype(reader, root)
     return CompositionRecipe(reader.source.path, reader.source.text, default, tuple(takes), state_from, dtype)
 
 
-def _optional_source(reader: DocumentReader, root: dict[str, Value], key: str) -> Path | None:
+def _optional_source(reader: DocumentReader, root: dict[str, Value], key: str) -> Location | None:
     return _source(reader, root[key], (key,)) if root.get(key) is not None else None
 
 
-def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Path | None:
+def _source(reader: DocumentReader, value: Value, key_path: KeyPath) -> Location | None:
     reference = read_reference(reader, value, key_path)
     if reference is None:
         return None
     if reference.adapter is not None:
         reader.refuse("tailor.recipe.adapter", key_path, "a training checkpoint is taken without an adapter")
-    return Path(os.path.normpath(reference.path))
+    return reference.path.normal()
 
 
 def _take(reader: DocumentReader, entry: Value, at: KeyPath) -> Take | None:
@@ -164,7 +159,7 @@ def _selector(reader: DocumentReader, text: str, at: KeyPath) -> Selector | None
         return None
 
 
-def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Path | None:
+def _named_source(reader: DocumentReader, entry: dict[str, Value], key: str, at: KeyPath) -> Location | None:
     if entry.get(key) is None:
         reader.refuse("recipe.missing-key", (*at, key), "the entry names no checkpoint", f"write '{key}: PATH'")
         return None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import NotFoundError
+from mergepipe.storage.contract import FileKind, Store, is_file
 from mergepipe.storage.limits import SAVE_LOG_BYTES
-from mergepipe.storage.local import os_error
-from mergepipe.storage.regular import read_small
+from mergepipe.storage.location import Location
 from mergepipe.tailor.formats.partial_manifest import MANIFEST_NAME
 from mergepipe.tailor.formats.registry import TRAINING_FORMATS
 from mergepipe.tailor.saving.save_log import SaveLog, SaveRecord, read_log
@@ -27,7 +25,7 @@ class UnitSource:
     """The source of one unit: `folder`, saved at `step`."""
 
     unit: Unit
-    folder: Path
+    folder: Location
     step: int
 
 
@@ -41,19 +39,19 @@ class LoggedComposition:
     """
 
     step: int
-    default: Path
-    state_from: Path
+    default: Location
+    state_from: Location
     sources: tuple[UnitSource, ...]
     notes: tuple[str, ...] = ()
 
-    def to_yaml(self, recipe_folder: Path | None = None) -> str:
+    def to_yaml(self, recipe_folder: Location | None = None) -> str:
         """The recipe in its short form; sources in the order of their steps.
 
         Paths are relative to `recipe_folder`, where the recipe will lie; None leaves them as they are.
         """
 
-        def written(path: Path) -> str:
-            return str(path) if recipe_folder is None else os.path.relpath(path, recipe_folder)
+        def written(path: Location) -> str:
+            return str(path) if recipe_folder is None else path.relative_text(recipe_folder)
 
         others = sorted((s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder)))
         take = [
@@ -90,7 +88,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 def compose_from_log(
     text: str,
-    run: Path,
+    run: Location,
     at: int,
     *,
     folders: Collection[str] | None = None,
@@ -141,7 +139,7 @@ def _model_units(log: SaveLog) -> tuple[Unit, ...]:
     return (EMBED, *(layer(index) for index in range(last + 1)), NORM, LM_HEAD)
 
 
-def _check_units(run: Path, newest: Collection[Unit], model: Collection[Unit], at: int) -> None:
+def _check_units(run: Location, newest: Collection[Unit], model: Collection[Unit], at: int) -> None:
     alien = sorted(set(newest) - set(model))
     if alien:
         raise NotFoundError.of("tailor.log.alien_unit", run, f"the log has {alien[0]}, which the model lacks")
@@ -155,7 +153,7 @@ def _check_units(run: Path, newest: Collection[Unit], model: Collection[Unit], a
 
 
 def _base(
-    run: Path, records: Sequence[SaveRecord], newest: dict[Unit, SaveRecord], model: frozenset[Unit]
+    run: Location, records: Sequence[SaveRecord], newest: dict[Unit, SaveRecord], model: frozenset[Unit]
 ) -> SaveRecord:
     """Choose the newest full save; without one, in the paper's log form, the save that most units come from."""
     full = [r for r in records if r.is_full or (r.is_full is None and model <= set(r.units))]
@@ -170,7 +168,7 @@ def _base(
     return max(zip(counts, records, strict=True), key=lambda pair: (pair[0], pair[1].step))[1]
 
 
-def _folder(run: Path, record: SaveRecord, folders: Collection[str] | None) -> str:
+def _folder(run: Location, record: SaveRecord, folders: Collection[str] | None) -> str:
     if folders is None:
         return record.folder or _FULL_NAMES[0].format(record.step)
     wanted = [record.folder] if record.folder else [*(n.format(record.step) for n in _FULL_NAMES), *_partials(record)]
@@ -205,7 +203,7 @@ def _notes(log: SaveLog, at: int, state_step: int, newest_step: int) -> Iterator
 
 
 def composition_from_log_file(
-    log: Path, run: Path, at: int, *, units: Iterable[Unit] | None = None
+    store: Store, log: Location, run: Location, at: int, *, units: Iterable[Unit] | None = None
 ) -> LoggedComposition:
     """Compose from a log file and the directories that exist in the run.
 
@@ -213,16 +211,13 @@ def composition_from_log_file(
         NotFoundError, StorageError: the log or the run cannot be read.
         CorruptError: the log is larger than any log; or as `compose_from_log`.
     """
-    text = read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
-    try:
-        folders = frozenset(entry.name for entry in run.iterdir() if entry.is_dir())
-    except OSError as error:
-        raise os_error(error, run, "listing it") from error
-    stateless = frozenset(name for name in folders if _is_stateless(run / name))
+    text = store.read_small(log, SAVE_LOG_BYTES).decode("utf-8", errors="surrogateescape")
+    folders = frozenset(entry.name for entry in store.list(run) if entry.kind is FileKind.FOLDER)
+    stateless = frozenset(name for name in folders if _is_stateless(store, run / name))
     return compose_from_log(text, run, at, folders=folders, units=units, stateless=stateless)
 
 
-def _is_stateless(folder: Path) -> bool:
+def _is_stateless(store: Store, folder: Location) -> bool:
     """Whether it is a partial save that holds tensors alone."""
-    has_state = any((folder / each.state_file).is_file() for each in TRAINING_FORMATS)
-    return (folder / MANIFEST_NAME).is_file() and not has_state
+    has_state = any(is_file(store, folder / each.state_file) for each in TRAINING_FORMATS)
+    return is_file(store, folder / MANIFEST_NAME) and not has_state

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from pathlib import Path
 
 from mergepipe.core.escaping import yaml_document
 from mergepipe.errors import MergePipeError, NotFoundError, RecipeError
 from mergepipe.storage.contract import FileKind, Store, is_folder
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import TrainingCheckpoint
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.units import ModelUnits, UnitKind
@@ -26,7 +25,7 @@ class Strategy(StrEnum):
     LATEST = "latest"  # everything from the newest
 
 
-def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCheckpoint]:
+def find_checkpoints(store: Store, run: Location, at: int | None) -> list[TrainingCheckpoint]:
     """Open the newest two complete checkpoints of `run` saved at or before step `at` (any step if None), newest first.
 
     Checkpoints are directories whose names end in their step, as `checkpoint-400` or `global_step400`; what cannot be
@@ -56,7 +55,7 @@ def find_checkpoints(store: Store, run: Path, at: int | None) -> list[TrainingCh
     return found
 
 
-def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Path) -> str:
+def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Location) -> str:
     """Write the recipe (YAML, short form) of a strategy over the newest checkpoint and the one before it.
 
     `ends` is how many layers at either end `filter` takes from the newest. Paths are relative to `folder`.
@@ -90,12 +89,12 @@ def _middle(ends: int) -> Callable[[ModelUnits], list[str]]:
     return middle
 
 
-def _recipe(newest: Path, older: Path | None, units: list[str], folder: Path) -> str:
+def _recipe(newest: Location, older: Location | None, units: list[str], folder: Location) -> str:
     content: dict[str, object] = {"default": _relative(newest, folder)}
     if older is not None and units:
         content["take"] = [{"from": _relative(older, folder), "units": units}]
     return yaml_document(content, width=110)
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return os.path.relpath(path.absolute(), folder.absolute())
+def _relative(path: Location, folder: Location) -> str:
+    return path.relative_text(folder)

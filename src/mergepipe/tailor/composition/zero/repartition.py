@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mergepipe.checkpoints.formats.inert_values import Global, PickledStorage, PickledTensor, Record
 from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import FP32, Piece, StoredState
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
 from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
@@ -36,7 +36,7 @@ _STAGE12_MASTERS = "single_partition_of_fp32_groups"
 _RANK_FILE = re.compile(r"(.*zero_pp_rank_)\d+(_mp_rank_00_(?:optim|model)_states\.pt)", re.ASCII)
 _RANDOM_STATE = re.compile(r"rng_state_(\d+)\.pth", re.ASCII)
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-_MEMBER = Path("member")  # stands for the member whose content is being planned
+_MEMBER = Location.parse("member")  # stands for the member whose content is being planned
 
 
 def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:

@@ -1,0 +1,119 @@
+"""The store that jobs use: it hands every location to the store of its scheme, made when it is first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Final, TypeAlias
+
+from mergepipe.errors import MergePipeError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.storage.contract import Entry, FileStatus, RangeFile, Store, StoreTerms
+from mergepipe.storage.ledger import Ledger
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+
+OpenStore: TypeAlias = Callable[[str, Ledger], Store]
+"""Makes the store of a scheme, which charges a ledger."""
+
+EXTRA: Final = "mergepipe[remote]"
+_REMOTE = "mergepipe.storage.remote"
+_OPENERS: dict[str, str | OpenStore] = {
+    "": lambda _, ledger: LocalStore(ledger),
+    **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
+    **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
+    "hf": f"{_REMOTE}.hub:open_store",
+}
+
+
+@contextmanager
+def register_scheme(scheme: str, opener: str | OpenStore) -> Iterator[None]:
+    """Make a scheme known for as long as the context lasts; `opener` is a function, or `module:function` of one."""
+    outer = _OPENERS.get(scheme)
+    _OPENERS[scheme] = opener
+    try:
+        yield
+    finally:
+        del _OPENERS[scheme]
+        if outer is not None:
+            _OPENERS[scheme] = outer
+
+
+class Stores:
+    """Files wherever they are: a `Store` that dispatches by `Location.scheme`. All its members charge one ledger.
+
+    Safe to use from many threads. A member is made on the first use of its scheme, and kept.
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger if ledger is not None else Ledger()
+        self._members: dict[str, Store] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    def member(self, location: Location) -> Store:
+        """The store of a location.
+
+        Raises:
+            RecipeError: `location.scheme`, no store is known for its scheme.
+            UnsupportedError: `storage.extra`, a package that its store needs is not installed.
+        """
+        with self._lock:
+            if location.scheme not in self._members:
+                self._members[location.scheme] = _opener(location)(location.scheme, self._ledger)
+            return self._members[location.scheme]
+
+    def terms(self, location: Location) -> StoreTerms:
+        return self.member(location).terms(location)
+
+    def pin(self, location: Location) -> Location:
+        return self.member(location).pin(location)
+
+    def stat(self, location: Location) -> FileStatus | None:
+        return self.member(location).stat(location)
+
+    def list(self, location: Location) -> tuple[Entry, ...]:
+        return self.member(location).list(location)
+
+    def real_path(self, location: Location) -> Location | None:
+        return self.member(location).real_path(location)
+
+    def open(self, location: Location, *, direct: bool = False) -> RangeFile:
+        return self.member(location).open(location, direct=direct)
+
+    def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
+        return self.member(location).read_metadata(location, offset, nbytes)
+
+    def read_small(self, location: Location, limit_bytes: int) -> bytes:
+        return self.member(location).read_small(location, limit_bytes)
+
+    def size_bytes(self, location: Location) -> int:
+        return self.member(location).size_bytes(location)
+
+
+def _opener(location: Location) -> OpenStore:
+    """The function that makes the store of a location; its module is imported here, so that only users of it wait."""
+    opener = _OPENERS.get(location.scheme)
+    if opener is None:
+        known = sorted(scheme for scheme in _OPENERS if scheme)
+        message = f"no store is known for '{location.scheme}://'"
+        raise RecipeError.of("location.scheme", location, message, did_you_mean(location.scheme, known))
+    if not isinstance(opener, str):
+        return opener
+    module, _, function = opener.partition(":")
+    try:
+        imported = import_module(module)
+    except ImportError as error:
+        raise _missing(location, error) from error
+    made: OpenStore = getattr(imported, function)
+    return made
+
+
+def _missing(location: Location, error: ImportError) -> MergePipeError:
+    needed = "support for it" if error.name is None or error.name.startswith("mergepipe.") else error.name
+    message = f"reading {location.scheme}:// needs {needed}, which is not installed"
+    return UnsupportedError.of("storage.extra", location, message, f"install {EXTRA}")
