@@ -20,6 +20,7 @@ from mergepipe.runs import resume as resuming
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
+from mergepipe.storage.location import Location
 from support.faults import replaced
 
 SUM = RECIPES["task_arithmetic"]
@@ -162,8 +163,8 @@ def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(benc
     overwrite(bench.only_file("other"))
 
     def swapped(open_file: Callable[..., LocalFile]) -> Callable[..., LocalFile]:
-        def opened(store: LocalStore, path: Path, **options: bool) -> LocalFile:
-            if path.parent != own:
+        def opened(store: LocalStore, path: Location, **options: bool) -> LocalFile:
+            if path.parent != Location.local(own):
                 return open_file(store, path, **options)
             own.rename(aside)
             other.rename(own)
