@@ -18,7 +18,7 @@ from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.storage.prices import Price
 
 if TYPE_CHECKING:
-    from mergepipe.engine.execute import EngineOptions
+    from mergepipe.engine.work import EngineOptions
 
 C = TypeVar("C", bound=StrEnum)
 
@@ -193,7 +193,7 @@ def engine_options(options: RunOptions | MergeOptions) -> EngineOptions:
         LimitError: `memory.address-space`.
     """
     n_threads = threads_of(options.threads)
-    from mergepipe.engine.execute import EngineOptions
+    from mergepipe.engine.work import EngineOptions
 
     memory_bytes = default_memory_bytes() if options.memory_bytes is None else options.memory_bytes
     return EngineOptions(n_threads, memory_bytes)

@@ -12,7 +12,7 @@ from budget_cases import CASES, POLICIES, make_setting
 
 from mergepipe import api as session
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.access import FREE, source_of_blocks
+from mergepipe.engine.planned_access import FREE, source_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan

@@ -22,7 +22,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BF16, DEFAULT_BLOCK_ELEMENTS, F16, F32, BlockGrid
-from mergepipe.engine.pipeline import Pipeline
+from mergepipe.engine.pipeline.pipeline import Pipeline
 from mergepipe.errors import MergePipeError
 from mergepipe.operators.statistics import COMMON_DENSITIES, TensorStatistics, rank_of_density
 from mergepipe.options import MergeOptions, RunOptions

@@ -45,7 +45,7 @@ BEFORE_PUBLISHING = [
     ("import", "mergepipe.recipes.parse.recipe_files"),
     ("import", "numpy"),
     ("import", "numba"),
-    ("import", "mergepipe.engine.pipeline"),
+    (("import", "mergepipe.engine.pipeline.pipeline")),
     ("open", "recipe.yml"),
     ("open", "base/model.safetensors"),
     ("open", "expert-2/model.safetensors"),

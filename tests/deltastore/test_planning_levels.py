@@ -22,7 +22,7 @@ from mergepipe.api import pack
 from mergepipe.cli import main
 from mergepipe.core.blocks import BF16
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level
-from mergepipe.engine.access import level_of_blocks
+from mergepipe.engine.planned_access import level_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.level_ladders import ALL, Ladder, ladder_steps

@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, Fetch, FetchOnBase, Source, TensorEntry, Turns, Unchanged
+from mergepipe.checkpoints.open_files import pin_files
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BF16, F32, DType, Span
-from mergepipe.engine.execute import EngineOptions, MergeWork, execute_merge, plan_output
-from mergepipe.engine.fused import MergedTensor, can_fuse
-from mergepipe.engine.segments import full_access
+from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
+from mergepipe.engine.pipeline.segments import full_access
+from mergepipe.engine.work import EngineOptions, MergeWork, plan_output
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.contract import RangeFile
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.rounding import decode, encode
@@ -176,15 +178,11 @@ def task_of(operator: str, base: TensorEntry, experts: Sequence[Source], dtype: 
 
 def merged(task: MergeTask, operator: str, folder: Path, memory: int = LARGE, threads: int = 2) -> bytes:
     """The result of one task, by the engine."""
-    files_store = LocalStore()
+    files = LocalStore()
     paths = {entry.file for source in (task.base, *task.experts) for entry in source.stored}
-    files = {path: files_store.open(path, direct=True) for path in paths}
-    output = plan_output([task], 1 << 40)
-    work = MergeWork((task,), operator_named(operator), 3, {1: "a", 2: "b"})
+    work = MergeWork(plan_output([task], 1 << 40), operator, 3, {1: "a", 2: "b"}, pin_files(files, paths))
     folder.mkdir()
-    execute_merge(work, output, folder, files, EngineOptions(threads, memory), Ledger(), lambda: None)
-    for file in files.values():
-        file.close()
+    ThreadExecutor(files, EngineOptions(threads, memory)).run(work, folder)
     (path,) = folder.iterdir()
     return path.read_bytes()[-N * task.dtype.itemsize :]
 
@@ -230,10 +228,9 @@ def test_merged_tensor__is_what_a_written_intermediate_would_be(family: Family, 
     inner = task_of("task_arithmetic", family.base, (family.first, family.forms["computed"]), BF16)
     written = merged(inner, "task_arithmetic", tmp_path / "inner")
     entry = store(tmp_path, "intermediate", BF16, np.frombuffer(written, "<u2"))
-    operator = operator_named("task_arithmetic")
-    given = OperatorInput(inner.parameters.globals, {}, inner.parameters.experts, N, ())
-    assert can_fuse(inner, operator, given)
-    fused = MergedTensor(inner, operator, given)
+    inputs = OperatorInput(inner.parameters.globals, {}, inner.parameters.experts, N, ())
+    assert can_fuse(inner, operator_named("task_arithmetic"), inputs)
+    fused = MergedTensor(inner, "task_arithmetic", inputs)
     assert {each.file.name for each in fused.stored} == {"base", "first", "mirrored"}
     staged = merged(task_of("ties", family.base, (family.second, entry)), "ties", tmp_path / "staged")
     assert merged(task_of("ties", family.base, (family.second, fused)), "ties", tmp_path / "fused", SMALL) == staged

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import F32, GRAIN_ELEMENTS, BlockGrid, Span
-from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS
-from mergepipe.engine.reductions import InnerProductSums, MagnitudeCuts
-from mergepipe.engine.summaries import TensorSummary
+from mergepipe.engine.reductions.block_reductions import InnerProductSums, MagnitudeCuts
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
+from mergepipe.engine.reductions.tensor_summary import TensorSummary
 from mergepipe.operators.base import InnerProducts, MagnitudeCut
 from mergepipe.testing.in_memory import StoredTensor, run_reduction
 from mergepipe.testing.tensors import Family, make_family

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import KeptTotal, TensorEntry
 from mergepipe.core.blocks import BF16, F32, Span
-from mergepipe.engine.execute import MergeWork, can_reuse
-from mergepipe.engine.segment_layout import lay_out
-from mergepipe.engine.segments import Reusable, full_access, plan_jobs, with_reuse
-from mergepipe.engine.segments import choose_buffer_sizes as sizes_for
-from mergepipe.operators.registry import operator_named
+from mergepipe.engine.pipeline.segment_layout import lay_out
+from mergepipe.engine.pipeline.segments import Reusable, full_access, plan_jobs, with_reuse
+from mergepipe.engine.pipeline.segments import choose_buffer_sizes as sizes_for
+from mergepipe.engine.tensor_work import can_reuse
+from mergepipe.engine.work import MergeWork, plan_output
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -89,7 +89,7 @@ def test_lay_out__kept_sums_are_nobodys_expert() -> None:
 def test_can_reuse__a_part_only_where_blocks_do_not_wait_for_one_another(
     operator: str, grains: tuple[int, int], expected: bool
 ) -> None:
-    work = MergeWork((task(operator),), operator_named(operator), 0, {}, reusable={"w": known(grains)})
+    work = MergeWork(plan_output([task(operator)], 1 << 40), operator, 0, {}, reusable={"w": known(grains)})
     assert can_reuse(work, task(operator)) == expected
 
 

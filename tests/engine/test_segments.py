@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BF16, F32, F64, GRAIN_ELEMENTS, ByteRange, DType, Span
-from mergepipe.engine.segment_layout import SegmentLayout, lay_out
-from mergepipe.engine.segments import (
+from mergepipe.engine.pipeline.segment_layout import SegmentLayout, lay_out
+from mergepipe.engine.pipeline.segments import (
     FEWEST_BUFFERS,
     JobShape,
     Run,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mergepipe
-from mergepipe.engine.execute import EngineOptions
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import LimitError
 from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.options import MergeOptions

@@ -15,10 +15,10 @@ from types import FrameType
 import pytest
 
 import mergepipe
-from mergepipe.engine import pipeline
+from mergepipe.engine.executors import threads
+from mergepipe.engine.pipeline import pipeline
 from mergepipe.options import MergeOptions
 from mergepipe.reports import Progress
-from mergepipe.runs import execution as executing
 from mergepipe.runs import merge_run as merging
 from mergepipe.snapshots import staging as publish
 from mergepipe.storage import owned
@@ -68,7 +68,7 @@ PLACES = [
     (pipeline.Pipeline, "_handle"),
     (pipeline.Pipeline, "_after_compute"),
     (OutputFile, "_open"),
-    (executing, "execute_merge"),
+    (threads, "make_part"),
     (merging, "write_durably"),
     (publish, "sync_directory"),
     (owned, "renameat2"),
@@ -100,7 +100,7 @@ def test_merge__interrupted_at_a_call_leaves_no_trace(recipe: Path, owner: objec
 def test_merge__interrupted_from_the_progress_callback_leaves_no_trace(
     recipe: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergepipe.engine.pipeline.TICK_SECONDS", 0.0)  # a report at every event
+    monkeypatch.setattr("mergepipe.engine.pipeline.pipeline.TICK_SECONDS", 0.0)  # a report at every event
     digest = tree_digest(recipe.parent / "in")
     seen: list[Progress] = []
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.access import source_of_blocks
-from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHING_KEPT_BITS
+from mergepipe.engine.planned_access import source_of_blocks
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS as ENGINE_NOTHING_KEPT_BITS
 from mergepipe.errors import LimitError, RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget

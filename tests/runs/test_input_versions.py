@@ -163,13 +163,13 @@ def test_merge__refuses_a_directory_that_was_another_one_when_it_was_opened(benc
     overwrite(bench.only_file("other"))
 
     def swapped(open_file: Callable[..., LocalFile]) -> Callable[..., LocalFile]:
-        def opened(store: LocalStore, location: Location, **options: bool) -> LocalFile:
-            if location.local_path.parent != own:
-                return open_file(store, location, **options)
+        def opened(store: LocalStore, path: Location, **options: bool) -> LocalFile:
+            if path.parent != Location.local(own):
+                return open_file(store, path, **options)
             own.rename(aside)
             other.rename(own)
             try:
-                return open_file(store, location, **options)
+                return open_file(store, path, **options)
             finally:
                 own.rename(other)
                 aside.rename(own)

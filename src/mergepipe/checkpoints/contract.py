@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -311,6 +312,11 @@ class Checkpoint:
     base_digest: str | None = None  # of a delta: identifies the base it was taken from
     encoded: EncodedSide | None = None  # of one whose tensors are encoded beside a base's
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what the headers said: whoever unpickles it opens the files anew, at the versions in `files`."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return Checkpoint, tuple(dict(each) if isinstance(each, MappingProxyType) else each for each in values)
 
     @property
     def tensor_bytes(self) -> int:

@@ -1,10 +1,11 @@
-"""Input files during a run: opened together, and checked for having stayed as they were."""
+"""Input files during a run: pinned to a version, opened together, checked for having stayed as they were."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
 from mergepipe.errors import ConflictError, MergePipeError, StorageError
@@ -12,6 +13,48 @@ from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
 
 _SPARE_FILES = 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PinnedFile:
+    """A file and the version that it is read at: a value that any process can open again."""
+
+    location: Location
+    version: str
+
+
+def pin_files(
+    store: Store, paths: Iterable[Location], checkpoints: Iterable[Checkpoint] = ()
+) -> tuple[PinnedFile, ...]:
+    """Pin files to the versions at which `checkpoints` were opened, others to what the store holds now.
+
+    Raises:
+        ConflictError: `input.changed`, a file is not there any more.
+    """
+    versions = {path: file.version for path, file in _files_of(checkpoints)}
+    return tuple(PinnedFile(path, versions.get(path) or _version_now(store, path)) for path in sorted(set(paths)))
+
+
+def _version_now(store: Store, path: Location) -> str:
+    status = store.stat(path)
+    if status is None:
+        raise _changed(path)
+    return status.version
+
+
+@contextlib.contextmanager
+def open_pinned(store: Store, pinned: Iterable[PinnedFile]) -> Iterator[Mapping[Location, RangeFile]]:
+    """Open files for direct reads, and close them all at the end.
+
+    Raises:
+        ConflictError: `input.changed`, a file has another version than the pinned one.
+    """
+    versions = {file.location: file.version for file in pinned}
+    with open_files(store, versions) as files:
+        for path, file in files.items():
+            if file.version != versions[path]:
+                raise _changed(path)
+        yield files
 
 
 @contextlib.contextmanager

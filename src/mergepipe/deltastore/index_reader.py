@@ -40,11 +40,19 @@ def as_expert(store: Store, path: Location, nbytes: int) -> bytes:
 class StoreSide:
     """The index of one store, read at most once, and what its size tells before. Safe to use from many threads.
 
+    It pickles with its index: that is read and charged once, however many processes read the store's tensors.
+
     Memory, once it is read: the index (140 bytes per block) and its offsets (48).
     """
 
     def __init__(
-        self, store: Store, root: Location, header: StoreHeader, sizes: Mapping[str, int], read: Charged
+        self,
+        store: Store | None,
+        root: Location,
+        header: StoreHeader,
+        sizes: Mapping[str, int],
+        read: Charged,
+        index: StoreIndex | None = None,
     ) -> None:
         self._store = store
         self._root = root
@@ -52,7 +60,16 @@ class StoreSide:
         self._sizes = sizes
         self._read = read
         self._lock = threading.Lock()
-        self._index: StoreIndex | None = None
+        self._index = index
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _with_index, (self._root, self._header, dict(self._sizes), self.index.rows.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoreSide) and (self._root, self._header) == (other._root, other._header)
+
+    def __hash__(self) -> int:
+        return hash((self._root, self._header.index_blake3))
 
     @property
     def n_rows(self) -> int:
@@ -102,6 +119,8 @@ class StoreSide:
         return self._index
 
     def _read_index(self) -> StoreIndex:
+        if self._store is None:
+            raise ValueError(f"{self._root}: no store to read the index from")
         path = self.index_file
         content = self._read(self._store, path, self.n_rows * ROW_BYTES)
         if index_digest(content) != self._header.index_blake3:
@@ -125,3 +144,8 @@ class StoreSide:
                 stored = int(stored_R[tensor.first_row + over_B[0]])
                 message = f"tensor {shown(tensor.name)}, block {over_B[0]}: {stored} bytes are stored for a block"
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
+
+
+def _with_index(root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes) -> StoreSide:
+    """Unpickle: the rows were checked when they were read."""
+    return StoreSide(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))

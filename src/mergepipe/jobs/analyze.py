@@ -15,7 +15,9 @@ from mergepipe.checkpoints.contract import Checkpoint, Readable, files_of
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION
 from mergepipe.core.blocks import DTypeKind
-from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
+from mergepipe.engine import analysis
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
@@ -95,11 +97,9 @@ def run_analysis(
             digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
             if tasks:
                 tap = None if request.probe_fraction else digests.beside(packer.tap)
-                work = AnalysisWork(
-                    tasks, request.block_elements, request.densities, recorder.take, request.probe_fraction,
-                    tap=tap,
-                )  # fmt: skip
-                execute_analysis(work, files, engine, report_progress)
+                work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
+                observer = Observer(lambda _: report_progress(), recorder.take, tap)
+                analysis.run_analysis(work, files, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
             packer.finish()

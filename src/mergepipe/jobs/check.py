@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mergepipe.engine.execute import plan_output
+from mergepipe.engine.work import plan_output
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.resolve.tasks import Action

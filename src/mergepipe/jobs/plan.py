@@ -11,7 +11,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.contract import Checkpoint, Graded
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.engine.execute import EngineOptions
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads

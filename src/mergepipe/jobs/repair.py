@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.core.blocks import DTYPES
-from mergepipe.engine.execute import EngineOptions
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport

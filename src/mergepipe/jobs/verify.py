@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME, OVERLAY_TABLE_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
-from mergepipe.engine.execute import EngineOptions
+from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, StorageError, UnsupportedError
 from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite

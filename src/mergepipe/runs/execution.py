@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.open_files import open_files
-from mergepipe.engine.execute import EngineOptions, MergeWork, OutputPlan, execute_merge
+from mergepipe.checkpoints.open_files import PinnedFile, pin_files
+from mergepipe.engine.executors.contract import Executor
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.work import MergeWork, OutputPlan, PartResult
 from mergepipe.operators.base import BlockFunction
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -27,9 +28,9 @@ from mergepipe.runs.reuse.accumulators import (
 )
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, Reuse, changed_files, find_reuse, limit_to_plan
 from mergepipe.runs.reuse.keys import KEYS_NAME, NamedKeys, SourceNames
-from mergepipe.snapshots.overlay.writer import OverlayWriter
+from mergepipe.snapshots.overlay.table import OverlayTable
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
 Replaced = Mapping[str, tuple[MergeTask, BlockFunction]]
@@ -53,32 +54,30 @@ class MergeResult:
     reuse: Reuse
     small: Mapping[str, bytes]
     continued_sids: tuple[str, ...] = ()  # snapshots whose sums this one continued
+    overlay: OverlayTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One merge into `directory`, or into an `overlay` there. `tick` is called about ten times a second."""
+    """One merge by an executor into `directory`; `threads` check kept sums."""
 
     store: Store
-    engine: EngineOptions
+    executor: Executor
+    threads: int
     directory: Path
-    output: OutputPlan
     plan: Plan | None
     checkpoints: tuple[Checkpoint, ...]
-    tick: Callable[[], None]
-    overlay: OverlayWriter | None = None
+    observer: Observer
 
-    def run(
-        self, work: MergeWork, files: Mapping[Location, RangeFile], sources: ReuseSources, progress: DurableProgress
-    ) -> MergeResult:
+    def run(self, work: MergeWork, sources: ReuseSources, progress: DurableProgress) -> MergeResult:
         """Merge, and write the sums if they are kept.
 
         Raises:
             ConflictError: `plan.reuse-gone`.
             CorruptError: `accumulators.damaged`; `reuse.damaged` is for the caller to find out, with `Reuse.check`.
-            MergePipeError: as `execute_merge`.
+            MergePipeError: as `Executor.run`.
         """
-        tasks = self.output.tasks
+        tasks = work.output.tasks
         names = SourceNames.of(self.store, self.checkpoints)
         keys = NamedKeys(work, tasks, names)
         reuse = find_reuse(work, tasks, keys, sources.snapshots)
@@ -92,70 +91,59 @@ class Execution:
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
         kept = find_kept_sums(
-            totals, sources.snapshots, self.store.ledger, self.engine.threads,
+            totals, sources.snapshots, self.store.ledger, self.threads,
             lambda earlier: running_totals(work, tasks, names.as_recorded(earlier.inputs)),
         )  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            opened, reuse, kept = self._opened(stack, files, sources.snapshots, reuse, kept)
-            replaced: Replaced = {
-                t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept
-            }
-            small = {KEYS_NAME: keys.own.to_bytes()}
-            if sources.keeps_accumulators and totals:
-                replaced, about = self._accumulate(work, totals, replaced, opened)
-                small |= about
-                opened |= stack.enter_context(
-                    open_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)})
-                )
-            work = replace(work, reusable=reuse.reusable)
-            digests = self._execute(work, self.output, replaced, opened, progress, self.overlay)
-        return MergeResult(digests, reuse, small, tuple({each.sid for each in kept.values()}))
+        pinned, reuse, kept = self._unchanged(sources.snapshots, reuse, kept)
+        work = _with_files(work, pinned)
+        replaced: Replaced = {
+            t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept
+        }
+        small = {KEYS_NAME: keys.own.to_bytes()}
+        if sources.keeps_accumulators and totals:
+            replaced, about = self._accumulate(work, totals, replaced)
+            small |= about
+            work = _with_files(work, pin_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)}))
+        work = replace(work, reusable=reuse.reusable)
+        result = self._execute(work, work.output, replaced, progress)
+        continued = tuple({kept_sum.sid for kept_sum in kept.values()})
+        return MergeResult(result.digests, reuse, small, continued, result.overlay)
 
-    def _opened(
-        self,
-        stack: contextlib.ExitStack,
-        files: Mapping[Location, RangeFile],
-        snapshots: EarlierSnapshots,
-        reuse: Reuse,
-        kept: Mapping[str, KeptSum],
-    ) -> tuple[dict[Location, RangeFile], Reuse, dict[str, KeptSum]]:
-        """Open the files of earlier snapshots, except those that were replaced or removed since they were matched."""
-        wanted = reuse.files | {each.entry.file for each in kept.values()}
-        gone = {path for path in wanted if self.store.stat(path) is None}
-        opened = {**files, **stack.enter_context(open_files(self.store, wanted - gone - files.keys()))}
-        lost = gone | changed_files(wanted, snapshots)
+    def _unchanged(
+        self, snapshots: EarlierSnapshots, reuse: Reuse, kept: Mapping[str, KeptSum]
+    ) -> tuple[tuple[PinnedFile, ...], Reuse, dict[str, KeptSum]]:
+        """Pin the files of earlier snapshots; leave out those replaced or removed since they were matched."""
+        paths = reuse.files | {kept_sum.entry.file for kept_sum in kept.values()}
+        gone = {path for path in paths if self.store.stat(path) is None}
+        pinned = pin_files(self.store, paths - gone)
+        lost = gone | changed_files(paths, snapshots)
         left = reuse.without(lost)
         if self.plan is not None and lost:
             left = limit_to_plan(left, self.plan)  # which raises for missing blocks
-        return opened, left, {name: each for name, each in kept.items() if each.entry.file not in lost}
+        kept = {name: kept_sum for name, kept_sum in kept.items() if kept_sum.entry.file not in lost}
+        return tuple(file for file in pinned if file.location not in lost), left, kept
 
     def _accumulate(
-        self,
-        work: MergeWork,
-        totals: Mapping[str, RunningTotal],
-        replaced: Replaced,
-        files: Mapping[Location, RangeFile],
+        self, work: MergeWork, totals: Mapping[str, RunningTotal], replaced: Replaced
     ) -> tuple[Replaced, dict[str, bytes]]:
         """Write the sums; return the tasks that round them to the output, and the small files that record them."""
-        summed = [task for task in self.output.tasks if task.name in totals]
+        summed = [task for task in work.output.tasks if task.name in totals]
         output = total_output(summed)
         as_sums = {name: (replace(task, dtype=output.tasks[0].dtype), f) for name, (task, f) in replaced.items()}
-        digests = self._execute(work, output, as_sums, files, None)
+        digests = self._execute(replace(work, overlay=None), output, as_sums, None).digests
         entries = kept_entries(self.directory, output)
         return {t.name: rounding_task(t, entries[t.name]) for t in summed}, total_files(totals, output, digests)
 
     def _execute(
-        self,
-        work: MergeWork,
-        output: OutputPlan,
-        replaced: Replaced,
-        files: Mapping[Location, RangeFile],
-        progress: DurableProgress | None,
-        overlay: OverlayWriter | None = None,
-    ) -> tuple[TensorDigest, ...]:
+        self, work: MergeWork, output: OutputPlan, replaced: Replaced, progress: DurableProgress | None
+    ) -> PartResult:
         tasks = tuple(replaced[task.name][0] if task.name in replaced else task for task in output.tasks)
-        work = replace(work, tasks=tasks, functions={name: function for name, (_, function) in replaced.items()})
-        output = OutputPlan(output.shards, tasks)
-        return execute_merge(
-            work, output, self.directory, files, self.engine, self.store.ledger, self.tick, progress, overlay
-        )
+        rules = {name: rule for name, (_, rule) in replaced.items()}
+        work = replace(work, output=OutputPlan(output.shards, tasks), rules=rules)
+        return self.executor.run(work, self.directory, self.observer, progress)
+
+
+def _with_files(work: MergeWork, files: tuple[PinnedFile, ...]) -> MergeWork:
+    """Add files that the work does not name yet."""
+    present = {file.location for file in work.files}
+    return replace(work, files=(*work.files, *(file for file in files if file.location not in present)))

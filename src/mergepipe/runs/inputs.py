@@ -14,8 +14,8 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
-from mergepipe.engine.fused import MergedTensor, can_fuse
-from mergepipe.operators.base import Operator, OperatorInput
+from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
+from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.plan import Plan
@@ -186,19 +186,19 @@ def _vocabulary_notices(
 def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermediate:
     """Fuse the intermediate into its consumer where possible; else write it through `stage`, if given."""
     operator = operator_named(inputs.recipe.operator.name)
-    tensors = {task.name: _merged(task, operator) for task in inputs.resolution.tasks}
+    tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
-    is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.given) for each in tensors.values()))
+    is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.inputs) for each in tensors.values()))
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base
     return Intermediate(inputs, Checkpoint(base.path, base.root, tensors, (), base.sidecars), is_staged)
 
 
-def _merged(task: MergeTask, operator: Operator) -> MergedTensor:
-    given = task.parameters
-    known = OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
-    return MergedTensor(task, operator, known)
+def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
+    own = task.parameters
+    inputs = OperatorInput(own.globals, own.anchor, own.experts, task.base.n_elements, (), shape=task.shape)
+    return MergedTensor(task, operator_name, inputs)
 
 
 def with_known_digests(inputs: Inputs, link: CatalogLink) -> Inputs:

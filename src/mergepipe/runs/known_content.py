@@ -15,8 +15,8 @@ from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, file
 from mergepipe.checkpoints.file_digests import read_digests, with_digests
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAITING_BYTES, PassingDigests
-from mergepipe.engine.passes import Tap
-from mergepipe.engine.segment_layout import Piece
+from mergepipe.engine.observer import Tap
+from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import RangeFile, Store

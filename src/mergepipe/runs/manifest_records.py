@@ -7,7 +7,7 @@ from pathlib import Path
 from mergepipe.checkpoints.content_id import stored_entries
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.engine.execute import OutputPlan
+from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.execution import MergeResult
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,22 +14,19 @@ from pathlib import Path
 import mergepipe
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.content_id import content_id
-from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
-from mergepipe.engine.execute import EngineOptions, OutputPlan, plan_output
+from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.observer import SILENT, Observer
+from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
 from mergepipe.errors import OutputError
-from mergepipe.operators.registry import operator_named
-from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.references import reference_text
-from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder
 from mergepipe.runs.coverage import coverage_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
-from mergepipe.runs.inputs import Inputs, PairStatistics, with_known_digests
+from mergepipe.runs.inputs import Inputs, with_known_digests
 from mergepipe.runs.manifest_records import (
     file_records,
     own_sum_bytes,
@@ -56,12 +53,10 @@ from mergepipe.snapshots.manifest import (
     record_of,
 )
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
-from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
-from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
-from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -243,7 +238,6 @@ class _Run:
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
-        self._operator = operator_named(inputs.recipe.operator.name)
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
         if plan is not None:
@@ -253,35 +247,28 @@ class _Run:
         """Write all files of the snapshot; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
-        overlay = self._overlay(directory, checkpoints)
+        observer = Observer(
+            lambda _: self.tick("merge"), recorder.take if recorder else SILENT.on_statistics, packer.tap
+        )
         execution = Execution(
-            self._store, self._settings.engine, directory, self._output, self._plan, checkpoints,
-            lambda: self.tick("merge"), overlay,
+            self._store, ThreadExecutor(self._store, self._settings.engine), self._settings.engine.threads, directory,
+            self._plan, checkpoints, observer,
         )  # fmt: skip
-        with self._open_files() as files, overlay or contextlib.nullcontext():
-            ids = self._content_ids(files)
-            work = replace(
-                merge_work(self._operator.spec.name, self._output.tasks, self._plan, self._settings.seed, ids),
-                on_statistics=recorder.take if recorder else None,
-                statistics_of=recorder.expected if recorder else frozenset(),
-                known_of=self._known_statistics(),
-                tap=packer.tap,
-            )
-            result = execution.run(work, files, sources, progress)
+        work = merge_work(
+            self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link,
+            recorder.expected if recorder else frozenset(),
+        )  # fmt: skip
+        if self._settings.overlay:
+            work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
+        result = execution.run(work, sources, progress)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
         if recorder:
             recorder.flush()
-        if overlay is not None:
-            self._link.notices.append(overlay_notice(overlay.table))
-        return self._write_small_files(directory, result, ids, progress, overlay)
-
-    def _overlay(self, directory: Path, checkpoints: Sequence[Checkpoint]) -> OverlayWriter | None:
-        if not self._settings.overlay:
-            return None
-        files, places = base_places(self._output.tasks, checkpoints)
-        return OverlayWriter(directory, self._output.shards, files, places, self._store.ledger)
+        if result.overlay is not None:
+            self._link.notices.append(overlay_notice(result.overlay))
+        return self._write_small_files(directory, result, work.content_ids, progress)
 
     def _write_small_files(
         self,
@@ -289,7 +276,6 @@ class _Run:
         result: MergeResult,
         ids: Mapping[int, str],
         progress: MergeProgress,
-        overlay: OverlayWriter | None,
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
@@ -299,41 +285,14 @@ class _Run:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
-        if overlay is not None:
-            manifest, contents = as_overlay(manifest, contents, overlay.table)
+        if result.overlay is not None:
+            manifest, contents = as_overlay(manifest, contents, result.overlay)
         small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
         for name, content in small.items():
             path = directory / name
             make_folders(path.parent)
             write_durably(path, content, self._store.ledger)
         return manifest
-
-    def _content_ids(self, files: Mapping[Location, RangeFile]) -> dict[int, str]:
-        """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
-        if not self._operator.is_random:
-            return {}
-        wanted, known = self._inputs.expert_models, {}
-        if self._plan is not None:
-            identities = [model.content_id for model in self._plan.models]
-            known = {model: identity for model, identity in enumerate(identities) if identity is not None}
-            wanted = tuple(wanted[e] for e in sorted(_used_experts(self._plan)))
-        found = {model: self._content_id(model, files) for model in wanted if model not in known}
-        return {**dict.fromkeys(self._inputs.expert_models, ""), **known, **found}
-
-    def _content_id(self, model: int, files: Mapping[Location, RangeFile]) -> str:
-        """Return a model's content id; that of an unwritten intermediate is derived from its inputs."""
-        checkpoint = self._inputs.checkpoints[model]
-        is_made = model in self._inputs.intermediates
-        return content_id(checkpoint, files) if is_made else known_content_id(self._link, checkpoint, files)
-
-    def _known_statistics(self) -> Callable[[MergeTask], Sequence[TensorStatistics | None]] | None:
-        """Look up exact statistics of a task's experts for a full merge; a plan already holds what it needs."""
-        if self._plan is not None:
-            return None
-        known = self._link.use(lambda catalog: PairStatistics(catalog, self._inputs, (Evidence.EXACT,)))
-        if known is None:
-            return None
-        return lambda task: self._link.use(lambda _: _statistics_of_task(known, task)) or (None,) * len(task.experts)
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
@@ -358,15 +317,6 @@ class _Run:
             if any(evidence[model].get(task.base.name) is not Evidence.EXACT for model in task.expert_models):
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
-
-    def _open_files(self) -> AbstractContextManager[Mapping[Location, RangeFile]]:
-        sources = [source for task in self._output.tasks for source in (task.base, *task.experts)]
-        encoded = (t for _, _, c in self._inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-        paths = files_of(sources) | files_of(encoded)
-        if self._operator.is_random:  # content ids sample dropped tensors too
-            for model in self._inputs.expert_models:
-                paths |= files_of(self._inputs.checkpoints[model].tensors.values())
-        return open_files(self._store, paths, [checkpoint for _, _, checkpoint in self._inputs.leaves()])
 
     def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
@@ -461,17 +411,3 @@ class _Run:
             verdict=None if self._plan is None else verdict_of(self._plan),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-
-
-def _used_experts(plan: Plan) -> set[int]:
-    """Return the plan's experts of which any block is used."""
-    return {
-        e
-        for tensor in plan.tensors
-        for e, access in zip(tensor.models, tensor.access, strict=True)
-        if access.blocks or access.shared
-    }
-
-
-def _statistics_of_task(known: PairStatistics, task: MergeTask) -> tuple[TensorStatistics | None, ...]:
-    return tuple(known.of(task, slot) for slot in range(len(task.experts)))

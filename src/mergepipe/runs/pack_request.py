@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.engine.passes import Tap
+from mergepipe.engine.observer import Tap
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert
 

@@ -19,8 +19,8 @@ from mergepipe.deltastore.pack.blocks import BandChooser, Member, Sight
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, building
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import is_packed, job_of, reason_against
-from mergepipe.engine.passes import Tap
-from mergepipe.engine.segment_layout import Piece
+from mergepipe.engine.observer import Tap
+from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.errors import OutputError
 from mergepipe.options import threads_of
 from mergepipe.recipes.resolve.tasks import MergeTask

@@ -11,8 +11,10 @@ from mergepipe.checkpoints.contract import TensorEntry, files_of
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.checkpoints.read_cost import range_cost_bytes
 from mergepipe.core.blocks import BlockGrid, DTypeKind
-from mergepipe.engine.execute import AnalysisWork, EngineOptions, execute_analysis
-from mergepipe.engine.probing import sample_runs
+from mergepipe.engine.analysis import run_analysis
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.reductions.probe_summary import sample_runs
+from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
@@ -143,18 +145,18 @@ def _cost(
 
 def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements: int) -> list[TensorStatistics]:
     tasks = tuple(task for _, task, _ in sampling.pairs)
-    found: dict[int, TensorStatistics] = {}
+    statistics_by_place: dict[int, TensorStatistics] = {}
     place_of = {id(task): place for place, task in enumerate(tasks)}
 
     def take(task: MergeTask, _: int, statistics: TensorStatistics) -> None:
-        found[place_of[id(task)]] = statistics
+        statistics_by_place[place_of[id(task)]] = statistics
 
     # a fraction of 0 asks for one page: the engine takes 0 for no probe
-    work = AnalysisWork(tasks, block_elements, (), take, sampling.fraction or 1e-9, sampling.stride)
+    work = AnalysisWork(tasks, block_elements, (), sampling.fraction or 1e-9, sampling.stride)
     paths = files_of(source for task in tasks for source in (task.base, *task.experts))
     with open_files(prober.store, paths, [checkpoint for _, _, checkpoint in inputs.leaves()]) as files:
-        execute_analysis(work, files, prober.engine, prober.on_tick)
-    return [found[place] for place in range(len(tasks))]
+        run_analysis(work, files, prober.engine, Observer(lambda _: prober.on_tick(), take))
+    return [statistics_by_place[place] for place in range(len(tasks))]
 
 
 def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, found: Sequence[TensorStatistics]) -> None:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergepipe.checkpoints.content_id import content_id, stored_entries
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, NeedsBase, files_of
-from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.blocks import DTYPES, element_count
-from mergepipe.engine.execute import EngineOptions, MergeWork, execute_merge, plan_output
+from mergepipe.engine.executors.threads import ThreadExecutor
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_output
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
-from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
-from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
 from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
-from mergepipe.storage.contract import RangeFile, Store
-from mergepipe.storage.location import Location
+from mergepipe.storage.contract import Store
 from mergepipe.storage.stores import Stores
 
 _ONE_FILE = 1 << 62
@@ -132,9 +130,8 @@ def rebuild_tensors(
         if missing:
             raise _missing_tensor_error(missing)
         checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
-        with open_files(store, _paths(inputs, output.tasks), checkpoints) as files:
-            work = _work(manifest, inputs, output.tasks, files)
-            digests = execute_merge(work, output, directory, files, engine, store.ledger, lambda: None)
+        work = _work(manifest, inputs, output, store)
+        digests = ThreadExecutor(store, engine).run(work, directory).digests
         check_unchanged(store, checkpoints)
     (shard,) = output.shards
     rebuilt, offset = [], len(shard.header)
@@ -158,19 +155,8 @@ def rebuild_keys(manifest: Manifest, inputs: Inputs, store: Store) -> bytes:
         )
         for record, (_, _, checkpoint) in pairs
     ]
-    with open_files(store, _paths(inputs, tasks)) as files:
-        work = _work(manifest, inputs, tasks, files)
+    work = _work(manifest, inputs, OutputPlan((), tasks), store)
     return block_keys(work, tasks, SourceNames.of(store, checkpoints)).to_bytes()
-
-
-def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
-    """Collect the files that the tasks and the content ids read."""
-    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
-    paths = files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
-    if operator_named(inputs.recipe.operator.name).is_random:
-        checkpoints = [inputs.checkpoints[model] for model in inputs.expert_models]
-        paths |= {entry.file for checkpoint in checkpoints for entry in stored_entries(checkpoint)}
-    return paths
 
 
 def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
@@ -178,9 +164,6 @@ def _missing_tensor_error(names: Sequence[str]) -> MergePipeError:
     return ConflictError(*(Problem("replay.tensor-gone", name, message, _HINT) for name in names))
 
 
-def _work(
-    manifest: Manifest, inputs: Inputs, tasks: tuple[MergeTask, ...], files: Mapping[Location, RangeFile]
-) -> MergeWork:
-    experts = inputs.expert_models if operator_named(manifest.operator).is_random else ()
-    ids = {model: content_id(inputs.checkpoints[model], files) for model in experts}
-    return merge_work(manifest.operator, tasks, recorded_plan(manifest), manifest.seed, ids)
+def _work(manifest: Manifest, inputs: Inputs, output: OutputPlan, store: Store) -> MergeWork:
+    """Build the work of an output by a snapshot's plan and seed, without a catalog."""
+    return merge_work(inputs, output, recorded_plan(manifest), manifest.seed, store, CatalogLink(None))

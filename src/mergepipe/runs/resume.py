@@ -15,8 +15,8 @@ from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.canonical_json import digest_of
-from mergepipe.engine.execute import OutputPlan
-from mergepipe.engine.segments import at_level
+from mergepipe.engine.pipeline.segments import at_level
+from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask

@@ -1,30 +1,134 @@
-"""Build the `MergeWork` of a merge from its tasks, its plan (if any) and its seed."""
+"""Build the `MergeWork` of a merge from its opened inputs, its plan (if any) and its seed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from mergepipe.engine.access import PlannedAccess
-from mergepipe.engine.execute import MergeWork
+from mergepipe.catalog.catalog import Catalog
+from mergepipe.catalog.rows import Evidence
+from mergepipe.checkpoints.content_id import content_id
+from mergepipe.checkpoints.contract import Checkpoint, NeedsBase, files_of
+from mergepipe.checkpoints.open_files import open_files, pin_files
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.reductions.known_quantities import ExpertQuantities, RecordedQuantities
+from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.runs.catalog_link import CatalogLink, known_content_id
+from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
 
 ON_OMIT_RENORMALIZE = "renormalize"
 
 
 def merge_work(
-    operator: str, tasks: Sequence[MergeTask], plan: Plan | None, seed: int, content_ids: Mapping[int, str]
+    inputs: Inputs,
+    output: OutputPlan,
+    plan: Plan | None,
+    seed: int,
+    store: Store,
+    link: CatalogLink,
+    statistics_of: frozenset[str] = frozenset(),
 ) -> MergeWork:
-    """Build the work of merging `tasks` by `plan`, or in full without one; a plan's seed overrides `seed`."""
-    access = None
-    if plan is not None:
-        access = PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
-    return MergeWork(
-        tuple(tasks),
-        operator_named(operator),
+    """Build the work of merging `output` by `plan`, or in full without one, gathering the statistics of some tensors.
+
+    A plan's seed overrides `seed`. What `link` has on record of the experts is not read or reduced again.
+
+    Raises:
+        ConflictError: `input.changed`, an input is not what was opened.
+        StorageError, CorruptError: reading the samples that content ids need failed.
+    """
+    checkpoints = [checkpoint for _, _, checkpoint in inputs.leaves()]
+    paths = _paths(inputs, output.tasks)
+    work = MergeWork(
+        output,
+        inputs.recipe.operator.name,
         seed if plan is None else plan.seed,
-        content_ids,
-        access=access,
-        renormalize=plan is not None and plan.on_omit == ON_OMIT_RENORMALIZE,
+        _content_ids(inputs, plan, paths, checkpoints, store, link),
+        pin_files(store, paths, checkpoints),
+        access=planned_access(plan),
+        renormalize=renormalizes(plan),
+        statistics_of=statistics_of,
     )
+    return work if plan is not None else replace(work, recorded=_recorded(work, inputs, link))
+
+
+def planned_access(plan: Plan | None) -> PlannedAccess | None:
+    """Return a plan's accesses as the engine takes them."""
+    if plan is None:
+        return None
+    return PlannedAccess({tensor.name: tensor for tensor in plan.tensors}, plan.block_elements)
+
+
+def renormalizes(plan: Plan | None) -> bool:
+    """Whether a plan divides weights by the sum of those of the selected experts."""
+    return plan is not None and plan.on_omit == ON_OMIT_RENORMALIZE
+
+
+def _paths(inputs: Inputs, tasks: Sequence[MergeTask]) -> set[Location]:
+    """Collect the files that the tasks read."""
+    encoded = (t for _, _, c in inputs.leaves() for t in c.tensors.values() if isinstance(t, NeedsBase))
+    return files_of(source for task in tasks for source in (task.base, *task.experts)) | files_of(encoded)
+
+
+def _content_ids(
+    inputs: Inputs,
+    plan: Plan | None,
+    paths: set[Location],
+    checkpoints: Sequence[Checkpoint],
+    store: Store,
+    link: CatalogLink,
+) -> dict[int, str]:
+    """Return the content ids that key randomness, by model; experts that the plan leaves out are not read."""
+    if not operator_named(inputs.recipe.operator.name).is_random:
+        return {}
+    models, planned = inputs.expert_models, {}
+    if plan is not None:
+        planned = {model: m.content_id for model, m in enumerate(plan.models) if m.content_id is not None}
+        models = tuple(models[e] for e in sorted(_used_experts(plan)))
+    sampled = files_of(t for model in inputs.expert_models for t in inputs.checkpoints[model].tensors.values())
+    ids = dict.fromkeys(inputs.expert_models, "") | planned
+    with open_files(store, paths | sampled, checkpoints) as files:  # dropped tensors are sampled too
+        for model in (model for model in models if model not in planned):
+            checkpoint = inputs.checkpoints[model]
+            # that of an unwritten intermediate is derived from its inputs
+            is_made = model in inputs.intermediates
+            ids[model] = content_id(checkpoint, files) if is_made else known_content_id(link, checkpoint, files)
+    return ids
+
+
+def _used_experts(plan: Plan) -> set[int]:
+    """Return the plan's experts of which any block is used."""
+    return {
+        e
+        for tensor in plan.tensors
+        for e, access in zip(tensor.models, tensor.access, strict=True)
+        if access.blocks or access.shared
+    }
+
+
+def _recorded(work: MergeWork, inputs: Inputs, link: CatalogLink) -> Mapping[str, RecordedQuantities]:
+    """Look up the quantities on record of tensors that must be reduced first."""
+    tasks = [
+        task
+        for task in work.output.tasks
+        if task.experts and task.base.n_elements and task.name not in work.statistics_of
+        and work.operator.reduction(operator_input(work, task)) is not None
+    ]  # fmt: skip
+    return (link.use(lambda catalog: _exact_quantities(catalog, inputs, tasks)) if tasks else None) or {}
+
+
+def _exact_quantities(catalog: Catalog, inputs: Inputs, tasks: Sequence[MergeTask]) -> dict[str, RecordedQuantities]:
+    """Return the quantities of the tasks of whose experts all have exact statistics."""
+    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT,))
+    recorded = {}
+    for task in tasks:
+        statistics = [pairs.of(task, slot) for slot in range(len(task.experts))]
+        experts = tuple(ExpertQuantities.of(one) for one in statistics if one is not None)
+        if len(experts) == len(statistics):
+            recorded[task.name] = RecordedQuantities(experts)
+    return recorded

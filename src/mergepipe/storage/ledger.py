@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from mergepipe.errors import LimitError
+
+K = TypeVar("K")
 
 
 class Purpose(StrEnum):
@@ -22,18 +25,43 @@ class Purpose(StrEnum):
     OUTPUT = "output"
 
 
+EXPERT_PURPOSES = (Purpose.EXPERT, Purpose.ANALYSIS)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """An immutable snapshot of a ledger: bytes by purpose, and by (file, purpose)."""
+    """An immutable snapshot of a ledger: bytes by purpose, and by (file, purpose).
 
-    by_purpose: Mapping[Purpose, int]
-    by_file: Mapping[tuple[str, Purpose], int]
+    Laws: usages add up as a commutative monoid with `Usage()`; `(a + b) - a == b`.
+    """
+
+    by_purpose: Mapping[Purpose, int] = field(default_factory=dict)
+    by_file: Mapping[tuple[str, Purpose], int] = field(default_factory=dict)
 
     def __getitem__(self, purpose: Purpose) -> int:
         return self.by_purpose.get(purpose, 0)
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(_sums(self.by_purpose, other.by_purpose, 1), _sums(self.by_file, other.by_file, 1))
 
-EXPERT_PURPOSES = (Purpose.EXPERT, Purpose.ANALYSIS)
+    def __sub__(self, earlier: Usage) -> Usage:
+        """What was used since an earlier snapshot of the same ledger."""
+        return Usage(_sums(self.by_purpose, earlier.by_purpose, -1), _sums(self.by_file, earlier.by_file, -1))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_purpose.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """The bytes that a budget limits."""
+        return sum(self[purpose] for purpose in EXPERT_PURPOSES)
+
+
+def _sums(first: Mapping[K, int], second: Mapping[K, int], sign: int) -> dict[K, int]:
+    """Add two counters; entries that come to nothing are left out."""
+    sums = {key: first.get(key, 0) + sign * second.get(key, 0) for key in (*first, *second)}
+    return {key: nbytes for key, nbytes in sums.items() if nbytes}
 
 
 class Ledger:
@@ -62,6 +90,15 @@ class Ledger:
                 self._admit_expert_bytes(file, nbytes)
             self._by_purpose[purpose] += nbytes
             self._by_file[(file, purpose)] += nbytes
+
+    def add(self, usage: Usage) -> None:
+        """Count what another ledger has counted: that of a part which another process made.
+
+        Raises:
+            LimitError: `budget.exceeded`, as `charge`.
+        """
+        for (file, purpose), nbytes in sorted(usage.by_file.items()):
+            self.charge(file, purpose, nbytes)
 
     def _admit_expert_bytes(self, file: str, nbytes: int) -> None:
         used = sum(self._by_purpose[each] for each in EXPERT_PURPOSES)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergepipe.core.blocks import BlockGrid
-from mergepipe.engine.access import OMITTED, source_of_blocks
+from mergepipe.engine.planned_access import OMITTED, source_of_blocks
 from mergepipe.planning.budget import ByteBudget, ShareBudget
 from mergepipe.planning.choices import OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import Plan, PlannedTensor

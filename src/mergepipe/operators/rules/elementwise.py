@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import TypeVar
 
@@ -25,12 +25,22 @@ class Keep(IntEnum):
     VARIED = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shares:
     """Weights that are divided by their sum over the experts that count in a block, and the anchor's weight."""
 
     weights_E: NDArray[np.float64]
     anchor_weight: float
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Shares)
+            and self.anchor_weight == other.anchor_weight
+            and np.array_equal(self.weights_E, other.weights_E)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.anchor_weight, len(self.weights_E)))
 
     def among(self, present_E: NDArray[np.int64], counted_E: NDArray[np.int64]) -> NDArray[np.float32]:
         """Coefficients of the present experts; equal to the fixed ones where every expert counts."""
@@ -38,7 +48,7 @@ class Shares:
         return (self.weights_E[present_E] / (total or 1.0)).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ElementwiseRule:
     """`anchor_scale * M_0 +` a combination of sparsified deltas; see `kernels.merge.merge_block` for the arithmetic.
 
@@ -61,6 +71,14 @@ class ElementwiseRule:
     share_of: Shares | None = None
     goes_on: bool = False  # the first expert is the sum so far, in whose place `anchor_scale * M_0` would stand
     unread_scale: float | None = None  # instead of `anchor_scale` where nothing is known of any expert
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ElementwiseRule) and all(
+            np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.anchor_scale, self.keep, len(self.coefficients_E)))
 
     @property
     def copies_base(self) -> bool:

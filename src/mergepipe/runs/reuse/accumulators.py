@@ -16,7 +16,8 @@ from mergepipe.checkpoints.contract import KeptTotal, Unchanged
 from mergepipe.checkpoints.formats.safetensors import read_header
 from mergepipe.core.blocks import F32, element_count
 from mergepipe.core.canonical_json import canonical_json, digest_of
-from mergepipe.engine.execute import MergeWork, OutputPlan, operator_input
+from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.errors import CorruptError, MergePipeError, RecipeError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep

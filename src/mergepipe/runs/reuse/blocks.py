@@ -15,8 +15,9 @@ from blake3 import blake3
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, BlockGrid, Span, element_count
-from mergepipe.engine.execute import MergeWork, can_reuse
-from mergepipe.engine.segments import Reusable
+from mergepipe.engine.pipeline.segments import Reusable
+from mergepipe.engine.tensor_work import can_reuse
+from mergepipe.engine.work import MergeWork
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Problem, StorageError
 from mergepipe.planning.plan import Plan, ReusedSnapshot
 from mergepipe.recipes.parse.references import referenced_paths

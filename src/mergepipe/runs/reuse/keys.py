@@ -18,8 +18,9 @@ import mergepipe
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, Unchanged
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.core.canonical_json import canonical_json
-from mergepipe.engine.execute import MergeWork, operator_input
-from mergepipe.engine.segments import Run, full_access
+from mergepipe.engine.pipeline.segments import Run, full_access
+from mergepipe.engine.tensor_work import operator_input
+from mergepipe.engine.work import MergeWork
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, OperatorInput, Reduced
 from mergepipe.operators.registry import is_built_in
 from mergepipe.operators.rules.elementwise import ElementwiseRule

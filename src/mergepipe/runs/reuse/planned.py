@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
 from mergepipe.runs.reuse.keys import NamedKeys, SourceNames
-from mergepipe.runs.work import merge_work
+from mergepipe.runs.work import planned_access, renormalizes
 
 MAX_EARLIER_BUDGETS = 8
 MAX_STEPS = 10
@@ -74,7 +75,14 @@ class ReusingPlanner:
         """Plan the prefix of a limit, without the cost of blocks it can reuse."""
         plan = self.ranking.plan(limit_bytes)
         tasks = self.tasks_of(plan)
-        work = merge_work(plan.operator, tasks, plan, plan.seed, self.content_ids)
+        work = MergeWork(
+            OutputPlan((), tasks),
+            plan.operator,
+            plan.seed,
+            self.content_ids,
+            access=planned_access(plan),
+            renormalize=renormalizes(plan),
+        )
         store = self.snapshots.store
         keys = NamedKeys(work, tasks, SourceNames.of(store, [checkpoint for _, _, checkpoint in self.inputs.leaves()]))
         reuse = find_reuse(work, tasks, keys, self.snapshots)

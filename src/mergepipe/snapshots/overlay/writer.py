@@ -14,7 +14,7 @@ from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.snapshots.block_digests import block_digest, root_of
 from mergepipe.snapshots.overlay.table import STORED, BaseFile, BlockPlace, OverlayTable
-from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec
+from mergepipe.snapshots.shards import ShardLayout, ShardProgress, TensorDigest, TensorSpec
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error
@@ -56,6 +56,11 @@ class OverlayWriter:
     def table(self) -> OverlayTable:
         """The locations of the blocks written."""
         return OverlayTable(self._files, self._stored_bytes, tuple(self._places))
+
+    @property
+    def progress(self) -> ShardProgress:
+        """The bytes stored so far; how many it will be is not known before. Read from any thread."""
+        return ShardProgress(OVERLAY_NAME, self._stored_bytes, self._stored_bytes)
 
     def refers_to(self, name: str) -> bool:
         """Whether blocks of a tensor may be taken from the base, so that `append` needs the base's bytes too."""

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Fetch, TensorEntry
 from mergepipe.checkpoints.read_cost import source_cost_bytes
 from mergepipe.core.blocks import DType, Span
-from mergepipe.engine.passes import TensorWork, merge_piece
-from mergepipe.engine.pipeline import fill_now, opened_sources
-from mergepipe.engine.segment_layout import lay_out
-from mergepipe.engine.segments import SegmentShape, full_access, stored_bytes
-from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput
+from mergepipe.engine.pipeline.jobs import TensorWork, merge_piece
+from mergepipe.engine.pipeline.pipeline import fill_now, opened_sources
+from mergepipe.engine.pipeline.segment_layout import lay_out
+from mergepipe.engine.pipeline.segments import SegmentShape, full_access, stored_bytes
+from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, OperatorInput, Reduced
+from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
@@ -23,15 +24,15 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 
 
-def can_fuse(task: MergeTask, operator: Operator, given: OperatorInput) -> bool:
+def can_fuse(task: MergeTask, operator: Operator, inputs: OperatorInput) -> bool:
     """Whether every block of the result depends only on the same block of the inputs, and on no random numbers."""
     if task.action is Action.COPY or not task.experts:
         return True
-    is_elementwise = operator.granularity(given) == 1 and operator.reduction(given, NOTHING_REDUCED) is None
+    is_elementwise = operator.granularity(inputs) == 1 and operator.reduction(inputs, NOTHING_REDUCED) is None
     return is_elementwise and not operator.is_random
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class MergedTensor:
     """The result of one task as a `ComputedTensor`, rounded to the task's dtype as a written one would be.
 
@@ -39,8 +40,8 @@ class MergedTensor:
     """
 
     task: MergeTask
-    operator: Operator
-    given: OperatorInput
+    operator_name: str
+    inputs: OperatorInput
     is_delta: bool = False
     is_unit: bool = False
 
@@ -76,12 +77,14 @@ class MergedTensor:
         """Bytes of all inputs; of inputs that are read as a unit, all of them again: more than is requested."""
         return sum(source_cost_bytes(source, span) for source in (self.task.base, *self.task.experts))
 
+    def _block_function(self, reduced: Reduced) -> BlockFunction | None:
+        if self.task.action is Action.COPY:
+            return None
+        return operator_named(self.operator_name).block_function(self.inputs, reduced)
+
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
         """Return a fetch of spans; keeps what computed inputs keep."""
-        is_copy = self.task.action is Action.COPY
-        work = TensorWork(
-            self.task, None, lambda known: None if is_copy else self.operator.block_function(self.given, known)
-        )
+        work = TensorWork(self.task, None, self._block_function)
         work.conclude()
         sources = opened_sources((self.task,), files)
         everyone = tuple(range(len(self.task.experts)))

@@ -6,7 +6,7 @@ Pure planning: no file is opened. A segment holds either a run of one tensor or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import (
@@ -228,8 +228,8 @@ def choose_buffer_sizes(
             f"{memory_bytes + reserved_bytes} bytes were allowed, at least {needed + reserved_bytes} are needed",
             "raise --memory",
         )
-    wanted = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
-    scale = wanted / smallest
+    ideal = max(smallest, min(IDEAL_BUFFER_BYTES, memory_bytes // LARGEST_SHARE_OF_MEMORY))
+    scale = ideal / smallest
     return BufferSizes(
         round_up(int(raw_bytes * scale), PAGE_BYTES), max(out_bytes, int(out_bytes * scale) // PAGE_BYTES * PAGE_BYTES)
     )
@@ -255,15 +255,18 @@ def plan_jobs(
     sizes: BufferSizes,
     runs_of: RunsOf = full_access,
     cut_of: CutOf = CUT_AT_GRAINS,
+    starts: Collection[int] = (),
 ) -> Iterator[JobShape]:
-    """Cut `tasks` (in output order) into jobs, lazily.
+    """Cut `tasks` (in output order) into jobs, lazily. No job reaches across `starts`, the first tasks of shards.
 
     Laws: the runs of each task are disjoint, in order and cover its tensor; every segment fits its buffer; every cut
-    inside a tensor falls on a multiple of `cut_of` its task.
+    inside a tensor falls on a multiple of `cut_of` its task; the jobs of a shard do not depend on other shards.
     """
     packer = _Packer(tasks, sizes, cut_of)
     for index, task in enumerate(tasks):
         runs = tuple(runs_of(index, task))
+        if index in starts and packer.runs:
+            yield packer.close()
         if packer.fits_whole(runs):
             if not packer.has_room(runs):
                 yield packer.close()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.checkpoints.contract import NO_TURNS, ComputedTensor, NeedsBase, TensorEntry, Turns, Unchanged
-from mergepipe.engine.passes import Afterwards, Job, Pass, Stage
-from mergepipe.engine.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
-from mergepipe.engine.segments import SegmentShape
+from mergepipe.engine.pipeline.jobs import Afterwards, Job, Pass, Stage
+from mergepipe.engine.pipeline.segment_layout import Computation, Piece, Read, SegmentLayout, is_on_base, lay_out
+from mergepipe.engine.pipeline.segments import SegmentShape
 from mergepipe.errors import StorageError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
@@ -344,8 +345,8 @@ def _as_analysis(layout: SegmentLayout) -> SegmentLayout:
     """Charge the reads to analysis: they come on top of the one pass that every merge makes."""
     return replace(
         layout,
-        reads=tuple(replace(each, purpose=Purpose.ANALYSIS) for each in layout.reads),
-        computations=tuple(replace(each, purpose=Purpose.ANALYSIS) for each in layout.computations),
+        reads=tuple(replace(read, purpose=Purpose.ANALYSIS) for read in layout.reads),
+        computations=tuple(replace(order, purpose=Purpose.ANALYSIS) for order in layout.computations),
     )
 
 
@@ -360,13 +361,13 @@ Opened = Mapping[tuple[int, bool], Fill]
 
 def opened_sources(tasks: Sequence[MergeTask], files: Mapping[Location, RangeFile]) -> Opened:
     """Open the computed tensors of some tasks, by `Computation.key`."""
-    found: dict[tuple[int, bool], Fill] = {}
+    opened: dict[tuple[int, bool], Fill] = {}
     for task in tasks:
         for source in (task.base, *task.experts):
             if not isinstance(source, TensorEntry | Unchanged):
                 on_base = is_on_base(source, task.base)
-                found[id(source), on_base] = _opened(source, files, on_base=on_base)
-    return found
+                opened[id(source), on_base] = _opened(source, files, on_base=on_base)
+    return opened
 
 
 def fill_now(
@@ -383,8 +384,8 @@ def fill_now(
     """
     for read in layout.reads:
         _read(replace(read, purpose=purpose), buffer, files)
-    bases = {each.base_offset: _base_bytes(each, buffer) for each in layout.computations if each.on_base}
-    for order in sorted(layout.computations, key=lambda each: each.on_base):
+    bases = {order.base_offset: _base_bytes(order, buffer) for order in layout.computations if order.on_base}
+    for order in sorted(layout.computations, key=attrgetter("on_base")):
         opened[order.key](replace(order, purpose=purpose), buffer, bases)
 
 

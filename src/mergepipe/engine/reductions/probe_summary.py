@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import Source, TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.engine.segments import Run
-from mergepipe.engine.summaries import fill_record
+from mergepipe.engine.pipeline.segments import Run
+from mergepipe.engine.reductions.tensor_summary import fill_record
 from mergepipe.operators.base import RawBlock, Reduced
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,

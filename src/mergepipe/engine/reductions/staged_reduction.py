@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from mergepipe.engine.reductions import Reduction, make_reduction
+from mergepipe.engine.reductions.block_reductions import Reduction, make_reduction
+from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities
 from mergepipe.operators.base import NOTHING_REDUCED, Operator, OperatorInput, RawBlock, Reduced, ReductionRequest
-
-Answer = Callable[[ReductionRequest], Reduced | None]
-Left = Callable[[ReductionRequest], ReductionRequest | None]
-Complete = Callable[[Reduced], Reduced]
-
-
-def nothing_known(_: ReductionRequest) -> None:
-    """Answer nothing: every quantity has to be gathered."""
-    return
-
-
-def _all_of_it(request: ReductionRequest) -> ReductionRequest:
-    return request
-
-
-def _as_it_is(reduced: Reduced) -> Reduced:
-    return reduced
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The stages of quantities that `operator` needs of a tensor.
-
-    `answer` gives what is known without looking at the tensor; what is `left` of a request is gathered, and
-    `complete` joins it with what was known of the rest.
-    """
+    """The stages of quantities that `operator` needs of a tensor, less those that are `known` without looking at it."""
 
     operator: Operator
-    given: OperatorInput
-    answer: Answer = nothing_known
-    left: Left = _all_of_it
-    complete: Complete = _as_it_is
+    inputs: OperatorInput
+    known: KnownQuantities = NOTHING_KNOWN
 
     def next(self, reduced: Reduced) -> tuple[Reduced, ReductionRequest | None]:
         """Advance as far as known quantities allow; return them, and the next request to gather, if any.
@@ -46,16 +23,16 @@ class Needs:
         Raises:
             ValueError: an operator asks again for what it was told.
         """
-        asked: list[ReductionRequest] = []
-        while (wanted := self.operator.reduction(self.given, reduced)) is not None:
-            if wanted in asked:
-                raise ValueError(f"{self.operator.spec.name} asks again for {wanted}")
-            asked.append(wanted)
-            known = self.answer(wanted)
-            left = None if known is not None else self.left(wanted)
-            if left is not None:
-                return reduced, left
-            reduced = self.complete(reduced) if known is None else reduced.joined(known)
+        earlier: list[ReductionRequest] = []
+        while (request := self.operator.reduction(self.inputs, reduced)) is not None:
+            if request in earlier:
+                raise ValueError(f"{self.operator.spec.name} asks again for {request}")
+            earlier.append(request)
+            answer = self.known.answer(request)
+            unanswered = self.known.unanswered(request) if answer is None else None
+            if unanswered is not None:
+                return reduced, unanswered
+            reduced = self.known.completed(reduced) if answer is None else reduced.joined(answer)
         return reduced, None
 
 
@@ -96,12 +73,12 @@ class StagedReduction:
             return True
         if not self._current.finish():
             return False
-        joined = self._needs.complete(self._reduced.joined(self._current.result()))
+        joined = self._needs.known.completed(self._reduced.joined(self._current.result()))
         self._reduced, request = self._needs.next(joined)
         if request is None:
             self._current = None
             return True
-        self._current = make_reduction(request, self._needs.given.n_elements, self._n_experts)
+        self._current = make_reduction(request, self._needs.inputs.n_elements, self._n_experts)
         self._is_new = True
         return False
 

@@ -14,8 +14,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import DELTA_FLAG, GRAIN_ELEMENTS, ITEMSIZE_BY_KERNEL_CODE, BlockGrid
-from mergepipe.engine.order_statistics import RankSearch
-from mergepipe.engine.reductions import join_products
+from mergepipe.engine.reductions.block_reductions import join_products
+from mergepipe.engine.reductions.order_statistics import RankSearch
 from mergepipe.operators.base import InnerProducts, MagnitudeBand, MagnitudeCut, RawBlock, Reduced, ReductionRequest
 from mergepipe.operators.statistics import (
     BLOCK_RECORD,
@@ -33,7 +33,7 @@ from mergepipe.operators.statistics import (
 class TensorSummary:
     """Gathers `TensorStatistics` per expert; a `Reduction`. Blocks must be shown whole, cut on the grid.
 
-    Memory: per expert 320 KiB, 256 KiB per wanted density while refining, and the statistics themselves.
+    Memory: per expert 320 KiB, 256 KiB per density while refining, and the statistics themselves.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class TensorSummary:
         self._request = request
         self._densities = tuple(sorted(densities))
         ranks = {rank_of_density(density, grid.n_elements) for density in self._densities}
-        self._search_E = [RankSearch(ranks | wanted, grid.n_elements) for wanted in _wanted_ranks(request, n_experts)]
+        self._search_E = [
+            RankSearch(ranks | requested, grid.n_elements) for requested in _requested_ranks(request, n_experts)
+        ]
         n_cells = -(-grid.n_elements // GRAIN_ELEMENTS)
         self._base_C = np.zeros(n_cells, np.float64)
         self._cells_EC2 = np.zeros((n_experts, n_cells, 2), np.float64)
@@ -161,7 +163,7 @@ def merged_cuts(
     return shares[order], np.concatenate([bits_D, edges_H[is_new_H]])[order]
 
 
-def _wanted_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:
+def _requested_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:
     match request:
         case MagnitudeCut(kept_E):
             return [{kept} for kept in kept_E]

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid, Span
-from mergepipe.engine.order_statistics import NOTHING_KEPT_BITS
-from mergepipe.engine.segments import Run, full_access
+from mergepipe.engine.pipeline.segments import Run, full_access
+from mergepipe.engine.reductions.known_quantities import NOTHING_KNOWN, KnownQuantities, NothingKnown
+from mergepipe.engine.reductions.order_statistics import NOTHING_KEPT_BITS
 from mergepipe.operators.base import InnerProducts, MagnitudeCut, Reduced, ReductionRequest
 from mergepipe.planning.plan import Access, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -54,60 +55,59 @@ class PlannedAccess:
             levels = tuple((e, int(levels_EB[e, first])) for e in present if levels_EB[e, first])
             yield Run(task_index, span, present, sources, free, levels=levels)
 
-    def known(self, name: str) -> Reduced | None:
-        """Return the plan's tensor-wide quantities, if an operator needs no others."""
+    def known(self, name: str) -> KnownQuantities:
+        """Return the tensor-wide quantities that the plan holds of a tensor."""
         planned = self.tensors.get(name)
-        if planned is None:
-            return None
-        bits = [self._bits(planned, e) for e in range(len(planned.access))]
-        products = [self._products(access) for access in planned.access]
-        all_bits = None if None in bits else np.array(bits, np.uint32)
-        all_products = None if None in products else np.array(products, np.float64)
-        if all_bits is None and all_products is None:
-            return None
-        return Reduced(threshold_bits_E=all_bits, products_E3=all_products)
+        return NOTHING_KNOWN if planned is None else PlannedQuantities(planned)
 
-    def _bits(self, planned: PlannedTensor, e: int) -> int | None:
-        access = planned.access[e]
-        if access.threshold_bits is None and not access.blocks and not access.shared:
-            return NOTHING_KEPT_BITS  # nothing of it is read: any cut will do
-        return access.threshold_bits
 
-    def _products(self, access: Access) -> tuple[float, float, float] | None:
-        is_read = bool(access.blocks or access.shared)
-        return access.products if is_read else UNREAD_PRODUCTS
+@dataclass(frozen=True, slots=True)
+class PlannedQuantities(NothingKnown):
+    """The quantities that a plan holds of one tensor. Of experts that are not read nothing has to be known."""
 
-    def request(self, name: str, wanted: ReductionRequest | None) -> ReductionRequest | None:
-        """Return what is left to be reduced: nothing that the plan knows, nothing of experts that are not read."""
-        planned = self.tensors.get(name)
-        if planned is None or wanted is None:
-            return wanted
-        match wanted:
+    planned: PlannedTensor
+
+    def unanswered(self, request: ReductionRequest) -> ReductionRequest | None:
+        """Return a request for the experts that are read and whose quantities the plan lacks."""
+        match request:
             case MagnitudeCut(kept_E):
-                open_E = [self._bits(planned, e) is None for e in range(len(kept_E))]
-                left_E = tuple(kept if is_open else 0 for kept, is_open in zip(kept_E, open_E, strict=True))
-                return MagnitudeCut(left_E) if any(open_E) else None
+                is_open_E = [bits is None for bits in self._bits_E()]
+                open_E = tuple(kept if is_open else 0 for kept, is_open in zip(kept_E, is_open_E, strict=True))
+                return MagnitudeCut(open_E) if any(is_open_E) else None
             case InnerProducts():
-                return None if all(self._products(access) for access in planned.access) else wanted
+                return None if None not in self._products_E() else request
             case _:  # a plan knows nothing of it
-                return wanted
+                return request
 
-    def completed(self, name: str, reduced: Reduced) -> Reduced:
-        """Join the reduced quantities with those that the plan knows."""
-        planned = self.tensors.get(name)
-        if planned is None:
-            return reduced
-        known = self.known(name)
-        if known is not None:
+    def completed(self, reduced: Reduced) -> Reduced:
+        """Join the reduced quantities with those that the plan holds, of all experts or of some."""
+        bits_E, products_E = self._bits_E(), self._products_E()
+        known = Reduced(
+            threshold_bits_E=None if None in bits_E else np.array(bits_E, np.uint32),
+            products_E3=None if None in products_E else np.array(products_E, np.float64),
+        )
+        if known.threshold_bits_E is not None or known.products_E3 is not None:
             return reduced.joined(known)
         if reduced.threshold_bits_E is None:
             return reduced
-        bits_E = reduced.threshold_bits_E.copy()
-        for e in range(len(planned.access)):
-            known_bits = self._bits(planned, e)
-            if known_bits is not None:
-                bits_E[e] = known_bits
-        return replace(reduced, threshold_bits_E=bits_E)
+        gathered_E = reduced.threshold_bits_E.tolist()
+        joined_E = [bits if known is None else known for known, bits in zip(bits_E, gathered_E, strict=True)]
+        return replace(reduced, threshold_bits_E=np.array(joined_E, np.uint32))
+
+    def _bits_E(self) -> list[int | None]:
+        return [_cut_bits(access) for access in self.planned.access]
+
+    def _products_E(self) -> list[tuple[float, float, float] | None]:
+        return [access.products if _is_read(access) else UNREAD_PRODUCTS for access in self.planned.access]
+
+
+def _is_read(access: Access) -> bool:
+    return bool(access.blocks or access.shared)
+
+
+def _cut_bits(access: Access) -> int | None:
+    """Return the cut; any will do where nothing is read."""
+    return NOTHING_KEPT_BITS if access.threshold_bits is None and not _is_read(access) else access.threshold_bits
 
 
 def source_of_blocks(planned: PlannedTensor, n_blocks: int) -> NDArray[np.int32]:

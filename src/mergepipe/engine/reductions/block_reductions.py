@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.core.blocks import GRAIN_ELEMENTS
-from mergepipe.engine.order_statistics import RankSearch
+from mergepipe.engine.reductions.order_statistics import RankSearch
 from mergepipe.operators.base import (
     ColumnGram,
     InnerProducts,
@@ -90,7 +90,7 @@ class MagnitudeCuts:
         self._kept_E = tuple(kept_E)
         self._dropped_E = None if dropped_E is None else tuple(dropped_E)
         ranks = zip(self._kept_E, self._dropped_E or self._kept_E, strict=True)
-        self._search_E = [RankSearch(set(wanted), n_elements) for wanted in ranks]
+        self._search_E = [RankSearch(set(both), n_elements) for both in ranks]
 
     def _each(self, block: RawBlock, step: Callable[[RankSearch, RawBlock, int], None]) -> None:
         """Run a step for every open expert, starting at another one for each block: threads seldom contend."""

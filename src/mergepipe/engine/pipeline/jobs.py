@@ -9,9 +9,10 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.engine.reductions import Reduction
-from mergepipe.engine.segment_layout import Piece, SegmentLayout
-from mergepipe.engine.segments import JobShape, SegmentShape
+from mergepipe.engine.observer import Tap
+from mergepipe.engine.pipeline.segment_layout import Piece, SegmentLayout
+from mergepipe.engine.pipeline.segments import JobShape, SegmentShape
+from mergepipe.engine.reductions.block_reductions import Reduction
 from mergepipe.errors import LimitError
 from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, RawBlock, Reduced
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -46,19 +47,6 @@ class Pass:
     afterwards: Afterwards
     last_reads: bool  # no later pass of this job reads anything
     repeated: bool = False  # its reads come on top of the one pass that every merge makes
-
-
-@dataclass(frozen=True, slots=True)
-class Tap:
-    """An observer of the bytes read of some tensors (by name), called per piece before it is merged.
-
-    `look` is told of each piece once, from compute threads, with the buffer that it lies in. Those tensors are cut at
-    multiples of `cut_elements` only.
-    """
-
-    tensors: frozenset[str]
-    cut_elements: int
-    look: Callable[[MergeTask, Piece, NDArray[np.uint8]], None]
 
 
 class TensorWork:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.contract import ComputedTensor, KeptTotal, NeedsBase, Readable, TensorEntry
 from mergepipe.core.blocks import Span
-from mergepipe.engine.segments import Run, SegmentShape
+from mergepipe.engine.pipeline.segments import Run, SegmentShape
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.ledger import Purpose
@@ -95,18 +95,18 @@ def lay_out(
     shape: SegmentShape, tasks: Sequence[MergeTask], out_start: int, alignment_of: Callable[[Location], int]
 ) -> SegmentLayout:
     """Place a segment's sources in its buffer: byte ranges, joined where they touch, then computed tensors."""
-    wanted: list[_NeededElements] = []
+    needed: list[_NeededElements] = []
     for run in shape.runs:
-        task, base = tasks[run.task_index], len(wanted)
+        task, base = tasks[run.task_index], len(needed)
         if run.reused is not None:
-            wanted.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
+            needed.append(_NeededElements(run.reused, run.span, Purpose.REUSE, base))
             continue
-        wanted.append(_NeededElements(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
+        needed.append(_NeededElements(task.base, run.span, _purpose(task.base, Purpose.BASE), base))
         experts = [run.source(task, e) for e in run.read_experts]
-        wanted.extend(_NeededElements(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
-    reads, places = _join(wanted, alignment_of)
+        needed.extend(_NeededElements(source, run.span, _purpose(source, Purpose.EXPERT), base) for source in experts)
+    reads, places = _join(needed, alignment_of)
     end = round_up(reads[-1].buffer_offset + reads[-1].nbytes, PAGE_BYTES) if reads else 0
-    computations = _place_computed(wanted, places, end)
+    computations = _place_computed(needed, places, end)
     pieces, position, out_offset = [], 0, out_start
     for run in shape.runs:
         stop = position + 1 + len(run.read_experts)
@@ -126,38 +126,38 @@ def is_on_base(source: Readable, base: Readable) -> bool:
     return isinstance(source, NeedsBase) and source.encoded_on == base
 
 
-def _place_computed(wanted: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
+def _place_computed(needed: Sequence[_NeededElements], places: list[int], position: int) -> tuple[Computation, ...]:
     """Give computed tensors their places after `position`."""
     computations = []
-    for i, each in enumerate(wanted):
-        if not isinstance(each.source, TensorEntry):
+    for i, elements in enumerate(needed):
+        if not isinstance(elements.source, TensorEntry):
             places[i] = position
-            base = wanted[each.base].source
+            base = needed[elements.base].source
             computations.append(
                 Computation(
-                    source=each.source,
-                    span=each.span,
+                    source=elements.source,
+                    span=elements.span,
                     buffer_offset=position,
-                    base_offset=places[each.base],
-                    base_bytes=each.span.n_elements * base.dtype.itemsize,
-                    on_base=is_on_base(each.source, base),
-                    purpose=each.purpose,
+                    base_offset=places[elements.base],
+                    base_bytes=elements.span.n_elements * base.dtype.itemsize,
+                    on_base=is_on_base(elements.source, base),
+                    purpose=elements.purpose,
                 )
             )
             position = round_up(position + computations[-1].nbytes, PAGE_BYTES)
-    return tuple(each for each in computations if each.span.n_elements)
+    return tuple(computation for computation in computations if computation.span.n_elements)
 
 
-def _join(wanted: Sequence[_NeededElements], alignment_of: Callable[[Location], int]) -> tuple[list[Read], list[int]]:
+def _join(needed: Sequence[_NeededElements], alignment_of: Callable[[Location], int]) -> tuple[list[Read], list[int]]:
     """Return requests that cover all stored ranges, and the buffer offset of each range's first byte."""
-    entries = [(i, each.source) for i, each in enumerate(wanted) if isinstance(each.source, TensorEntry)]
-    starts = {i: entry.offset + wanted[i].span.start * entry.dtype.itemsize for i, entry in entries}
-    entries.sort(key=lambda each: (wanted[each[0]].purpose, str(each[1].file), starts[each[0]]))
+    entries = [(i, elements.source) for i, elements in enumerate(needed) if isinstance(elements.source, TensorEntry)]
+    starts = {i: entry.offset + needed[i].span.start * entry.dtype.itemsize for i, entry in entries}
+    entries.sort(key=lambda pair: (needed[pair[0]].purpose, str(pair[1].file), starts[pair[0]]))
     reads: list[Read] = []
-    places = [0] * len(wanted)
+    places = [0] * len(needed)
     position = 0
     for i, entry in entries:
-        span, purpose = wanted[i].span, wanted[i].purpose
+        span, purpose = needed[i].span, needed[i].purpose
         alignment = alignment_of(entry.file)
         first = starts[i] // alignment * alignment
         last = round_up(starts[i] + span.n_elements * entry.dtype.itemsize, alignment) if span.n_elements else first

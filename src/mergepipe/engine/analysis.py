@@ -1,0 +1,80 @@
+"""Analyse without writing: read tensors once, and report the statistics of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.core.blocks import BlockGrid
+from mergepipe.engine.make_part import at_tap_cuts
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.pipeline.jobs import Job, TensorWork
+from mergepipe.engine.pipeline.pipeline import Pipeline
+from mergepipe.engine.pipeline.segment_layout import Piece
+from mergepipe.engine.pipeline.segments import (
+    JobShape,
+    Run,
+    choose_buffer_sizes,
+    cut_everywhere,
+    full_access,
+    plan_jobs,
+    uncut_blocks,
+)
+from mergepipe.engine.reductions.probe_summary import ProbeSummary, sample_runs
+from mergepipe.engine.reductions.tensor_summary import TensorSummary
+from mergepipe.engine.tensor_work import no_function, reporter
+from mergepipe.engine.work import AnalysisWork, EngineOptions
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.storage.buffers import BufferPool
+from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.location import Location
+
+
+def run_analysis(
+    work: AnalysisWork, files: Mapping[Location, RangeFile], options: EngineOptions, observer: Observer
+) -> None:
+    """Read every task's tensors once and report the statistics of each expert.
+
+    A tensor whose copies do not fit into the memory cap may be read twice. Memory: as `make_part`.
+
+    Raises:
+        LimitError, StorageError, CorruptError: as `make_part`.
+    """
+    cut_of = at_tap_cuts(cut_everywhere(work.block_elements), observer.tap)
+    cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
+    sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
+    pool = BufferPool(sizes.total_bytes, options.memory_bytes)
+
+    def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
+        if not work.probe_fraction:
+            return full_access(index, task)
+        grid = BlockGrid(task.base.n_elements, work.block_elements)
+        return sample_runs(index, task, grid, work.probe_fraction, work.probe_stride)
+
+    pipeline = Pipeline(
+        work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None)
+    )
+    pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), pool.limit, observer))
+
+
+def _jobs(work: AnalysisWork, shapes: Iterator[JobShape], held_limit: int, observer: Observer) -> Iterator[Job]:
+    for shape in shapes:
+        works = []
+        for task in (work.tasks[i] for i in shape.task_indices):
+            grid = BlockGrid(task.base.n_elements, work.block_elements)
+            summary: TensorSummary | ProbeSummary
+            if work.probe_fraction:
+                summary = ProbeSummary(grid, task.experts[0], work.probe_stride)
+            else:
+                summary = TensorSummary(grid, len(task.experts), None, work.densities)
+            works.append(TensorWork(task, summary, no_function, reporter(task, summary, observer.on_statistics)))
+        yield Job(shape, works, held_limit, writes=False, tap=observer.tap)
+
+
+class _NoSink:
+    """The sink of an analysis, which writes nothing."""
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+        raise AssertionError("an analysis has no output")

@@ -1,0 +1,206 @@
+"""Make a part of a merge: write its shards into a staging directory, with bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.contract import NeedsBase
+from mergepipe.checkpoints.open_files import open_pinned
+from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
+from mergepipe.engine.observer import SILENT, Observer, Tap
+from mergepipe.engine.pipeline.jobs import Job
+from mergepipe.engine.pipeline.pipeline import Pipeline, SegmentSink
+from mergepipe.engine.pipeline.segment_layout import Piece
+from mergepipe.engine.pipeline.segments import (
+    BufferSizes,
+    CutOf,
+    JobShape,
+    Levels,
+    Run,
+    RunsOf,
+    choose_buffer_sizes,
+    fits_memory,
+    full_access,
+    plan_jobs,
+    uncut_blocks,
+    with_reuse,
+)
+from mergepipe.engine.tensor_work import can_reuse, operator_input, tensor_work
+from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, PartResult
+from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.recipes.resolve.tasks import Action, MergeTask
+from mergepipe.snapshots.overlay.writer import OverlayWriter
+from mergepipe.snapshots.shards import DurableProgress, ShardWriter
+from mergepipe.storage.buffers import BufferPool
+from mergepipe.storage.contract import Store
+from mergepipe.storage.output import CHUNK_BYTES
+
+
+def make_part(
+    work: MergeWork,
+    part: Part,
+    directory: Path,
+    store: Store,
+    options: EngineOptions,
+    observer: Observer = SILENT,
+    progress: DurableProgress | None = None,
+) -> PartResult:
+    """Write the shards of `part` into `directory`, reading the work's files through `store`.
+
+    What `progress` says is durable already is neither read nor written.
+
+    Memory: `options.memory_bytes` of buffers, and the counters of reductions (see `engine.reductions`).
+
+    Raises:
+        ConflictError: `input.changed`, a file has another version than the work names.
+        LimitError: the memory cap is too small for one step.
+        StorageError, CorruptError: see `Pipeline.run`.
+    """
+    layout = _layout(work, options.memory_bytes - CHUNK_BYTES, observer.tap)
+    by_shard = work.output.tasks_by_shard()
+    own = OutputPlan(
+        tuple(work.output.shards[shard] for shard in part.shards),
+        tuple(task for shard in part.shards for task in by_shard[shard]),
+    )
+    n_done = len(progress.done) if progress else 0
+    tasks = own.tasks[n_done:]
+    starts = {first - n_done for first in accumulate(len(by_shard[shard]) for shard in part.shards)}
+    before = store.ledger.usage()
+    with open_pinned(store, work.files) as files, _writer(work, own, directory, store, progress) as writer:
+        sink = _OverlaySink(writer, tasks) if isinstance(writer, OverlayWriter) else _ShardSink(writer, tasks)
+        shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
+        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
+        pipeline = Pipeline(
+            tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads,
+            lambda: observer.on_progress(writer.progress),
+        )  # fmt: skip
+        pipeline.run(_jobs(layout.work, tasks, shapes, pool.limit, observer))
+        writer.finish()
+    digests = iter(writer.digests)
+    return PartResult(
+        {shard: tuple(next(digests) for _ in by_shard[shard]) for shard in part.shards},
+        store.ledger.usage() - before,
+        writer.table if isinstance(writer, OverlayWriter) else None,
+    )
+
+
+def _writer(
+    work: MergeWork, own: OutputPlan, directory: Path, store: Store, progress: DurableProgress | None
+) -> ShardWriter | OverlayWriter:
+    if work.overlay is None:
+        return ShardWriter(directory, own.shards, store.ledger, progress)
+    if own.shards != work.output.shards or (progress is not None and progress.done):
+        raise ValueError("an overlay is one file: it is made whole")
+    return OverlayWriter(directory, own.shards, work.overlay.files, work.overlay.places, store.ledger)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a work is read and cut for an amount of memory; the same for each of its parts."""
+
+    work: MergeWork
+    pool_bytes: int
+    sizes: BufferSizes
+    runs_of: RunsOf
+    cut_of: CutOf
+
+
+def _layout(work: MergeWork, pool_bytes: int, tap: Tap | None) -> _Layout:
+    """Choose buffers and cuts by all tasks of a work, and leave out what cannot be gathered or reused."""
+    tasks = work.output.tasks
+    if work.statistics_of:
+        trimmed = {task.name for task in tasks if _levels(work, task)}  # more would be read for statistics
+        work = replace(work, statistics_of=work.statistics_of - trimmed)
+    if work.statistics_of and not fits_memory(tasks, pool_bytes, _cut_of(work, tap)):
+        work = replace(work, statistics_of=frozenset())  # whole blocks of all models are more than the cap allows
+    reusable = {task.name: work.reusable[task.name] for task in tasks if can_reuse(work, task)}
+    work = replace(work, reusable=reusable, statistics_of=work.statistics_of - reusable.keys() - work.rules.keys())
+    cut_of = uncut_blocks(_cut_of(work, tap), tasks, pool_bytes)
+    sizes = choose_buffer_sizes(tasks, pool_bytes, cut_of, CHUNK_BYTES)
+    return _Layout(work, pool_bytes, sizes, _runs_of(work), cut_of)
+
+
+def _jobs(
+    work: MergeWork, tasks: Sequence[MergeTask], shapes: Iterator[JobShape], held_limit: int, observer: Observer
+) -> Iterator[Job]:
+    for shape in shapes:
+        works = [tensor_work(work, tasks[i], observer.on_statistics) for i in shape.task_indices]
+        yield Job(shape, works, held_limit, reads_once=work.access is not None, tap=observer.tap)
+
+
+def _cut_of(work: MergeWork, tap: Tap | None) -> CutOf:
+    """Return where tensors may be cut. A rule that needs whole rows is cut between rows only."""
+    if work.access is not None:
+        grid = work.access.block_elements
+    else:
+        grid = DEFAULT_BLOCK_ELEMENTS if work.statistics_of else GRAIN_ELEMENTS
+
+    def cut_of(task: MergeTask) -> int:
+        if task.action is Action.COPY or not task.experts:
+            return grid
+        granularity = work.operator.granularity(operator_input(work, task))
+        if granularity == 1 or work.access is None:
+            return granularity if granularity > 1 else grid
+        if any(isinstance(source, NeedsBase) for source in task.experts):
+            return math.lcm(granularity, grid)  # encoded blocks are charged once
+        return granularity * -(-grid // granularity)  # no more cuts than blocks, and a plan has charged a page for each
+
+    return at_tap_cuts(cut_of, tap)
+
+
+def at_tap_cuts(cut_of: CutOf, tap: Tap | None) -> CutOf:
+    """Restrict the cuts to those that the tap allows."""
+    if tap is None:
+        return cut_of
+    return lambda task: math.lcm(cut_of(task), tap.cut_elements) if task.name in tap.tensors else cut_of(task)
+
+
+def _runs_of(work: MergeWork) -> RunsOf:
+    """Return the runs to read: the planned ones, or of every expert the lowest level that the rule needs."""
+
+    def sufficient(index: int, task: MergeTask) -> Iterable[Run]:
+        return full_access(index, task, levels=() if task.name in work.statistics_of else _levels(work, task))
+
+    runs_of = sufficient if work.access is None else work.access.runs_of
+    return with_reuse(runs_of, work.reusable) if work.reusable else runs_of
+
+
+def _levels(work: MergeWork, task: MergeTask) -> Levels:
+    return sufficient_levels(work.operator, operator_input(work, task), task) if task.experts else ()
+
+
+class _ShardSink(SegmentSink):
+    """Passes the results in a buffer to the writer, tensor by tensor."""
+
+    def __init__(self, writer: ShardWriter, tasks: Sequence[MergeTask]) -> None:
+        self._writer = writer
+        self._tasks = tasks
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+        for piece in pieces:
+            nbytes = piece.run.span.n_elements * self._tasks[piece.run.task_index].dtype.itemsize
+            if nbytes:
+                self._writer.append(buffer[piece.out_offset : piece.out_offset + nbytes])
+
+
+class _OverlaySink(SegmentSink):
+    """Passes results to the overlay together with the base's stored bytes, which are in the same buffer."""
+
+    def __init__(self, overlay: OverlayWriter, tasks: Sequence[MergeTask]) -> None:
+        self._overlay = overlay
+        self._tasks = tasks
+
+    def write_segment(self, pieces: Sequence[Piece], buffer: NDArray[np.uint8]) -> None:
+        for piece in pieces:
+            task = self._tasks[piece.run.task_index]
+            nbytes = piece.run.span.n_elements * task.dtype.itemsize
+            has_base = piece.run.reused is None and self._overlay.refers_to(task.name)
+            base = buffer[piece.base_offset : piece.base_offset + nbytes] if has_base else None
+            self._overlay.append(buffer[piece.out_offset : piece.out_offset + nbytes], base)

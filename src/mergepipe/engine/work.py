@@ -1,0 +1,184 @@
+"""Describe work for the engine as values: what to merge or to analyse, and the parts that a merge is made in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+
+from mergepipe.checkpoints.open_files import PinnedFile
+from mergepipe.engine.pipeline.segments import Reusable
+from mergepipe.engine.planned_access import PlannedAccess
+from mergepipe.engine.reductions.known_quantities import RecordedQuantities
+from mergepipe.operators.base import BlockFunction, Operator
+from mergepipe.operators.registry import operator_named
+from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.snapshots.overlay.table import BaseFile, BlockPlace, OverlayTable
+from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, plan_shards
+from mergepipe.storage.ledger import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options that never change the result: compute threads, and the cap on buffers in bytes."""
+
+    threads: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """The shards to write, and the tasks in the order of their bytes in the shards."""
+
+    shards: tuple[ShardLayout, ...]
+    tasks: tuple[MergeTask, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(shard.file_bytes for shard in self.shards)
+
+    def tasks_by_shard(self) -> list[tuple[MergeTask, ...]]:
+        """Return the tasks of each shard."""
+        tasks = iter(self.tasks)
+        return [tuple(next(tasks) for _ in shard.tensors) for shard in self.shards]
+
+
+def plan_output(tasks: Sequence[MergeTask], shard_bytes: int) -> OutputPlan:
+    """Lay out the output's shards."""
+    by_name = {task.name: task for task in tasks}
+    shards = plan_shards([TensorSpec(task.name, task.dtype, task.shape) for task in tasks], shard_bytes)
+    return OutputPlan(shards, tuple(by_name[spec.name] for shard in shards for spec in shard.tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class OverlayBase:
+    """The base of an overlay: its files, and where they hold the bytes that tensors of the output may share."""
+
+    files: tuple[BaseFile, ...]
+    places: Mapping[str, BlockPlace]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeWork:
+    """A merge to run, as a value: it holds no open file and no function of the process that made it.
+
+    `files` are all files that it reads, each at its version. `operator_name` and the tasks' parameters say how tensors
+    are merged, `seed` and the content ids (by model, or none) key randomness. With `access` only what it plans is read,
+    cut on its grid so that reads cost what was planned; `renormalize` divides weights by the sum of those selected.
+
+    `statistics_of` names the tensors whose experts' statistics are gathered; those are read in full. `recorded`
+    quantities of other tensors are not gathered again. `reusable` are results that stand in earlier snapshots, by
+    tensor; one that must be reduced first is reused whole or not at all. `rules` are applied to the tensors they name
+    instead of the operator's, without any reduction. With an `overlay` only blocks that differ from its base are
+    written.
+
+    Laws: it pickles, and unpickles to an equal value, if its inputs are those of a recipe; the bytes that it makes
+    depend on nothing else.
+    """
+
+    output: OutputPlan
+    operator_name: str
+    seed: int
+    content_ids: Mapping[int, str]
+    files: tuple[PinnedFile, ...] = ()
+    access: PlannedAccess | None = None
+    renormalize: bool = False
+    statistics_of: frozenset[str] = frozenset()
+    recorded: Mapping[str, RecordedQuantities] = field(default_factory=dict)
+    reusable: Mapping[str, Reusable] = field(default_factory=dict)
+    rules: Mapping[str, BlockFunction] = field(default_factory=dict)
+    overlay: OverlayBase | None = None
+
+    @property
+    def operator(self) -> Operator:
+        """The operator of that name in this process."""
+        return operator_named(self.operator_name)
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisWork:
+    """An analysis to run: tasks with their experts, the grid, and the densities whose cuts are computed.
+
+    With a `probe_fraction` above zero only that share of every `probe_stride`-th block is read, and each task has one
+    expert.
+    """
+
+    tasks: tuple[MergeTask, ...]
+    block_elements: int
+    densities: tuple[float, ...]
+    probe_fraction: float = 0.0
+    probe_stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some shards of an output, by their ascending indices: what one worker makes.
+
+    Law: its bytes do not depend on who makes it, nor on the other parts.
+    """
+
+    shards: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if list(self.shards) != sorted(set(self.shards)) or (self.shards and self.shards[0] < 0):
+            raise ValueError(f"not ascending indices of shards: {self.shards}")
+
+
+def whole(output: OutputPlan) -> Part:
+    """Return the part that is everything."""
+    return Part(tuple(range(len(output.shards))))
+
+
+def split(output: OutputPlan, n_parts: int) -> tuple[Part, ...]:
+    """Deal the shards to parts so that the largest part is small; with fewer shards than parts some are empty.
+
+    Laws: the parts are disjoint and cover the output; equal outputs are split alike.
+    """
+    if n_parts < 1:
+        raise ValueError(f"an output has at least one part, not {n_parts}")
+    shards_of: list[list[int]] = [[] for _ in range(n_parts)]
+    bytes_of = [0] * n_parts
+    by_size = sorted(range(len(output.shards)), key=lambda index: (-output.shards[index].file_bytes, index))
+    for index in by_size:
+        part = bytes_of.index(min(bytes_of))
+        shards_of[part].append(index)
+        bytes_of[part] += output.shards[index].file_bytes
+    return tuple(Part(tuple(sorted(shards))) for shards in shards_of)
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What is known of a finished part: the digests of its tensors by shard, and the bytes it read and wrote.
+
+    Laws: the results of all parts add up to that of the whole, in any order; a part made again gives an equal result.
+    """
+
+    digests_of: Mapping[int, tuple[TensorDigest, ...]] = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
+    overlay: OverlayTable | None = None
+
+    @property
+    def part(self) -> Part:
+        """The part that this is the result of."""
+        return Part(tuple(sorted(self.digests_of)))
+
+    @property
+    def digests(self) -> tuple[TensorDigest, ...]:
+        """The digests of all tensors, in output order."""
+        return tuple(digest for shard in sorted(self.digests_of) for digest in self.digests_of[shard])
+
+    def __add__(self, other: PartResult) -> PartResult:
+        """Join the results of disjoint parts.
+
+        Raises:
+            ValueError: a shard is in both, or an overlay, which is always whole.
+        """
+        if self.digests_of.keys() & other.digests_of.keys() or self.overlay or other.overlay:
+            raise ValueError(f"{self.part} and {other.part} are not disjoint parts of one output")
+        return PartResult({**self.digests_of, **other.digests_of}, self.usage + other.usage)
+
+
+def joined(results: Iterable[PartResult]) -> PartResult:
+    """Join the results of disjoint parts, each made once."""
+    return reduce(add, results, PartResult())
