@@ -34,7 +34,7 @@ from mergepipe.engine.pipeline.segments import (
 )
 from mergepipe.engine.tensor_work import can_reuse, operator_input, tensor_work
 from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, Part, PartResult
-from mergepipe.planning.sufficient_levels import sufficient_levels
+from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 from mergepipe.snapshots.overlay.writer import OverlayWriter
 from mergepipe.snapshots.shards import DurableProgress, ShardWriter
