@@ -6,28 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.commands import (
-    analyze,
-    catalog,
-    check,
-    diff,
-    explain,
-    gc,
-    lineage,
-    ls,
-    materialise,
-    merge,
-    pack,
-    plan,
-    repair,
-    replay,
-    run,
-    show,
-    sweep,
-    tailor,
-    unpack,
-    verify,
-)
+from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
+from mergepipe.cli.commands.experts import pack, unpack
+from mergepipe.cli.commands.maintenance import catalog, gc
+from mergepipe.cli.commands.merging import check, merge, run
+from mergepipe.cli.commands.snapshots import diff, lineage, ls, materialise, repair, replay, show, verify
+from mergepipe.cli.commands.training import tailor
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup

@@ -18,7 +18,7 @@ BasePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
 ]
 ExpertPaths: TypeAlias = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
-PackAlong: TypeAlias = Annotated[
+PackPath: TypeAlias = Annotated[
     str | None,
     typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -15,6 +15,7 @@ from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
 from mergepipe.core.escaping import printable
 
 if TYPE_CHECKING:
+    from mergepipe.cli.guard import Session
     from mergepipe.reports import Progress
 
 WINDOW_SECONDS = 5.0
@@ -169,3 +170,15 @@ class BarDisplay(NoDisplay):
         reading = self._meter.read(progress, now)
         pace = "  ".join(reading.pace())
         self._bars.update(self._task, description=reading.phase, completed=reading.fraction, pace=pace, refresh=True)
+
+
+@contextlib.contextmanager
+def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
+    """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
+    with choose_display(silent=silent) as display:
+
+        def on_progress(progress: Progress) -> None:
+            session.interrupts.report()
+            display.update(progress)
+
+        yield on_progress

@@ -23,10 +23,10 @@ def pack_table(report: PackReport) -> str:
     return "\n".join(map(printable, lines))
 
 
-def along_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
+def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
     """What was packed on the way of a merge or an analysis, and what was not, as facts."""
     done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
-    return done + [("not packed", f"{each.expert}: {each.reason}") for each in not_packed]
+    return done + [("not packed", f"{refused.expert}: {refused.reason}") for refused in not_packed]
 
 
 def _packed_line(expert: PackedExpert) -> str:

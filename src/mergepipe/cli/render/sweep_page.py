@@ -70,15 +70,15 @@ def _level_lines(report: SweepReport) -> list[Line]:
     lines = []
     for number, name in enumerate(reversed(used)):
         closer = used[used.index(name) :]
-        shares = [(point, sum(dict(point.levels).get(each, 0) for each in closer) / most) for point in points]
+        shares = [(point, sum(dict(point.levels).get(name, 0) for name in closer) / most) for point in points]
         lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(report, shares)))
     return lines
 
 
-def _places(report: SweepReport, found: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
+def _places(report: SweepReport, values: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
     full = report.full_expert_bytes
-    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in found if y is not None))
+    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in values if y is not None))
 
 
 def _percent(share: float) -> str:

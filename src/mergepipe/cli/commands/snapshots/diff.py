@@ -8,7 +8,8 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Home, Quiet, SnapshotName
-from mergepipe.cli.running import print_report, progress_shown
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
 
 Fast = Annotated[bool, typer.Option("--fast", help="Compare manifests only, and read no tensors.")]
 

@@ -22,12 +22,12 @@ def list_snapshots(
     """List the snapshots that the catalog knows, newest first."""
     from mergepipe import api
 
-    found = api.list_snapshots(home=home)
+    snapshots = api.list_snapshots(home=home)
     if as_json:
         from mergepipe.cli.render.json import to_json
 
-        print(to_json({"snapshots": found}))
+        print(to_json({"snapshots": snapshots}))
     else:
         from mergepipe.cli.render.catalog import snapshots_table
 
-        print(printable_lines(snapshots_table(found)))
+        print(printable_lines(snapshots_table(snapshots)))

@@ -8,7 +8,9 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, BasePath, Debug, ExpertPaths, Quiet, Threads
-from mergepipe.cli.running import naming_what_stands, print_report, progress_shown
+from mergepipe.cli.outcomes import tell_what_is_published
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
 
 PackOut = Annotated[
     str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
@@ -43,7 +45,7 @@ def pack(
     session: Session = context.obj
     from mergepipe import api
 
-    with naming_what_stands(), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_what_is_published(), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
     from mergepipe.cli.render.packing import pack_table
 

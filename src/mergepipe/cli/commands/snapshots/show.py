@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home, SnapshotName
-from mergepipe.cli.running import print_report
+from mergepipe.cli.printing import print_report
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def show(
     """Show one snapshot: how it was made, from what, what was read."""
     from mergepipe import api
 
-    found = api.show(snapshot, home=home)
+    report = api.show(snapshot, home=home)
     from mergepipe.cli.render.catalog import snapshot_table
 
-    print_report(found, snapshot_table, as_json=as_json)
+    print_report(report, snapshot_table, as_json=as_json)

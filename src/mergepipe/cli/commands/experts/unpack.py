@@ -9,7 +9,9 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Quiet, Threads
-from mergepipe.cli.running import print_report, progress_shown, truthful_about
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
 
 StorePath = Annotated[str, typer.Argument(metavar="STORE", help="A store that pack made.")]
 UnpackOut = Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="The directory to create.")]
@@ -38,7 +40,7 @@ def unpack(
     session: Session = context.obj
     from mergepipe import api
 
-    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.unpack(store, out, base=base, threads=threads, on_progress=on_progress)
     from mergepipe.cli.render.packing import unpack_line
 

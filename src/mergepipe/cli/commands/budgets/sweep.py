@@ -24,7 +24,9 @@ from mergepipe.cli.options import (
     Threads,
     plan_options,
 )
-from mergepipe.cli.running import optional_size, print_report, progress_shown
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.options import SWEEP_BUDGETS, RunOptions
 
 Budgets = Annotated[

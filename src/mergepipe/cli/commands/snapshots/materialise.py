@@ -9,7 +9,9 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Home, NoCatalog, Quiet, SnapshotName, Threads
-from mergepipe.cli.running import print_report, progress_shown, truthful_about
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
 from mergepipe.options import RunOptions
 
 WholePath = Annotated[
@@ -49,7 +51,7 @@ def materialise(
     from mergepipe import api
 
     target = Path(overlay if out is None else out)
-    with truthful_about(target), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(target), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.materialise(
             overlay,
             out,

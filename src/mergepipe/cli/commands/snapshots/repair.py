@@ -6,7 +6,9 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Home, Memory, Quiet, SnapshotName, Threads
-from mergepipe.cli.running import optional_size, print_report, progress_shown
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.core.outcome import note_committed
 from mergepipe.options import RunOptions
 

@@ -8,7 +8,8 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Home, Memory, Quiet, SnapshotName, Threads
-from mergepipe.cli.running import optional_size, progress_shown
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.core.escaping import printable_lines
 from mergepipe.options import RunOptions
 

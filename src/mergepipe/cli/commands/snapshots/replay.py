@@ -8,7 +8,10 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AsJson, Debug, Force, Home, Memory, NoCatalog, OutPath, Quiet, SnapshotName, Threads
-from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import print_merge_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.options import RunOptions
 
 
@@ -40,7 +43,7 @@ def replay(
     options = RunOptions(threads=threads, memory_bytes=memory_bytes, home=home, catalog=not no_catalog)
     from mergepipe import api
 
-    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.replay(
             snapshot,
             out,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
-from mergepipe.cli.running import print_report
+from mergepipe.cli.printing import print_report
 
 Subject = Annotated[
     str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
@@ -37,7 +37,7 @@ def explain(
     """
     from mergepipe import api
 
-    found = api.explain(subject, tensor=tensor, home=home)
+    explanation = api.explain(subject, tensor=tensor, home=home)
     from mergepipe.cli.render.plans import explain_table
 
-    print_report(found, explain_table, as_json=as_json)
+    print_report(explanation, explain_table, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
-from mergepipe.cli.running import print_report
+from mergepipe.cli.printing import print_report
 
 Roots = Annotated[
     list[str] | None, typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth.")
@@ -50,7 +50,7 @@ def stats(
     """Say what the catalog holds and how large it is."""
     from mergepipe import api
 
-    found = api.catalog_stats(home=home)
+    report = api.catalog_stats(home=home)
     from mergepipe.cli.render.catalog import catalog_table
 
-    print_report(found, catalog_table, as_json=as_json)
+    print_report(report, catalog_table, as_json=as_json)

@@ -24,7 +24,7 @@ from mergepipe.cli.options import (
     NoReuse,
     OnOmit,
     OutPath,
-    PackAlong,
+    PackPath,
     Price,
     Quiet,
     RecipePath,
@@ -38,7 +38,10 @@ from mergepipe.cli.options import (
     adjust_min_density,
     plan_options,
 )
-from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import print_merge_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions
 
 Budget = Annotated[
@@ -94,7 +97,7 @@ def merge(
     no_reuse: NoReuse = False,
     keep_accumulators: KeepAccumulators = False,
     overlay: Overlay = False,
-    pack: PackAlong = None,
+    pack: PackPath = None,
     threads: Threads = None,
     memory: Memory = None,
     seed: Seed = 0,
@@ -145,7 +148,7 @@ def merge(
     )
     from mergepipe import api
 
-    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.merge(
             recipe,
             out,
@@ -159,9 +162,9 @@ def merge(
     print_merge_report(report, as_json=as_json, quiet=quiet)
 
 
-def _refuse_without_budget(given: Mapping[str, object]) -> None:
+def _refuse_without_budget(options: Mapping[str, object]) -> None:
     """Refuse options that only a budget gives a meaning, rather than ignore them."""
-    without_meaning = [option for option, value in given.items() if value is not None]
+    without_meaning = [option for option, value in options.items() if value is not None]
     if without_meaning:
         from mergepipe.errors import RecipeError
 

@@ -15,11 +15,13 @@ from mergepipe.cli.options import (
     ExpertPaths,
     Home,
     Memory,
-    PackAlong,
+    PackPath,
     Quiet,
     Threads,
 )
-from mergepipe.cli.running import optional_size, print_report, progress_shown
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.options import RunOptions
 
 Probe = Annotated[
@@ -45,7 +47,7 @@ def analyze(
     probe: Probe = None,
     density: Densities = None,
     block_elements: BlockElements = None,
-    pack: PackAlong = None,
+    pack: PackPath = None,
     home: Home = None,
     threads: Threads = None,
     memory: Memory = None,

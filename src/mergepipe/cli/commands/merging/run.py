@@ -21,7 +21,10 @@ from mergepipe.cli.options import (
     ShardSize,
     Threads,
 )
-from mergepipe.cli.running import optional_size, print_merge_report, progress_shown, truthful_about
+from mergepipe.cli.outcomes import tell_if_published
+from mergepipe.cli.printing import print_merge_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.sizes import optional_size
 from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
 
 PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
@@ -60,7 +63,7 @@ def run(
     shard_bytes = optional_size(shard_size, "--shard-size")
     from mergepipe import api
 
-    with truthful_about(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
         report = api.run(
             plan,
             out,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.options import AsJson, Debug, Home
-from mergepipe.cli.running import print_report
+from mergepipe.cli.printing import print_report
 
 Roots = Annotated[list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else staging of dead runs may lie.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
