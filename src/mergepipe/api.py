@@ -11,7 +11,7 @@ Jobs are imported when they are called, so that importing this module costs noth
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from mergepipe.options import (
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.planning.plan import Plan
+    from mergepipe.recipes.parse.yaml_source import RecipeText
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
@@ -57,11 +58,15 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES, allow_dropped: Sequence[str] = ()
+    recipe: str | Path | Mapping[str, object],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_dropped: Sequence[str] = (),
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data.
 
     Args:
+        recipe: a YAML file, or its content as a mapping, with paths relative to the working directory.
         shard_bytes, allow_dropped: see `MergeOptions`.
 
     Raises:
@@ -73,12 +78,12 @@ def check(
     from mergepipe.runs.inputs import open_inputs
     from mergepipe.storage.local import LocalStore
 
-    inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
+    inputs = open_inputs(_recipe(recipe), LocalStore(), allow_dropped)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
 
 def merge(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     out: str | Path,
     *,
     budget: str | None = None,
@@ -93,6 +98,7 @@ def merge(
     Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
 
     Args:
+        recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
         target_error: see `plan`.
         force: replace a snapshot that is already at `out`.
@@ -113,13 +119,13 @@ def merge(
     if planned_by is None:
         from mergepipe.jobs.merge import run_merge
 
-        return run_merge(Path(recipe), Path(out), settings, started=started, on_progress=on_progress)
+        return run_merge(_recipe(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
         budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse
     )
-    return run_budgeted(Path(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
+    return run_budgeted(_recipe(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
 # --- planning under a budget ---
@@ -177,7 +183,7 @@ def analyze(
 
 
 def plan(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     budget: str | None = None,
     *,
     target_error: float | None = None,
@@ -192,6 +198,7 @@ def plan(
     Reads no tensor data, but for measuring how fast the base is read where reads are priced by time for the first time.
 
     Args:
+        recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`).
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
             to the full merge, relative to what that changes.
@@ -208,7 +215,7 @@ def plan(
 
     options = options or PlanOptions()
     request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse)
-    return plan_recipe(Path(recipe), request, home_of(home))
+    return plan_recipe(_recipe(recipe), request, home_of(home))
 
 
 def store_plan(plan: Plan, path: str | Path) -> None:
@@ -274,7 +281,7 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
 
 
 def sweep(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     budgets: Sequence[str] = SWEEP_BUDGETS,
     *,
     seed: int = 0,
@@ -287,6 +294,7 @@ def sweep(
     """Merge in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
 
     Args:
+        recipe: see `check`.
         budgets, seed: see `plan`.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
         allow_dropped: see `MergeOptions`.
@@ -308,7 +316,7 @@ def sweep(
     place = None if work is None else Path(work)
     request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place)
     settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
-    return run_sweep(Path(recipe), request, settings, on_progress)
+    return run_sweep(_recipe(recipe), request, settings, on_progress)
 
 
 # --- packing experts ---
@@ -579,3 +587,12 @@ def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.runs.snapshots import find_snapshot_path
 
     return find_snapshot_path(str(snapshot), home_of(home))
+
+
+def _recipe(recipe: str | Path | Mapping[str, object]) -> Path | RecipeText:
+    """Return where a recipe is, or the text of one that is given as a mapping."""
+    if not isinstance(recipe, Mapping):
+        return Path(recipe)
+    from mergepipe.recipes.parse.yaml_source import recipe_text
+
+    return recipe_text(recipe, Path.cwd())

@@ -37,6 +37,9 @@ class Notes:
     noted: list[TensorDigest] = field(default_factory=list)
     calls: int = 0
 
+    def is_due(self, pending_bytes: int) -> bool:
+        return pending_bytes >= self.interval_bytes
+
     def note(self, digests: Sequence[TensorDigest]) -> None:
         self.noted.extend(digests)
         self.calls += 1

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from mergepipe.cli.render.terminal import coloured_report
 from mergepipe.core.escaping import printable_lines
 
 if TYPE_CHECKING:
     from mergepipe.reports import MergeReport
 
 Report = TypeVar("Report")
+
+
+def print_text(text: str) -> None:
+    """Print a table for people: nothing of it can control the terminal but our own colours."""
+    print(coloured_report(printable_lines(text)))
 
 
 def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
@@ -20,7 +26,7 @@ def print_report(report: Report, table: Callable[[Report], str], *, as_json: boo
 
         print(to_json(report))
     elif not quiet:
-        print(printable_lines(table(report)))
+        print_text(table(report))
 
 
 def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
@@ -32,4 +38,4 @@ def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> No
     elif not quiet:
         from mergepipe.cli.render.merges import merge_table
 
-        print(printable_lines(merge_table(report)))
+        print_text(merge_table(report))

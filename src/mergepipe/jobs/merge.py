@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs
@@ -13,7 +14,12 @@ from mergepipe.storage.local import LocalStore
 
 
 def run_merge(
-    recipe: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+    recipe: Path | RecipeText,
+    out: Path,
+    settings: MergeSettings,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()

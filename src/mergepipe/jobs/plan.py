@@ -22,6 +22,7 @@ from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_parameters
@@ -76,9 +77,9 @@ def plan_request(
         raise RecipeError.of("option.error", "--target-error", f"{target_error:g} was given", "it is 0 or more")
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
-    density = options.adjust_min_density
+    density = options.min_density
     choices = PlanningChoices(
-        OnOmit(options.on_omit),
+        OnOmit(options.where_omitted),
         None if density is None else AdjustPolicy(density),
         check_seed(seed),
         target_error,
@@ -166,8 +167,8 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
-    """Plan the recipe at a path."""
+def plan_recipe(recipe: Path | RecipeText, request: PlanRequest, home: Path) -> Plan:
+    """Plan a recipe."""
     store = LocalStore()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
@@ -176,7 +177,7 @@ def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
 
 
 def run_budgeted(
-    recipe: Path,
+    recipe: Path | RecipeText,
     out: Path,
     request: PlanRequest,
     settings: MergeSettings,

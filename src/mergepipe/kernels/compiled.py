@@ -11,6 +11,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from mergepipe.kernels.compilation import compiling
 from mergepipe.kernels.compiler import njit
 
 P = ParamSpec("P")
@@ -31,6 +32,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """
     compiled: Callable[P, R] = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
     _renew_with_any_kernel(compiled)
+    _announce_compiling(compiled)
     return compiled
 
 
@@ -47,3 +49,15 @@ def _renew_with_any_kernel(compiled: Any) -> None:
     """Invalidate the cached code of a kernel when any kernel source changes."""
     directories = {Path(__file__).parent, Path(compiled.py_func.__code__.co_filename).parent}
     compiled._cache._cache_file._source_stamp = "".join(sources_digest(directory) for directory in sorted(directories))
+
+
+def _announce_compiling(compiled: Any) -> None:
+    """Let listeners know while `compiled` is really compiled, which numba does where its cache on disk has no entry."""
+    compiler = compiled._compiler
+    compile_function = compiler.compile
+
+    def announced(*arguments: Any) -> Any:
+        with compiling():
+            return compile_function(*arguments)
+
+    compiler.compile = announced

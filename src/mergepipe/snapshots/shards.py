@@ -128,9 +128,8 @@ class DurableProgress(Protocol):
         """The tensors that are durable already, in output order."""
         ...
 
-    @property
-    def interval_bytes(self) -> int:
-        """About how many bytes are written between two records."""
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now, with `pending_bytes` written since the last record."""
         ...
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
@@ -141,7 +140,7 @@ class DurableProgress(Protocol):
 class ShardWriter:
     """Writes the shards of one output sequentially, digesting every block. A context manager.
 
-    With a `progress`, durable tensors are skipped, and progress is recorded about every `interval_bytes`.
+    With a `progress`, durable tensors are skipped, and progress is recorded whenever it `is_due`.
     Memory: one write chunk of 8 MiB.
     """
 
@@ -239,10 +238,10 @@ class ShardWriter:
     def _note_if_due(self) -> None:
         """Record progress: closed files, and the open one after synchronising it."""
         progress = self._progress
-        if progress is None:
+        if progress is None or len(self.digests) == self._noted:
             return
         in_file = 0 if self._file is None else self._file.unsynced_bytes
-        if self._unnoted_bytes + in_file < progress.interval_bytes:
+        if not progress.is_due(self._unnoted_bytes + in_file):
             return
         if self._file is not None and self._ends:
             durable = self._file.sync()

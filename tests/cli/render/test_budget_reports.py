@@ -13,11 +13,12 @@ from mergepipe.cli.render.catalog import lineage_tree
 from mergepipe.cli.render.charts import Line, draw_chart
 from mergepipe.cli.render.json import to_json
 from mergepipe.cli.render.layout import columns_text
+from mergepipe.cli.render.levels import error_table
 from mergepipe.cli.render.plans import plan_table
 from mergepipe.cli.render.sweep import sweep_table
 from mergepipe.cli.render.sweep_page import charts_of, sweep_page
 from mergepipe.planning.plan import Fallback, OmissionBound, Plan, PlannedModel
-from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.reports import LayerShare, SweepPoint, SweepReport
 
 
 def point(budget: str, policy: str, share: float, error: float | None, bound: float | None = None) -> SweepPoint:
@@ -156,3 +157,22 @@ def test_to_json__knows_paths_times_and_nothing_else() -> None:
     )
     with pytest.raises(TypeError):
         to_json({"x": object()})
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_error_table__shows_every_expert_and_layer_in_the_width_there_is(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    experts = [f"models/expert-{i}" for i in range(20)]
+    layers = [
+        LayerShare(str(i), 4, 2, (2,) * 20, levels=(("whole", 40),), energies=((0.01, 1.0),) * 20) for i in range(36)
+    ]
+    layers.append(LayerShare("", 3, 0, (0,) * 20, levels=(("largest exactly", 10),), energies=(None,) * 20))
+    lines = error_table(layers, experts).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines[2:22]] == experts
+    ranges = lines[0].split()[4:]
+    assert (ranges[-1], ranges[-2].rpartition("-")[2], ranges[0].partition("-")[0]) == ("others", "35", "0")
+    assert [" ".join(line.split()[:-1])[:18] for line in lines[22:]] == ["blocks read: large", "blocks read: whole"]
+    assert lines[2].split()[1:] == ["10", "%"] * (len(ranges) - 1) + ["-"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
 from mergepipe.cli.render.layout import columns_text, facts_text, share_text
-from mergepipe.cli.render.units import format_bytes, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, plural
 from mergepipe.reports import SnapshotReport
 
 SHORT_SID = 12

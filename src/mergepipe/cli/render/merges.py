@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact, facts_text
 from mergepipe.cli.render.packing import packing_facts
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
 
 MAX_PATTERNS = 4

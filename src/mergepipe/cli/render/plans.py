@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Protocol
 
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, number_text, share_text
-from mergepipe.cli.render.levels import error_table, error_text, levels_text, price_facts
-from mergepipe.cli.render.units import format_bytes
+from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_shares import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
 from mergepipe.reports import ExpertShare, Explanation
 
 MAX_GROUPS = 6
-MAX_LAYER_EXPERTS = 8
 MAX_RUN_CHARACTERS = 60
 WHY_LEAST = "what else trimming and electing change is not in it"
 
@@ -65,8 +64,8 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]
-    graded = [] if plan.expected_error is None else ["of them", "error expected"]
-    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base", *graded], rows)
+    graded = [] if plan.expected_error is None else ["how closely", "error expected"]
+    table = columns_text(["expert", "read", "of it", "blocks read", "as the base", *graded], rows)
     if graded:
         explanation = explanation_of(Path(), plan, None, None)
         table += f"\n\n{error_table(explanation.layers, [expert.model for expert in explanation.experts])}"
@@ -135,20 +134,21 @@ def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
 
 
 def _layer_table(explanation: Explanation) -> str:
-    shown = explanation.experts[:MAX_LAYER_EXPERTS]
-    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
+    """Where experts are, an expert a row and some layers a column."""
+    names = [expert.model for expert in explanation.experts]
+    groups = grouped_layers(explanation.layers, names)
+    blocks = [sum(layer.blocks for layer in group) for group in groups]
+    touched = [sum(layer.touched for layer in group) for group in groups]
+    taking_part = [[sum(layer.taking_part[e] for layer in group) for group in groups] for e in range(len(names))]
     rows = [
-        [
-            layer.layer or "others",
-            str(layer.blocks),
-            share_text(layer.touched, layer.blocks),
-            *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
-        ]
-        for layer in explanation.layers
+        ["blocks", *map(str, blocks)],
+        *(
+            [name, *(share_text(count, whole) for count, whole in zip(counts, blocks, strict=True))]
+            for name, counts in (("touched", touched), *zip(names, taking_part, strict=True))
+        ),
     ]
-    more = len(explanation.experts) - len(shown)
-    note = "by expert: blocks read, shared, or equal to the base's" + (f"; {more} more: see --json" if more else "")
-    return f"{columns_text(head, rows)}\n({note})"
+    table = columns_text(["in layers", *(layers_range(group) for group in groups)], rows)
+    return f"{table}\n(by expert: blocks read, shared, or equal to the base's)"
 
 
 def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import Damage, GcReport, MaterialiseReport, RepairReport, SnapshotDiff, VerifyReport
 
 SHORT_SID = 12

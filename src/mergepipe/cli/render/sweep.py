@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text, share_text
 from mergepipe.cli.render.levels import levels_text
-from mergepipe.cli.render.units import format_bytes, format_seconds
+from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.reports import SweepPoint, SweepReport
 
 

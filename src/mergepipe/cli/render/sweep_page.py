@@ -11,8 +11,8 @@ from mergepipe.cli.render.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH,
 from mergepipe.cli.render.layout import number_text, share_text
 from mergepipe.cli.render.levels import levels_text
 from mergepipe.cli.render.sweep import expected_text, rounding_note
-from mergepipe.cli.render.units import format_bytes, format_seconds
 from mergepipe.core.escaping import as_line
+from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.planning.level_shares import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.cli.render.units import format_bytes, format_seconds, plural
 from mergepipe.core.escaping import json_line, printable
+from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport

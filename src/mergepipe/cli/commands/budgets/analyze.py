@@ -7,22 +7,10 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import (
-    AsJson,
-    BasePath,
-    BlockElements,
-    Debug,
-    ExpertPaths,
-    Home,
-    Memory,
-    PackPath,
-    Quiet,
-    Threads,
-)
+from mergepipe.cli.options import BasePath, BlockElements, ExpertPaths, PackPath, ReportFlags, RunFlags
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.sizes import optional_size
-from mergepipe.options import RunOptions
+from mergepipe.cli.registration import add_command
 
 Probe = Annotated[
     str | None,
@@ -34,9 +22,15 @@ Densities = Annotated[
 ]
 
 
+EXAMPLES = (
+    "mergepipe analyze base/ expert-1/ expert-2/",
+    "mergepipe analyze base/ expert-1/ --probe 1%",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("analyze")(analyze)
+    add_command(app, analyze, section="Budgets", examples=EXAMPLES)
 
 
 def analyze(
@@ -48,23 +42,19 @@ def analyze(
     density: Densities = None,
     block_elements: BlockElements = None,
     pack: PackPath = None,
-    home: Home = None,
-    threads: Threads = None,
-    memory: Memory = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    machine: RunFlags,
+    printing: ReportFlags,
 ) -> None:
     """Read each EXPERT once against BASE and keep what plans need.
 
     What is known of unchanged files is not read again. An interrupted analysis is resumed.
     """
     session: Session = context.obj
-    options = RunOptions(threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home)
+    options = machine.options()
     probe_fraction = 0.0 if probe is None else parse_share(probe, "--probe")
     from mergepipe import api
 
-    with progress_shown(session, silent=quiet or as_json) as on_progress:
+    with progress_shown(session, silent=printing.silent) as on_progress:
         report = api.analyze(
             base,
             experts,
@@ -77,7 +67,7 @@ def analyze(
         )
     from mergepipe.cli.render.merges import analyze_table
 
-    print_report(report, analyze_table, as_json=as_json, quiet=quiet)
+    print_report(report, analyze_table, as_json=printing.as_json, quiet=printing.quiet)
 
 
 def parse_share(text: str, option: str) -> float:

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.options import Home, PrintFlags
 from mergepipe.cli.printing import print_report
+from mergepipe.cli.registration import add_command
 
 Subject = Annotated[
     str, typer.Argument(metavar="SNAPSHOT|PLAN", help="A snapshot's directory or sid, or a stored plan.")
@@ -18,9 +19,15 @@ TensorPattern = Annotated[
 ]
 
 
+EXAMPLES = (
+    "mergepipe explain plan.json",
+    "mergepipe explain merged/ --tensor 'model.layers.0.*'",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("explain")(explain)
+    add_command(app, explain, section="Budgets", examples=EXAMPLES)
 
 
 def explain(
@@ -28,8 +35,7 @@ def explain(
     *,
     tensor: TensorPattern = None,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Say which experts are where in a snapshot or a plan, and why.
 
@@ -40,4 +46,4 @@ def explain(
     explanation = api.explain(subject, tensor=tensor, home=home)
     from mergepipe.cli.render.plans import explain_table
 
-    print_report(explanation, explain_table, as_json=as_json)
+    print_report(explanation, explain_table, as_json=printing.as_json)

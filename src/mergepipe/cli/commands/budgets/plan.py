@@ -9,39 +9,48 @@ import typer
 
 from mergepipe.cli.options import (
     BUDGET_HELP,
-    AdjustOperator,
+    BUDGET_PANEL,
+    PRINT_PANEL,
     AllowDropped,
-    BlockElements,
     Debug,
     Home,
-    MinDensity,
     NoReuse,
-    OnOmit,
-    Price,
+    PlanFlags,
     RecipePath,
     Seed,
-    Select,
-    StorageSpeed,
     TargetError,
-    adjust_min_density,
-    plan_options,
 )
-from mergepipe.core.escaping import json_line, printable_lines
+from mergepipe.cli.printing import print_text
+from mergepipe.cli.registration import add_command
+from mergepipe.core.escaping import json_line
 from mergepipe.core.outcome import note_committed
 
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", metavar="BUDGET", help=BUDGET_HELP + "  [needed, but with --target-error]"),
+    typer.Option(
+        "--budget",
+        metavar="BUDGET",
+        help=BUDGET_HELP + "  [needed, but with --target-error]",
+        rich_help_panel=BUDGET_PANEL,
+    ),
 ]
 PlanOut = Annotated[
     str | None, typer.Option("--out", "-o", metavar="FILE", help="Store the plan there, for `mergepipe run`.")
 ]
-PlanAsJson = Annotated[bool, typer.Option("--json", help="Print the plan itself, as it would be stored.")]
+PlanAsJson = Annotated[
+    bool, typer.Option("--json", help="Print the plan itself, as it would be stored.", rich_help_panel=PRINT_PANEL)
+]
+
+
+EXAMPLES = (
+    "mergepipe plan recipe.yml --budget 25% --out plan.json",
+    "mergepipe plan recipe.yml --target-error 0.2",
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("plan")(plan)
+    add_command(app, plan, section="Budgets", examples=EXAMPLES)
 
 
 def plan(
@@ -49,13 +58,7 @@ def plan(
     *,
     budget: Budget = None,
     target_error: TargetError = None,
-    select: Select = None,
-    on_omit: OnOmit = None,
-    adjust_operator: AdjustOperator = False,
-    min_density: MinDensity = None,
-    block_elements: BlockElements = None,
-    price: Price = None,
-    storage_speed: StorageSpeed = None,
+    planning: PlanFlags,
     seed: Seed = 0,
     home: Home = None,
     allow_dropped: AllowDropped = None,
@@ -69,15 +72,7 @@ def plan(
     Says what of each expert is read, and what the omission costs at most. Reads no tensor data:
     what is known of the experts comes from the catalog, and from the indices of packed ones.
     """
-    lowest_density = adjust_min_density(adjust_operator=adjust_operator, min_density=min_density)
-    options = plan_options(
-        select=select,
-        on_omit=on_omit,
-        adjust_min_density=lowest_density,
-        block_elements=block_elements,
-        price=price,
-        storage_speed=storage_speed,
-    )
+    options = planning.options()
     from mergepipe import api
 
     decided = api.plan(
@@ -98,4 +93,4 @@ def plan(
     else:
         from mergepipe.cli.render.plans import plan_table
 
-        print(printable_lines(plan_table(decided, None if plan_out is None else Path(plan_out))))
+        print_text(plan_table(decided, None if plan_out is None else Path(plan_out)))

@@ -8,26 +8,11 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import (
-    AllowDropped,
-    AsJson,
-    Debug,
-    Home,
-    Memory,
-    OnOmit,
-    Price,
-    Quiet,
-    RecipePath,
-    Seed,
-    Select,
-    StorageSpeed,
-    Threads,
-    plan_options,
-)
+from mergepipe.cli.options import AllowDropped, PlanFlags, RecipePath, ReportFlags, RunFlags, Seed
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.sizes import optional_size
-from mergepipe.options import SWEEP_BUDGETS, RunOptions
+from mergepipe.cli.registration import add_command
+from mergepipe.options import SWEEP_BUDGETS
 
 Budgets = Annotated[
     str | None,
@@ -40,9 +25,15 @@ WorkPath = Annotated[
 ]
 
 
+EXAMPLES = (
+    "mergepipe sweep recipe.yml --html sweep.html",
+    "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("sweep")(sweep)
+    add_command(app, sweep, section="Budgets", examples=EXAMPLES)
 
 
 def sweep(
@@ -50,20 +41,13 @@ def sweep(
     recipe: RecipePath,
     *,
     budgets: Budgets = None,
-    select: Select = None,
-    on_omit: OnOmit = None,
-    price: Price = None,
-    storage_speed: StorageSpeed = None,
+    planning: PlanFlags,
     seed: Seed = 0,
-    home: Home = None,
     work: WorkPath = None,
     html: HtmlPath = None,
-    threads: Threads = None,
-    memory: Memory = None,
+    machine: RunFlags,
     allow_dropped: AllowDropped = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Measure error, bytes and time of RECIPE at several budgets.
 
@@ -71,13 +55,13 @@ def sweep(
     chosen one at the same budgets. The merged models are not kept.
     """
     session: Session = context.obj
-    options = RunOptions(threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home)
-    plan = plan_options(select=select, on_omit=on_omit, price=price, storage_speed=storage_speed)
+    options = machine.options()
+    plan = planning.options()
     if html is not None:
         _check_page(Path(html))
     from mergepipe import api
 
-    with progress_shown(session, silent=quiet or as_json) as on_progress:
+    with progress_shown(session, silent=printing.silent) as on_progress:
         report = api.sweep(
             recipe,
             SWEEP_BUDGETS if budgets is None else budgets.split(","),
@@ -96,7 +80,7 @@ def sweep(
         replace_durably(Path(html), sweep_page(report).encode(), Ledger())
     from mergepipe.cli.render.sweep import sweep_table
 
-    print_report(report, sweep_table, as_json=as_json, quiet=quiet)
+    print_report(report, sweep_table, as_json=printing.as_json, quiet=printing.quiet)
 
 
 def _check_page(path: Path) -> None:

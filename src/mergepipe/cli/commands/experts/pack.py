@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, BasePath, Debug, ExpertPaths, Quiet, Threads
+from mergepipe.cli.options import BasePath, ExpertPaths, ReportFlags, Threads
 from mergepipe.cli.outcomes import tell_what_is_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
 
 PackOut = Annotated[
     str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
@@ -20,9 +21,12 @@ Replace = Annotated[
 ]
 
 
+EXAMPLES = ("mergepipe pack base/ expert-1/ expert-2/ --out packed/",)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("pack")(pack)
+    add_command(app, pack, section="Experts", examples=EXAMPLES)
 
 
 def pack(
@@ -33,9 +37,7 @@ def pack(
     out: PackOut,
     replace: Replace = False,
     threads: Threads = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Keep each EXPERT as what it changes of BASE, bit for bit.
 
@@ -45,8 +47,8 @@ def pack(
     session: Session = context.obj
     from mergepipe import api
 
-    with tell_what_is_published(), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
     from mergepipe.cli.render.packing import pack_table
 
-    print_report(report, pack_table, as_json=as_json, quiet=quiet)
+    print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

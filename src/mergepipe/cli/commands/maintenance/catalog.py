@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.options import Home, PrintFlags
 from mergepipe.cli.printing import print_report
+from mergepipe.cli.registration import SectionedGroup, add_command
 
 Roots = Annotated[
     list[str] | None, typer.Argument(metavar="[ROOT]...", help="Directories to look for snapshots in, at any depth.")
@@ -16,18 +17,17 @@ Roots = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    group = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    group.command("rebuild")(rebuild)
-    group.command("stats")(stats)
-    app.add_typer(group, name="catalog", help="Look after the catalog.")
+    group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+    add_command(group, rebuild, examples=("mergepipe catalog rebuild /models",))
+    add_command(group, stats, examples=("mergepipe catalog stats",))
+    app.add_typer(group, name="catalog", help="Look after the catalog.", rich_help_panel="Maintenance")
 
 
 def rebuild(
     roots: Roots = None,
     *,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Make the catalog again from the manifests under ROOT and where snapshots were.
 
@@ -38,14 +38,13 @@ def rebuild(
     report = api.rebuild_catalog(roots or (), home=home)
     from mergepipe.cli.render.catalog import rebuild_table
 
-    print_report(report, rebuild_table, as_json=as_json)
+    print_report(report, rebuild_table, as_json=printing.as_json)
 
 
 def stats(
     *,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Say what the catalog holds and how large it is."""
     from mergepipe import api
@@ -53,4 +52,4 @@ def stats(
     report = api.catalog_stats(home=home)
     from mergepipe.cli.render.catalog import catalog_table
 
-    print_report(report, catalog_table, as_json=as_json)
+    print_report(report, catalog_table, as_json=printing.as_json)

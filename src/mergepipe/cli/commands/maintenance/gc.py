@@ -6,16 +6,23 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home
+from mergepipe.cli.options import Home, PrintFlags
 from mergepipe.cli.printing import print_report
+from mergepipe.cli.registration import add_command
 
 Roots = Annotated[list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else staging of dead runs may lie.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
 
 
+EXAMPLES = (
+    "mergepipe gc --dry-run",
+    "mergepipe gc /models",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("gc")(gc)
+    add_command(app, gc, section="Maintenance", examples=EXAMPLES)
 
 
 def gc(
@@ -23,8 +30,7 @@ def gc(
     *,
     dry_run: DryRun = False,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Remove what dead runs left, and rows about what is gone.
 
@@ -35,4 +41,4 @@ def gc(
     report = api.gc(roots or (), dry_run=dry_run, home=home)
     from mergepipe.cli.render.snapshots import gc_table
 
-    print_report(report, gc_table, as_json=as_json)
+    print_report(report, gc_table, as_json=printing.as_json)

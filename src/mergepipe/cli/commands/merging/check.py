@@ -6,15 +6,21 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AllowDropped, AsJson, Debug, RecipePath, ShardSize
+from mergepipe.cli.options import AllowDropped, PrintFlags, RecipePath, ShardSize
+from mergepipe.cli.printing import print_text
+from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import parse_size
-from mergepipe.core.escaping import printable_lines
 from mergepipe.options import DEFAULT_SHARD_BYTES
+
+EXAMPLES = (
+    "mergepipe check recipe.yml",
+    "mergepipe check --schema > recipe.schema.json",
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("check")(check)
+    add_command(app, check, section="Merging", examples=EXAMPLES)
 
 
 def _print_schema(wanted: bool) -> None:
@@ -36,9 +42,8 @@ def check(
     *,
     shard_size: ShardSize = None,
     allow_dropped: AllowDropped = None,
-    as_json: AsJson = False,
     schema: Schema = False,  # noqa: ARG001 - printed before there is a command
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Say what a merge of RECIPE would do.
 
@@ -56,11 +61,11 @@ def check(
         allow_dropped=allow_dropped or (),
     )
     free_bytes = shutil.disk_usage(Path.cwd()).free
-    if as_json:
+    if printing.as_json:
         from mergepipe.cli.render.json import check_json
 
         print(check_json(report, free_bytes))
     else:
         from mergepipe.cli.render.merges import check_table
 
-        print(printable_lines(check_table(report, free_bytes)))
+        print_text(check_table(report, free_bytes))

@@ -8,31 +8,23 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import (
-    AsJson,
-    Debug,
-    Force,
-    Home,
-    Memory,
-    NoCatalog,
-    OutPath,
-    Quiet,
-    Resume,
-    ShardSize,
-    Threads,
-)
+from mergepipe.cli.options import Force, NoCatalog, OutPath, ReportFlags, Resume, RunFlags, ShardSize
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES
 
 PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
 
 
+EXAMPLES = ("mergepipe run plan.json merged/",)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("run")(run)
+    add_command(app, run, section="Merging", examples=EXAMPLES)
 
 
 def run(
@@ -40,16 +32,12 @@ def run(
     plan: PlanPath,
     out: OutPath,
     *,
-    home: Home = None,
     no_catalog: NoCatalog = False,
     resume: Resume = None,
-    threads: Threads = None,
-    memory: Memory = None,
+    machine: RunFlags,
     force: Force = False,
     shard_size: ShardSize = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Merge as PLAN says into the directory OUT.
 
@@ -57,13 +45,11 @@ def run(
     An interrupted run is resumed.
     """
     session: Session = context.obj
-    options = RunOptions(
-        threads=threads, memory_bytes=optional_size(memory, "--memory"), home=home, catalog=not no_catalog
-    )
+    options = machine.options(catalog=not no_catalog)
     shard_bytes = optional_size(shard_size, "--shard-size")
     from mergepipe import api
 
-    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.run(
             plan,
             out,
@@ -73,4 +59,4 @@ def run(
             options=options,
             on_progress=on_progress,
         )
-    print_merge_report(report, as_json=as_json, quiet=quiet)
+    print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)

@@ -7,16 +7,23 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, Home, Quiet, SnapshotName
+from mergepipe.cli.options import Home, ReportFlags, SnapshotName
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
 
 Fast = Annotated[bool, typer.Option("--fast", help="Compare manifests only, and read no tensors.")]
 
 
+EXAMPLES = (
+    "mergepipe diff merged/ other/",
+    "mergepipe diff merged/ other/ --fast",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("diff")(diff)
+    add_command(app, diff, section="Snapshots", examples=EXAMPLES)
 
 
 def diff(
@@ -26,9 +33,7 @@ def diff(
     *,
     fast: Fast = False,
     home: Home = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Compare two snapshots.
 
@@ -37,8 +42,8 @@ def diff(
     session: Session = context.obj
     from mergepipe import api
 
-    with progress_shown(session, silent=quiet or as_json) as on_progress:
+    with progress_shown(session, silent=printing.silent) as on_progress:
         report = api.diff(a, b, reads_tensors=not fast, home=home, on_progress=on_progress)
     from mergepipe.cli.render.snapshots import diff_table
 
-    print_report(report, diff_table, as_json=as_json)
+    print_report(report, diff_table, as_json=printing.as_json)

@@ -6,15 +6,22 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home, SnapshotName
+from mergepipe.cli.options import Home, PrintFlags, SnapshotName
+from mergepipe.cli.registration import add_command
 from mergepipe.core.escaping import printable_lines
 
 AsDot = Annotated[bool, typer.Option("--dot", help="Print a graph in the DOT language.")]
 
 
+EXAMPLES = (
+    "mergepipe lineage merged/",
+    "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("lineage")(lineage)
+    add_command(app, lineage, section="Snapshots", examples=EXAMPLES)
 
 
 def lineage(
@@ -22,14 +29,13 @@ def lineage(
     *,
     dot: AsDot = False,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Show all that went into a snapshot, through all generations."""
     from mergepipe import api
 
     nodes = api.lineage(snapshot, home=home)
-    if as_json:
+    if printing.as_json:
         from mergepipe.cli.render.json import to_json
 
         print(to_json({"nodes": nodes}))

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home
-from mergepipe.core.escaping import printable_lines
+from mergepipe.cli.options import Home, PrintFlags
+from mergepipe.cli.printing import print_text
+from mergepipe.cli.registration import add_command
+
+EXAMPLES = ("mergepipe ls",)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("ls")(list_snapshots)
+    add_command(app, list_snapshots, name="ls", section="Snapshots", examples=EXAMPLES)
 
 
 def list_snapshots(
     *,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """List the snapshots that the catalog knows, newest first."""
     from mergepipe import api
 
     snapshots = api.list_snapshots(home=home)
-    if as_json:
+    if printing.as_json:
         from mergepipe.cli.render.json import to_json
 
         print(to_json({"snapshots": snapshots}))
     else:
         from mergepipe.cli.render.catalog import snapshots_table
 
-        print(printable_lines(snapshots_table(snapshots)))
+        print_text(snapshots_table(snapshots))

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, Force, Home, NoCatalog, Quiet, SnapshotName, Threads
+from mergepipe.cli.options import Force, Home, NoCatalog, ReportFlags, SnapshotName, Threads
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
 from mergepipe.options import RunOptions
 
 WholePath = Annotated[
@@ -22,9 +23,12 @@ MovedBase = Annotated[
 ]
 
 
+EXAMPLES = ("mergepipe materialise overlay/ whole/",)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("materialise")(materialise)
+    add_command(app, materialise, section="Snapshots", examples=EXAMPLES)
 
 
 def materialise(
@@ -37,9 +41,7 @@ def materialise(
     no_catalog: NoCatalog = False,
     threads: Threads = None,
     force: Force = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Make the whole snapshot of an overlay.
 
@@ -51,7 +53,7 @@ def materialise(
     from mergepipe import api
 
     target = Path(overlay if out is None else out)
-    with tell_if_published(target), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(target), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.materialise(
             overlay,
             out,
@@ -62,4 +64,4 @@ def materialise(
         )
     from mergepipe.cli.render.snapshots import materialise_table
 
-    print_report(report, materialise_table, as_json=as_json, quiet=quiet)
+    print_report(report, materialise_table, as_json=printing.as_json, quiet=printing.quiet)

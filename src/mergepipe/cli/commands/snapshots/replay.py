@@ -7,17 +7,18 @@ from pathlib import Path
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, Force, Home, Memory, NoCatalog, OutPath, Quiet, SnapshotName, Threads
+from mergepipe.cli.options import Force, NoCatalog, OutPath, ReportFlags, RunFlags, SnapshotName
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
-from mergepipe.cli.sizes import optional_size
-from mergepipe.options import RunOptions
+from mergepipe.cli.registration import add_command
+
+EXAMPLES = ("mergepipe replay 7b3a2e50 again/",)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("replay")(replay)
+    add_command(app, replay, section="Snapshots", examples=EXAMPLES)
 
 
 def replay(
@@ -25,25 +26,20 @@ def replay(
     snapshot: SnapshotName,
     out: OutPath,
     *,
-    home: Home = None,
     no_catalog: NoCatalog = False,
-    threads: Threads = None,
-    memory: Memory = None,
+    machine: RunFlags,
     force: Force = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: ReportFlags,
 ) -> None:
     """Make a snapshot again at OUT, from its manifest alone.
 
     The same bytes, or nothing: then it says which input is gone or is not what it was.
     """
     session: Session = context.obj
-    memory_bytes = optional_size(memory, "--memory")
-    options = RunOptions(threads=threads, memory_bytes=memory_bytes, home=home, catalog=not no_catalog)
+    options = machine.options(catalog=not no_catalog)
     from mergepipe import api
 
-    with tell_if_published(Path(out)), progress_shown(session, silent=quiet or as_json) as on_progress:
+    with tell_if_published(Path(out)), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.replay(
             snapshot,
             out,
@@ -51,4 +47,4 @@ def replay(
             options=options,
             on_progress=on_progress,
         )
-    print_merge_report(report, as_json=as_json, quiet=quiet)
+    print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import typer
 
-from mergepipe.cli.options import AsJson, Debug, Home, SnapshotName
+from mergepipe.cli.options import Home, PrintFlags, SnapshotName
 from mergepipe.cli.printing import print_report
+from mergepipe.cli.registration import add_command
+
+EXAMPLES = (
+    "mergepipe show merged/",
+    "mergepipe show 7b3a2e50",
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("show")(show)
+    add_command(app, show, section="Snapshots", examples=EXAMPLES)
 
 
 def show(
     snapshot: SnapshotName,
     *,
     home: Home = None,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Show one snapshot: how it was made, from what, what was read."""
     from mergepipe import api
@@ -26,4 +31,4 @@ def show(
     report = api.show(snapshot, home=home)
     from mergepipe.cli.render.catalog import snapshot_table
 
-    print_report(report, snapshot_table, as_json=as_json)
+    print_report(report, snapshot_table, as_json=printing.as_json)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AsJson, Debug, RecipePath
+from mergepipe.cli.options import Debug, PrintFlags, RecipePath, ReportFlags
+from mergepipe.cli.registration import SectionedGroup, add_command
 from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import json_line, printable_lines
 
@@ -32,7 +33,6 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe 
 SelfCheck = Annotated[
     str, typer.Option("--self-check", metavar="HOW", help="Compare with the sources: sampled, full or off.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report; errors only.")]
 Strategy = Annotated[
     str | None, typer.Option("--strategy", metavar="NAME", help="Of full checkpoints: parity, filter or latest.")
 ]
@@ -48,20 +48,20 @@ _THOROUGHNESS = ("sampled", "full", "off")
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    group = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    group.command("inspect")(inspect)
-    group.command("check")(check)
-    group.command("compose")(compose)
-    group.command("recipe")(recipe)
-    group.command("diff")(diff)
-    app.add_typer(group, name="tailor", help="Compose resumable training checkpoints of parts of several.")
+    group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+    add_command(group, inspect, examples=("mergepipe tailor inspect run/checkpoint-400 run/checkpoint-500",))
+    add_command(group, check, examples=("mergepipe tailor check tailor.yml",))
+    add_command(group, compose, examples=("mergepipe tailor compose tailor.yml composed/",))
+    add_command(group, recipe, examples=("mergepipe tailor recipe --run run/ --strategy parity > tailor.yml",))
+    add_command(group, diff, examples=("mergepipe tailor diff run/checkpoint-400 composed/",))
+    about = "Compose resumable training checkpoints of parts of several."
+    app.add_typer(group, name="tailor", help=about, rich_help_panel="Training")
 
 
 def inspect(
     checkpoints: Checkpoints,
     *,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+    printing: PrintFlags,
 ) -> None:
     """Say what training checkpoints hold, and whether parts of them fit together.
 
@@ -71,7 +71,7 @@ def inspect(
     from mergepipe.tailor import api
 
     report = api.inspect(*checkpoints)
-    print(json_line(report.to_json()) if as_json else printable_lines(inspect_table(report)))
+    print(json_line(report.to_json()) if printing.as_json else printable_lines(inspect_table(report)))
 
 
 def check(
@@ -80,8 +80,7 @@ def check(
     state_from: StateFrom = None,
     world_size: WorldSize = None,
     link: Link = False,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - see inspect
+    printing: PrintFlags,
 ) -> None:
     """Say what a composition would take from where, and how old each part is.
 
@@ -89,7 +88,7 @@ def check(
     """
     from mergepipe.tailor import api
 
-    _print(api.check(recipe, state_from=state_from, world_size=world_size, link=link), as_json=as_json)
+    _print(api.check(recipe, state_from=state_from, world_size=world_size, link=link), as_json=printing.as_json)
 
 
 def compose(
@@ -103,9 +102,7 @@ def compose(
     self_check: SelfCheck = "sampled",
     memory: Memory = None,
     force: Force = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,  # noqa: ARG001 - see inspect
+    printing: ReportFlags,
 ) -> None:
     """Compose a training checkpoint as RECIPE says into the directory OUT.
 
@@ -122,7 +119,7 @@ def compose(
         session.interrupts.report()
         display.update(Progress(phase, done_bytes, total_bytes))
 
-    with choose_display(silent=quiet or as_json) as display:
+    with choose_display(silent=printing.silent) as display:
         report = api.compose(
             recipe,
             out,
@@ -134,8 +131,8 @@ def compose(
             force=force,
             on_progress=on_progress,
         )
-    if as_json or not quiet:
-        _print(report, as_json=as_json)
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
 
 
 def recipe(
@@ -162,8 +159,7 @@ def diff(
     first: Checkpoint,
     second: Checkpoint,
     *,
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001 - see inspect
+    printing: PrintFlags,
 ) -> None:
     """Print how far two checkpoints are apart, unit by unit: weights, exp_avg, exp_avg_sq.
 
@@ -174,7 +170,7 @@ def diff(
     from mergepipe.tailor import api
 
     report = api.diff(first, second, on_bytes=lambda *_: session.interrupts.report())
-    print(json_line(report.to_json()) if as_json else printable_lines(diff_table(report)))
+    print(json_line(report.to_json()) if printing.as_json else printable_lines(diff_table(report)))
 
 
 def _print(report: CompositionReport, *, as_json: bool) -> None:

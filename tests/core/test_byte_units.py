@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 
 
 @pytest.mark.parametrize(
