@@ -336,6 +336,7 @@ class SweepReport(Displayed):
     changed_norm: float
     full_norm: float
     points: tuple[SweepPoint, ...]
+    experts: tuple[str, ...] = ()
 
 
 # --- snapshots ---

@@ -121,6 +121,7 @@ class _Sweep:
         points = tuple(
             self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
         )
+
         return SweepReport(
             recipe=self._recipe.path if isinstance(self._recipe, RecipeText) else self._recipe,
             operator=inputs.recipe.operator.name,
@@ -133,6 +134,7 @@ class _Sweep:
             changed_norm=reference.changed_norm,
             full_norm=reference.full_norm,
             points=points,
+            experts=tuple(inputs.recipe.inputs()[model].text for model in inputs.expert_models),
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:

@@ -33,7 +33,7 @@ from mergepipe.storage.owner import ACCOUNT_NAME
 
 INTERVAL_BYTES = 1 << 30
 """About how much is written between two records, at most."""
-INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS = 1.0
 """How long after a record the next one is made: with the unfinished tensor, the work that a crash costs."""
 RESERVED_BYTES = 64 << 20
 """Largest reservation under a budget: the most that a crash wastes of it."""

@@ -238,7 +238,7 @@ class ShardWriter:
     def _note_if_due(self) -> None:
         """Record progress: closed files, and the open one after synchronising it."""
         progress = self._progress
-        if progress is None or len(self.digests) == self._noted:
+        if progress is None or not self._has_whole_tensor():
             return
         in_file = 0 if self._file is None else self._file.unsynced_bytes
         if not progress.is_due(self._unnoted_bytes + in_file):
@@ -251,6 +251,12 @@ class ShardWriter:
         if self._noted > first:
             self._unnoted_bytes = 0
             progress.note(self.digests[first : self._noted])
+
+    def _has_whole_tensor(self) -> bool:
+        """Whether a tensor that is not noted would be durable after synchronising the open file."""
+        if len(self.digests) - len(self._ends) > self._noted:
+            return True
+        return self._file is not None and bool(self._ends) and self._ends[0] <= self._file.flushed_bytes
 
     def __enter__(self) -> ShardWriter:
         return self

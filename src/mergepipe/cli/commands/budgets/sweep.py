@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ def sweep(
         from mergepipe.storage.ledger import Ledger
         from mergepipe.storage.output import replace_durably
 
-        replace_durably(Path(html), sweep_page(report).encode(), Ledger())
+        replace_durably(Path(html), sweep_page(report, datetime.now(UTC)).encode(), Ledger())
     from mergepipe.cli.render.sweep import sweep_table
 
     print_report(report, sweep_table, as_json=printing.as_json, quiet=printing.quiet)
