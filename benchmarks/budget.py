@@ -159,7 +159,7 @@ def overheads(bench: Bench) -> Table:
     for _ in range(bench.repeat):
         fresh = bench.work / "fresh"
         shutil.rmtree(fresh, ignore_errors=True)
-        _, cost = bench.run("merge", recipe, out, "--gather", experts=6, home=fresh)
+        _, cost = bench.run("merge", recipe, out, "--statistics", experts=6, home=fresh)
         gathering.append(cost.wall_seconds)
         manifest_bytes = (out / "mergepipe.json").stat().st_size
         shutil.rmtree(out)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
+from mergepipe.core.units import format_bytes, format_rate, format_seconds
 from mergepipe.storage.local import LocalStore
 from support.families import DEMO, FamilyPaths, family_paths, write_family
 

@@ -56,6 +56,7 @@ EXPORTED = [
     "operator",
     "pack",
     "plan",
+    "progress_bar",
     "rebuild_catalog",
     "repair",
     "replay",
@@ -116,7 +117,9 @@ def test_package__names_are_those_of_their_modules() -> None:
     homes = (api, options, reports, errors, rows)
     wanted = {name: vars(home)[name] for home in homes for name in EXPORTED if name in vars(home)}
     assert {name: getattr(mergepipe, name) for name in wanted} == wanted
-    assert set(EXPORTED) - wanted.keys() == {"Catalog", "Plan", "__version__", "errors", "operator", "tailor"}
+    others = {"Catalog", "Plan", "__version__", "errors", "operator", "progress_bar", "tailor"}
+    assert set(EXPORTED) - wanted.keys() == others
+    assert mergepipe.progress_bar.__module__ == "mergepipe.cli.progress"
     assert mergepipe.Catalog.__module__ == "mergepipe.catalog.catalog"
     assert mergepipe.Plan.__module__ == "mergepipe.planning.plan"
     assert mergepipe.errors is errors
@@ -174,12 +177,12 @@ def test_options__have_these_fields() -> None:
     common = ["threads", "memory_bytes", "home", "catalog"]
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
-        "select", "on_omit", "adjust_min_density", "block_elements", "price", "storage_speed",
+        "select", "where_omitted", "min_density", "block_elements", "price", "storage_speed",
         "probe", "strict",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
-        *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_accumulators", "overlay", "pack",
-        "allow_dropped", "strict",
+        *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
+        "allow_dropped", "strict", "card", "tokenizer", "mergekit_config",
     ]  # fmt: skip
 
 
@@ -206,5 +209,6 @@ def test_reports__keep_their_fields() -> None:
     ]  # fmt: skip
 
 
-def test_entry_point__exists() -> None:
-    assert list(inspect.signature(cli.main).parameters) == ["argv"]
+def test_entry_points__exist() -> None:
+    for main in (cli.main, cli.mergekit_main):
+        assert list(inspect.signature(main).parameters) == ["argv"]

@@ -174,7 +174,7 @@ def test_layers__third_party_imports_are_declared() -> None:
     optional = [project["optional-dependencies"][name] for name in ("torch", "train", "remote")]
     extras = {_import_name(each) for requirements in optional for each in requirements}
     core |= {"llvmlite"}  # numba's own half, of the version that numba needs
-    extras |= {"deepspeed"}  # never installed by us: it is read where a training run has it
+    extras |= {"deepspeed", "IPython"}  # never installed by us: read where a training run or a notebook has them
     foreign = [each for each in (*all_imports(), *all_called_imports()) if _is_foreign(each)]
     assert {each.module.split(".")[0] for each in foreign} >= {"numpy", "numba", "torch"}
     assert [str(each) for each in foreign if each.module.split(".")[0] not in core | extras] == []

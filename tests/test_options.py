@@ -42,7 +42,7 @@ TABLE: list[Row] = [
     ("MergeOptions", MergeOptions, "memory_bytes", SIZES),
     ("MergeOptions", MergeOptions, "shard_bytes", SIZES),
     ("PlanOptions", PlanOptions, "block_elements", BLOCKS),
-    ("PlanOptions", PlanOptions, "adjust_min_density", [(v, "option.density") for v in (0.0, *SHARES)]),
+    ("PlanOptions", PlanOptions, "min_density", [(v, "option.density") for v in (0.0, *SHARES)]),
     ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),
     ("merge", partial(mergepipe.merge, X, X), "target_error", [(v, "option.error") for v in (-1.0, NAN)]),
     ("plan", partial(mergepipe.plan, X, "1%"), "seed", SEEDS),
@@ -79,7 +79,7 @@ def test_api__absurd_numbers_end_in_a_typed_error_before_anything_is_opened(row:
 @pytest.mark.parametrize(
     ("given", "code", "named"),
     [
-        ({"overlay": True, "keep_accumulators": True}, "option.pair", "--keep-accumulators"),
+        ({"overlay": True, "keep_sums": True}, "option.pair", "--keep-sums"),
         ({"overlay": True, "resume": True}, "option.pair", "--resume"),
         ({"pack": "stores", "resume": True}, "option.pair", "--pack"),
     ],
@@ -90,7 +90,7 @@ def test_merge_options__refuse_pairs_that_exclude_each_other(given: dict[str, An
     assert (caught.value.code, caught.value.problems[0].where) == (code, named)
 
 
-@pytest.mark.parametrize("name", ["select", "on_omit", "price"])
+@pytest.mark.parametrize("name", ["select", "where_omitted", "price"])
 def test_plan_options__know_a_mistyped_choice(name: str) -> None:
     default = getattr(PlanOptions(), name)
     with pytest.raises(RecipeError) as caught:

@@ -5,6 +5,8 @@
     print(mergepipe.check("recipe.yml").expert_bytes)          # reads no tensor data
     report = mergepipe.merge("recipe.yml", "merged", budget="25%")
     print(report.expert_bytes, mergepipe.verify("merged").is_sound)
+    with mergepipe.progress_bar() as on_progress:              # in a notebook, on a terminal
+        mergepipe.merge("recipe.yml", "other", on_progress=on_progress)
 
 Every call checks its arguments, does one job and returns a report, an immutable value. What fails raises a
 `MergePipeError` with a stable code (`mergepipe.errors`), and leaves nothing half done.
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     )
     from mergepipe.catalog.catalog import Catalog
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+    from mergepipe.cli.progress import progress_bar
     from mergepipe.errors import MergePipeError
     from mergepipe.operators.custom import operator
     from mergepipe.options import MergeOptions, PlanOptions, RunOptions
@@ -117,6 +120,7 @@ __all__ = [
     "operator",
     "pack",
     "plan",
+    "progress_bar",
     "rebuild_catalog",
     "repair",
     "replay",
@@ -140,6 +144,7 @@ _OTHER_HOMES = {
     "MergePipeError": "errors",
     "Plan": "planning.plan",
     "PlanOptions": "options",
+    "progress_bar": "cli.progress",
     "Progress": "reports",
     "RebuildReport": "catalog.rows",
     "RunOptions": "options",

@@ -11,7 +11,7 @@ Jobs are imported when they are called, so that importing this module costs noth
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from mergepipe.storage.location import Location
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.planning.plan import Plan
+    from mergepipe.recipes.parse.yaml_source import RecipeText
     from mergepipe.reports import (
         AnalyzeReport,
         CheckReport,
@@ -58,11 +59,15 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES, allow_dropped: Sequence[str] = ()
+    recipe: str | Path | Mapping[str, object],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_dropped: Sequence[str] = (),
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data.
 
     Args:
+        recipe: a YAML file, or its content as a mapping, with paths relative to the working directory.
         shard_bytes, allow_dropped: see `MergeOptions`.
 
     Raises:
@@ -71,11 +76,11 @@ def check(
     positive("--shard-size", shard_bytes)
     from mergepipe.jobs.check import check_recipe
 
-    return check_recipe(Location.of(recipe), shard_bytes, allow_dropped)
+    return check_recipe(_recipe(recipe), shard_bytes, allow_dropped)
 
 
 def merge(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     out: str | Path,
     *,
     budget: str | float | None = None,
@@ -90,6 +95,7 @@ def merge(
     Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
 
     Args:
+        recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 asks for the base.
         target_error: see `plan`.
@@ -111,14 +117,14 @@ def merge(
     if planned_by is None:
         from mergepipe.jobs.merge import run_merge
 
-        return run_merge(Location.of(recipe), Path(out), settings, started=started, on_progress=on_progress)
+        return run_merge(_recipe(recipe), Path(out), settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
         budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse,
         strict=options.strict,
     )  # fmt: skip
-    return run_budgeted(Location.of(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
+    return run_budgeted(_recipe(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
 
 
 # --- planning under a budget ---
@@ -176,7 +182,7 @@ def analyze(
 
 
 def plan(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     budget: str | float | None = None,
     *,
     target_error: str | float | None = None,
@@ -191,6 +197,7 @@ def plan(
     Reads no tensor data, but for measuring how fast the base is read where reads are priced by time for the first time.
 
     Args:
+        recipe: see `check`.
         budget: bytes to be read from expert files at most (`4GiB`), or a share of what reading all would cost (`25%`,
             0.25); 0 asks for the base.
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
@@ -208,7 +215,7 @@ def plan(
 
     options = options or PlanOptions()
     request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse)
-    return plan_recipe(Location.of(recipe), request, home_of(home))
+    return plan_recipe(_recipe(recipe), request, home_of(home))
 
 
 def store_plan(plan: Plan, path: str | Path) -> None:
@@ -274,7 +281,7 @@ def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str 
 
 
 def sweep(
-    recipe: str | Path,
+    recipe: str | Path | Mapping[str, object],
     budgets: Sequence[str] = SWEEP_BUDGETS,
     *,
     seed: int = 0,
@@ -287,6 +294,7 @@ def sweep(
     """Merge in full and under each budget, and measure error, bytes and time, with `random` beside `select`.
 
     Args:
+        recipe: see `check`.
         budgets, seed: see `plan`.
         work: where outputs lie while they are measured, two at a time; default, where temporary files go.
         allow_dropped: see `MergeOptions`.
@@ -308,7 +316,7 @@ def sweep(
     place = None if work is None else Path(work)
     request = sweep_request(budgets, planned, needed_home(options, "a sweep"), place)
     settings = changed(run_settings(options, seed), allow_dropped=planned.allow_dropped)
-    return run_sweep(Location.of(recipe), request, settings, on_progress)
+    return run_sweep(_recipe(recipe), request, settings, on_progress)
 
 
 # --- packing experts ---
@@ -581,3 +589,12 @@ def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.runs.snapshots import find_snapshot_path
 
     return find_snapshot_path(str(snapshot), home_of(home))
+
+
+def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:
+    """Return where a recipe is, or the text of one that is given as a mapping."""
+    if not isinstance(recipe, Mapping):
+        return Location.of(recipe)
+    from mergepipe.recipes.parse.yaml_source import recipe_text
+
+    return recipe_text(recipe, Location.local(Path.cwd()))

@@ -18,14 +18,70 @@ Codes (`"checkpoint.header.overlap"`) are append-only and never change their mea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+KEYWORD_OF_OPTION = {
+    "--allow-dropped": "allow_dropped",
+    "--at": "at",
+    "--block-elements": "block_elements",
+    "--budget": "budget",
+    "--budgets": "budgets",
+    "--density": "densities",
+    "--ends": "ends",
+    "--force": "force=True",
+    "--from-log": "from_log",
+    "--home": "home",
+    "--keep-sums": "keep_sums=True",
+    "--memory": "memory_bytes",
+    "--min-density": "min_density",
+    "--no-catalog": "catalog=False",
+    "--no-resume": "resume=False",
+    "--no-reuse": "reuse=False",
+    "--overlay": "overlay=True",
+    "--pack": "pack",
+    "--price": "price",
+    "--probe": "probe_fraction",
+    "--replace": "replace=True",
+    "--resume": "resume=True",
+    "--sample": "deep_fraction",
+    "--seed": "seed",
+    "--select": "select",
+    "--shard-size": "shard_bytes",
+    "--state-from": "state_from",
+    "--storage-speed": "storage_speed",
+    "--strategy": "strategy",
+    "--target-error": "target_error",
+    "--tensor": "tensor",
+    "--threads": "threads",
+    "--where-omitted": "where_omitted",
+    "--work": "work",
+    "--world-size": "world_size",
+}
+"""Options that errors name, and the keyword arguments that they are in Python."""
+_OPTION = re.compile(r"(?<![\w/.-])(--[a-z]+(?:-[a-z]+)*)(?: (time|keep|renormalize)\b)?(?![\w/.-]*/)")
+
+
+def with_keywords(text: str) -> str:
+    """Return an error's text with options replaced by keyword arguments, for callers in Python."""
+
+    def replaced(match: re.Match[str]) -> str:
+        keyword = KEYWORD_OF_OPTION.get(match[1])
+        if keyword is None:
+            return match[0]
+        return keyword if match[2] is None else f'{keyword}="{match[2]}"'
+
+    return _OPTION.sub(replaced, text)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: its `code`, its location, a `message` with what was found and needed, a `hint` for what to do."""
+    """One problem: its `code`, its location, a `message` with what was found and needed, a `hint` for what to do.
+
+    Options are named as on the command line; an error's own text names keyword arguments instead.
+    """
 
     code: str
     where: str
@@ -46,7 +102,7 @@ class MergePipeError(Exception):
         if not problems:
             raise ValueError("an error needs at least one problem")
         self.problems: tuple[Problem, ...] = problems
-        super().__init__("\n".join(str(p) for p in problems))
+        super().__init__("\n".join(with_keywords(str(p)) for p in problems))
 
     @classmethod
     def of(cls, code: str, where: object, message: str, hint: str = "") -> MergePipeError:

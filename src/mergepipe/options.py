@@ -65,8 +65,8 @@ class PlanOptions:
 
     Args:
         select: what is read first: `norm`, `conflict`, `stratified` or `random`.
-        on_omit: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
-        adjust_min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
+        where_omitted: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
+        min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
         block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.
             Statistics of another grid are not used.
         price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
@@ -80,8 +80,8 @@ class PlanOptions:
     """
 
     select: str = Policy.NORM.value
-    on_omit: str = OnOmit.KEEP.value
-    adjust_min_density: float | None = None
+    where_omitted: str = OnOmit.KEEP.value
+    min_density: float | None = None
     block_elements: int | None = None
     price: str = Price.BYTES.value
     storage_speed: str | None = None
@@ -92,11 +92,11 @@ class PlanOptions:
         price = choice("--price", self.price, Price)
         if self.storage_speed is not None:
             _check_storage_speed(self.storage_speed, price)
-        density = self.adjust_min_density
+        density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
             raise RecipeError.of("option.density", "--min-density", f"{density:g} was given", "it is in (0, 1]")
         choice("--select", self.select, Policy)
-        choice("--on-omit", self.on_omit, OnOmit)
+        choice("--where-omitted", self.where_omitted, OnOmit)
         if self.block_elements is not None:
             block_elements_of(self.block_elements)
 
@@ -112,13 +112,16 @@ class MergeOptions(_CommonOptions):
         statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
-        keep_accumulators: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
+        keep_sums: keep the float32 sums of additive merges beside the snapshot, 4 bytes a parameter: a later
             merge with experts added at the end reads those alone. Not under a budget.
         overlay: store only blocks that differ from the base, without reuse or resuming; see `materialise`.
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
         strict: treat warnings as errors; see `PlanOptions`.
+        card: write the model card.
+        tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
+        mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
@@ -129,17 +132,20 @@ class MergeOptions(_CommonOptions):
     statistics: bool = False
     resume: bool | None = None
     reuse: bool = True
-    keep_accumulators: bool = False
+    keep_sums: bool = False
     overlay: bool = False
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
+    card: bool = True
+    tokenizer: bool = True
+    mergekit_config: bool = False
 
     def __post_init__(self) -> None:
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
         positive("--shard-size", self.shard_bytes)
         if self.overlay:
-            _refuse_with_overlay({"--keep-accumulators": self.keep_accumulators, "--resume": bool(self.resume)})
+            _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
         if self.pack is not None and self.resume:
             message = "packs what is read in full: it does not go with --resume, which reads what is left"
             raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from mergepipe.core.notebooks import Displayed
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 from mergepipe.storage.location import Location
 
@@ -15,13 +16,15 @@ from mergepipe.storage.location import Location
 class Progress:
     """How far a run is: its phase, and bytes read and written so far of all that are expected.
 
-    `notices` are what the user should know before all else is done; each comes once.
+    `notices` are what the user should know before all else is done; each comes once. `earlier_bytes` of those done are
+    of an interrupted run that this one resumes.
     """
 
     phase: str
     done_bytes: int
     total_bytes: int
     notices: tuple[str, ...] = ()
+    earlier_bytes: int = 0
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -37,8 +40,8 @@ class ModelUse:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckReport(Displayed):
     """What a merge would do. Bytes are those of tensors; `disk_bytes` is what the output needs."""
 
     recipe: str
@@ -81,8 +84,8 @@ class BudgetVerdict:
     larger_expected_error: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class MergeReport(Displayed):
     """What a merge did. Bytes are those requested from storage, page rounding included."""
 
     out: Path
@@ -137,8 +140,8 @@ class AnalyzedExpert:
     same_as: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnalyzeReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class AnalyzeReport(Displayed):
     """What an analysis did. `analysis_bytes` were read a second time, for want of memory."""
 
     base: Location
@@ -189,8 +192,8 @@ class NotPacked:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PackReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PackReport(Displayed):
     """What `pack` did, expert by expert, and what it requested of the base's and the experts' tensors."""
 
     base: Location
@@ -200,8 +203,8 @@ class PackReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class UnpackReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class UnpackReport(Displayed):
     """What `unpack` did."""
 
     store: Location
@@ -286,8 +289,8 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Displayed):
     """Which experts contributed where, and why; from a plan, or from the manifest of a snapshot.
 
     What only a plan or only a snapshot has is None in the other. A full merge has no plan: every expert is everywhere.
@@ -347,8 +350,8 @@ class SweepPoint:
     levels: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SweepReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SweepReport(Displayed):
     """A recipe merged in full and under several budgets. Errors are taken from outputs, after their rounding.
 
     `changed_norm` is `||M - M_0||`, `full_norm` is `||M||`, over all tensors of floats.
@@ -365,6 +368,7 @@ class SweepReport:
     changed_norm: float
     full_norm: float
     points: tuple[SweepPoint, ...]
+    experts: tuple[str, ...] = ()
 
 
 # --- snapshots ---
@@ -382,8 +386,8 @@ class SnapshotInput:
     sid: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SnapshotReport(Displayed):
     """One published snapshot. `is_present` tells whether its manifest is still at `path`, `is_recorded` whether the
     catalog knows it."""
 
@@ -420,8 +424,8 @@ class Damage:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Displayed):
     """What was looked at and what is wrong. `replayed` are tensors that were made again from the inputs and compared.
 
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
@@ -445,8 +449,8 @@ class VerifyReport:
         return not self.damages
 
 
-@dataclass(frozen=True, slots=True)
-class RepairReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairReport(Displayed):
     """What was damaged and is mended: everything, or an error would have been raised."""
 
     path: Path
@@ -457,8 +461,8 @@ class RepairReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class MaterialiseReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class MaterialiseReport(Displayed):
     """What became of an overlay: tensor bytes that it held itself and that were taken from its base, bytes written."""
 
     overlay: Path
@@ -482,8 +486,8 @@ class Garbage:
     is_removed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GcReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class GcReport(Displayed):
     """What was found to be garbage, and staging that was left alone because its process lives."""
 
     garbage: tuple[Garbage, ...]
@@ -506,8 +510,8 @@ class TensorChange:
     relative: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDiff:
+@dataclass(frozen=True, slots=True, repr=False)
+class SnapshotDiff(Displayed):
     """How two snapshots differ. `settings` and `inputs` are lines that tell what is different; `recipe` is a diff."""
 
     a: Path

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.cli.commands.sweep import _check_page
+from mergepipe.cli.commands.budgets.sweep import _check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned

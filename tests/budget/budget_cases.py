@@ -60,7 +60,7 @@ class Setting:
             seed=seed,
             home=self.home,
             reuse=False,
-            options=PlanOptions(select=select, on_omit=on_omit, block_elements=block_elements),
+            options=PlanOptions(select=select, where_omitted=on_omit, block_elements=block_elements),
         )
 
     def run(self, plan: Plan | Path, name: str, memory_bytes: int | None = None) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
 from command_line import Runner, Workplace, make_workplace
 
 from mergepipe.runs import resume as resuming
-from mergepipe.snapshots import staging
 from mergepipe.snapshots.staging import staging_directory
 from support.faults import Fault, replaced, system_error
 
@@ -108,16 +108,24 @@ def test_merge__says_what_is_kept_and_goes_on(work: Workplace, run: Runner, monk
     with replaced(os, "ftruncate", Fault(2, system_error(errno.ENOSPC)).wrap):
         ran = run(*merge)
     assert ran.exit_code == 8
-    assert ran.error_lines[-1] == f"error: {staging.KEPT} [run.kept]"
+    kept = re.fullmatch(
+        r"error: (\d+)% of out is durable: the same command resumes there, .* \[run.kept\]", ran.error_lines[-1]
+    )
+    assert kept is not None
+    assert 0 < int(kept[1]) < 100
     found = run("gc", work.root, "--dry-run")
     assert f"staging {staging_directory(work.out)}" in found.out
     assert "would free" in found.out
     with replaced(os, "ftruncate", Fault(1, KeyboardInterrupt()).wrap):
         ran = run(*merge, "--resume", "--json")
-    assert ran.error_lines == [f"interrupted: nothing was published; {staging.KEPT}"]
+    assert len(ran.error_lines) == 1
+    told = re.match(r"interrupted: nothing was published; (\d+)% of out is durable: ", ran.err)
+    assert told is not None
+    assert int(told[1]) >= int(kept[1])
     ran = run(*merge, "--resume")
     assert ran.exit_code == 0
-    assert "resumed an interrupted run" in ran.out
+    assert f"resuming at {told[1]}%" in ran.err
+    assert f"resumed an interrupted run at {told[1]}%" in ran.out
     assert run("verify", work.out).exit_code == 0
     found = run("gc", work.root, "--json")
     assert (found.exit_code, found.json()["garbage"]) == (0, [])

@@ -118,9 +118,9 @@ def test_merge__defaults_are_those_of_the_api(monkeypatch: pytest.MonkeyPatch, r
 
 def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runner) -> None:
     options = ["--threads", 3, "--memory", "1.5GiB", "--seed", 7, "--force", "--shard-size", "2GB"]
-    budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--on-omit", "renormalize"]
-    rest = ["--adjust-operator", "--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
-    more = ["--gather", "--block-elements", 65536, "--no-resume", "--no-reuse", "--keep-accumulators"]
+    budget = ["--budget", "25%", "--target-error", "0.1", "--select", "random", "--where-omitted", "renormalize"]
+    rest = ["--min-density", "0.1", "--home", "h", "--no-catalog", "--allow-dropped", "*.x"]
+    more = ["--statistics", "--block-elements", 65536, "--no-resume", "--no-reuse", "--keep-sums"]
     more += ["--price", "time", "--storage-speed", "1GB/s", "--pack", "stores"]
     given = given_to_api(monkeypatch, run, "r.yml", "o", *options, *budget, *rest, *more)
     expected = MergeOptions(
@@ -130,8 +130,8 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         catalog=False,
         plan=PlanOptions(
             select="random",
-            on_omit="renormalize",
-            adjust_min_density=0.1,
+            where_omitted="renormalize",
+            min_density=0.1,
             block_elements=65536,
             price="time",
             storage_speed="1GB/s",
@@ -140,7 +140,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         statistics=True,
         resume=False,
         reuse=False,
-        keep_accumulators=True,
+        keep_sums=True,
         pack="stores",
         allow_dropped=("*.x",),
     )
@@ -342,3 +342,22 @@ def test_merge__the_python_way_gives_the_same_bytes(work: Workplace, run: Runner
     report = mergepipe.merge(work.recipe, work.root / "other")
     assert isinstance(report, MergeReport)
     assert weights(work.root / "other") == weights(work.out)
+
+
+def test_merge__with_a_plan_is_run(work: Workplace, run: Runner) -> None:
+    plan, other = work.root / "plan.json", work.root / "other"
+    run("plan", work.recipe, "--budget", "50%", "--out", plan)
+    assert run("merge", "--plan", plan, work.out, "--quiet").exit_code == 0
+    assert run("run", plan, other, "--quiet").exit_code == 0
+    assert (work.out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["o"], "--plan"), (["--budget", "5%"], "--budget"), (["--min-density", "0.1"], "--min-density")],
+)
+def test_merge__with_a_plan_takes_nothing_that_the_plan_has_decided(
+    run: Runner, options: list[str], named: str
+) -> None:
+    ran = run("merge", "--plan", "plan.json", "out", *options)
+    assert (ran.exit_code, ran.err.startswith(f"error: {named}: "), "[option.pair]" in ran.err) == (2, True, True)

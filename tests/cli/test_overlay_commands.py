@@ -49,4 +49,4 @@ def test_overlay__errors_have_their_exit_codes(work: Workplace, run: Runner) -> 
     ran = run("materialise", overlay, work.root / "whole")
     assert (ran.exit_code, "[overlay.base-changed]" in ran.err) == (9, True)
     assert run("materialise", overlay, work.root / "whole", "--base", work.root / "moved").exit_code == 0
-    assert run("merge", work.recipe, work.out, "--overlay", "--keep-accumulators").exit_code == 2
+    assert run("merge", work.recipe, work.out, "--overlay", "--keep-sums").exit_code == 2

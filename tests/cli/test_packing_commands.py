@@ -87,7 +87,7 @@ def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runne
     assert len(lines) == 2
     for line in lines:
         assert re.search(r"[kM]B in [\d.]+ [kM]B \([\d.]+%\); .*blocks? ", line)
-        assert re.search(r"\(not in bands: \d+ fewer than 4096 elements", line)
+        assert re.search(r"\(without levels: \d+ fewer than 4096 elements", line)
         assert re.search(r"B/s$", line)
 
 

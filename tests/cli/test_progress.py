@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,9 @@ from mergepipe.cli.progress import (
     Meter,
     NoDisplay,
     choose_display,
+    progress_bar,
 )
+from mergepipe.kernels.compilation.listeners import compiling, listening
 from mergepipe.reports import Progress
 
 
@@ -44,8 +48,46 @@ def test_meter__takes_the_speed_from_the_last_seconds() -> None:
     for second in range(10, 20):
         reading = meter.read(Progress("merge", 4 * (second - 9), 100), float(second))
     assert reading.bytes_per_second == pytest.approx(4.0)
-    assert reading.seconds_left == pytest.approx(60 / 4)
+    assert reading.seconds_left == pytest.approx(60 / (40 / 19))  # from the whole phase
     assert reading.fraction == pytest.approx(0.4)
+
+
+def test_meter__measures_each_phase_by_itself() -> None:
+    meter = Meter()
+    for second in range(20):
+        meter.read(Progress("merge", 1000 * second, 20_000), float(second))
+    assert meter.read(Progress("publish", 19_000, 20_000), 20.0).pace() == []
+    for second in range(21, 24):
+        reading = meter.read(Progress("publish", 19_000 + 10 * (second - 20), 20_000), float(second))
+    assert reading.bytes_per_second == pytest.approx(10.0)
+    assert meter.read(Progress("publish", 0, 20_000), 25.0).pace() == []  # a sweep's next run begins at nothing
+
+
+def test_meter__leaves_out_what_an_interrupted_run_did() -> None:
+    meter = Meter()
+    meter.read(Progress("merge", 0, 10_000), 0.0)
+    for second in range(1, 4):
+        reading = meter.read(Progress("merge", 9000 + 100 * second, 10_000, (), 9000), float(second))
+    assert reading.bytes_per_second == pytest.approx(100.0)
+    assert reading.seconds_left == pytest.approx(7.0)
+
+
+def test_meter__time_left_does_not_jump_with_bursts() -> None:
+    meter, total, lefts = Meter(), 10**6, []
+    for tick in range(900):  # half of each four seconds nothing moves
+        done = 2000 * (tick // 40) + 100 * min(tick % 40, 20)
+        reading = meter.read(Progress("merge", done, total), tick / 10)
+        if tick > 300 and reading.seconds_left is not None:
+            lefts.append(reading.seconds_left)
+    assert all(abs(after - before) < 0.02 * before for before, after in pairwise(lefts))
+
+
+def test_meter__restarts_after_a_pause() -> None:
+    meter = Meter()
+    meter.read(Progress("merge", 0, 100), 0.0)
+    meter.restart()
+    meter.read(Progress("merge", 10, 100), 50.0)
+    assert meter.read(Progress("merge", 14, 100), 52.0).bytes_per_second == pytest.approx(2.0)
 
 
 def test_meter__knows_no_time_left_without_a_speed() -> None:
@@ -83,6 +125,35 @@ def test_line_display__writes_a_line_every_few_seconds_and_at_every_phase() -> N
     assert len(lines) == 4
 
 
+def test_line_display__says_once_that_kernels_are_compiled() -> None:
+    stream = io.StringIO()
+    with LineDisplay(stream, FakeClock()) as display, listening(display.compile):
+        for _ in range(2):
+            with compiling(), compiling():
+                pass
+    assert stream.getvalue() == "compiling the inner loops once (about 10 s)\n"
+
+
+def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    clock = FakeClock()
+    with BarDisplay(clock) as display, listening(display.compile):
+        display.update(Progress("merge", 4, 5))
+        before = len(terminal.getvalue())
+        with compiling():
+            clock.now += 1
+            display.update(Progress("merge", 4, 5))
+        while_compiling = terminal.getvalue()[before:]
+        clock.now += 1
+        display.update(Progress("merge", 4, 5))
+    assert "compiling the inner loops once" in while_compiling
+    assert "80%" not in while_compiling
+    assert "80%" in terminal.getvalue()[before + len(while_compiling) :]
+
+
 def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -94,7 +165,7 @@ def test_bar_display__draws_phase_speed_and_time_left(monkeypatch: pytest.Monkey
             clock.now = 100.0 + second
             display.update(Progress("merge", second * 10**9, 4 * 10**9))
     drawn = terminal.getvalue()
-    assert all(part in drawn for part in ("merge", "75 %", "1.00 GB/s", "1.0 s left"))
+    assert all(part in drawn for part in ("merge", "75%", "1.00 GB/s", "1.0 s left"))
 
 
 def test_choose_display__fits_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +176,23 @@ def test_choose_display__fits_standard_error(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(choose_display(silent=False), BarDisplay)
     monkeypatch.setattr(sys, "stderr", None)
     assert type(choose_display(silent=False)) is NoDisplay
+
+
+def test_notebook__one_bar_is_replaced_and_goes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=shown.append)
+    notebook = ModuleType("IPython")
+    notebook.get_ipython = lambda: SimpleNamespace(kernel=1)  # type: ignore[attr-defined]
+    display = ModuleType("IPython.display")
+    display.HTML = str  # type: ignore[attr-defined]
+    display.display = lambda *_, display_id: handle if display_id else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with progress_bar() as on_progress:
+        on_progress(Progress("merge", 1, 4, ("resuming at <25%>",)))
+        with compiling():
+            pass
+    assert 'value="0.250"' in shown[0]
+    assert "resuming at &lt;25%&gt;" in shown[0]
+    assert "compiling the inner loops once" in shown[1]
+    assert "<progress" not in shown[-1]

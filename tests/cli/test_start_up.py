@@ -77,8 +77,11 @@ def test_plan_and_ls__compile_nothing(tmp_path: Path) -> None:
 def test_root__lists_the_commands(run: Runner) -> None:
     text = run("--help").out
     assert text.startswith("Usage: mergepipe ")
-    assert "..." not in text.split("Commands:")[1]
-    listed = dict(line.split(maxsplit=1) for line in text.split("Commands:\n")[1].splitlines())
+    sections = text.split("Merging:\n")[1]
+    assert "..." not in sections
+    listed = dict(line.split(maxsplit=1) for line in sections.splitlines() if line.startswith("  "))
+    titles = [line for line in sections.splitlines() if line.endswith(":")]
+    assert titles == ["Budgets:", "Snapshots:", "Experts:", "Training:", "Maintenance:"]
     assert listed["merge"] == "Merge the models of RECIPE into the directory OUT."
     assert listed["check"] == "Say what a merge of RECIPE would do."
     assert {command[0] for command in COMMANDS} <= listed.keys()

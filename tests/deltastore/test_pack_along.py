@@ -56,7 +56,7 @@ def merge(family: PackFamily, place: Path, operator: str = "task_arithmetic", **
         ("task_arithmetic", {}),
         ("ties", {}),
         ("dare_ties", {"statistics": True}),
-        ("task_arithmetic", {"keep_accumulators": True}),
+        ("task_arithmetic", {"keep_sums": True}),
         ("linear", {"overlay": True}),
     ],
 )

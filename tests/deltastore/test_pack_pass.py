@@ -146,7 +146,7 @@ def test_pack__says_why_blocks_are_not_in_bands(tmp_path: Path) -> None:
     report = mergepipe.pack(tmp_path / "base", [tmp_path / "expert"], tmp_path / "stores")
     assert report.experts[0].blocks == {"bytes": 2, "raw": 1}
     assert report.experts[0].outside_bands == {
-        "fewer than 4096 elements": 1, "no such tensor in the base": 1, "not finite, or no smaller in bands": 1,
+        "fewer than 4096 elements": 1, "no such tensor in the base": 1, "not finite, or no smaller in levels": 1,
     }  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +88,12 @@ def make_job(root: Path, *, budget: str | None = None, force: bool = False) -> C
     return CrashJob(root, weights_digest(root / "wanted"), budget, force)
 
 
-def note_often() -> tuple[int, int]:
-    """Records every few kilobytes; what to set back."""
-    before = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES
-    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = 10_000, 4096
-    return before
+@contextlib.contextmanager
+def recording_often() -> Iterator[None]:
+    """Record every few kilobytes, whatever the time."""
+    before = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS
+    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = 10_000, 4096, math.inf
+    try:
+        yield
+    finally:
+        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = before

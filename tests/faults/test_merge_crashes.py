@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crash_cases import CrashJob, make_job, note_often
+from crash_cases import CrashJob, make_job, recording_often
 
 import mergepipe
 from mergepipe.errors import NotFoundError
 from mergepipe.options import MergeOptions
-from mergepipe.runs import resume as resuming
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 
@@ -21,9 +20,8 @@ FEW = 17  # the fast form looks at every seventeenth operation, the slow one at 
 
 @pytest.fixture(autouse=True)
 def _often() -> Iterator[None]:
-    before = note_often()
-    yield
-    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = before
+    with recording_often():
+        yield
 
 
 def names(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from crash_cases import CrashJob, make_job, note_often
+from crash_cases import CrashJob, make_job, recording_often
 
 import mergepipe
 from mergepipe import api as keeping
@@ -46,9 +46,8 @@ from support.faults import Fault, open_descriptors, replaced, system_error, work
 
 @pytest.fixture(autouse=True)
 def _often() -> Iterator[None]:
-    before = note_often()
-    yield
-    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = before
+    with recording_often():
+        yield
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def interrupt_late(job: CrashJob, error: BaseException) -> None:
     ):
         job.run()
     assert fault.fired
-    assert caught.value.__notes__.count(staging.KEPT) == 1
+    assert [note.partition("%")[2] for note in caught.value.__notes__].count(staging.kept_note(job.out, 0)[2:]) == 1
 
 
 ERRORS = [KeyboardInterrupt(), system_error(errno.ENOSPC), system_error(errno.EDQUOT), system_error(errno.EIO)]
@@ -333,7 +332,7 @@ def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Pat
             )
         assert caught.value.code == "resume.budget"
         assert "1000000000 of" in str(caught.value)
-        assert "--no-resume" in str(caught.value)
+        assert "resume=False" in str(caught.value)
     options = MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
     anew = partial(mergepipe.merge, job.root / "recipe.yml", job.out, budget="100%", options=options)
     with replaced(os, "preadv", Fault(5, system_error(errno.EIO)).wrap), pytest.raises(StorageError):

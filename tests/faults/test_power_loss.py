@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from crash_cases import CrashJob, make_job, note_often
+from crash_cases import CrashJob, make_job, recording_often
 
 from mergepipe.runs import resume as resuming
 from support.disk_families import weights_digest
@@ -20,11 +20,10 @@ DRAWN = 3  # random subsets beside the systematic ones, at every point
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = note_often()
-    # What is left is written to new directories, so that their inodes say nothing.
-    monkeypatch.setattr(resuming, "_identity", lambda path: (1, 1) if path.is_dir() else None)
-    yield
-    resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = before
+    with recording_often():
+        # What is left is written to new directories, so that their inodes say nothing.
+        monkeypatch.setattr(resuming, "_identity", lambda path: (1, 1) if path.is_dir() else None)
+        yield
 
 
 def trace_of(job: CrashJob) -> Sequence[Traced]:

@@ -74,7 +74,7 @@ def test_parse_budget__refuses_with_the_right_code(text: str | float, code: str,
     with pytest.raises(RecipeError) as caught:
         parse_budget(text, "--budget")
     assert caught.value.code == code
-    assert str(caught.value).startswith("--budget: ")
+    assert str(caught.value).startswith("budget: ")
     assert part in str(caught.value)
 
 

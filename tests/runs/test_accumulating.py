@@ -50,7 +50,7 @@ def expert_bytes(bench: Bench, n_experts: int) -> int:
 @pytest.mark.parametrize("name", ADDITIVE)
 @pytest.mark.parametrize("out_dtype", [None, "float32", "bfloat16"])
 def test_merge__with_kept_sums_is_the_same(bench: Bench, name: str, out_dtype: str | None) -> None:
-    bench.merge(of(name, 1, 2, out_dtype=out_dtype), "keeping", keep_accumulators=True)
+    bench.merge(of(name, 1, 2, out_dtype=out_dtype), "keeping", keep_sums=True)
     bench.scratch(of(name, 1, 2, out_dtype=out_dtype), "scratch")
     assert bench.digest("keeping") == bench.digest("scratch")
     report = keeping.verify(bench.folder / "keeping")
@@ -62,8 +62,8 @@ def test_merge__with_kept_sums_is_the_same(bench: Bench, name: str, out_dtype: s
 def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: str, keeps: bool) -> None:
     if name == "linear_sum":
         pytest.skip("the sum of weights scales the base: every weight counts from the start")
-    bench.merge(of(name, 1, 2), "two", keep_accumulators=True)
-    report = bench.merge(of(name, 1, 2, 3), "three", keep_accumulators=keeps)
+    bench.merge(of(name, 1, 2), "two", keep_sums=True)
+    report = bench.merge(of(name, 1, 2, 3), "three", keep_sums=keeps)
     bench.scratch(of(name, 1, 2, 3), "scratch")
     assert bench.digest("three") == bench.digest("scratch")
     assert 0 < report.expert_bytes <= expert_bytes(bench, 1)
@@ -78,13 +78,13 @@ def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: st
 
 
 def test_merge__keeps_the_sums_of_what_it_need_not_merge(bench: Bench) -> None:
-    report = bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    report = bench.merge(of("task_arithmetic", 1, 2), "first", keep_sums=True)
     assert (report.reused_bytes, report.reused_from, report.sum_bytes > 0) == (0, (), True)
     assert not any(
         name.startswith("reused")
         for name in read_manifest_value(LocalStore(), Location.local(bench.folder / "first")).run
     )
-    report = bench.merge(of("task_arithmetic", 1, 2, out_dtype="bfloat16"), "again", keep_accumulators=True)
+    report = bench.merge(of("task_arithmetic", 1, 2, out_dtype="bfloat16"), "again", keep_sums=True)
     assert (report.expert_bytes, report.reused_bytes > 0, len(report.reused_from)) == (0, True, 1)
     first, again = (bench.folder / name / ACCUMULATORS_NAME for name in ("first", "again"))
     assert first.read_bytes() == again.read_bytes()
@@ -101,7 +101,7 @@ def test_merge__of_another_sum_begins_anew(bench: Bench, change: str) -> None:
         "operator": replace(RECIPES["ties"], experts=(1, 2, 3)),
         "normalize": replace(first, experts=(1, 2, 3), shared={"lambda": 0.9, "normalize": True}),
     }[change]
-    bench.merge(first, "first", keep_accumulators=True)
+    bench.merge(first, "first", keep_sums=True)
     report = bench.merge(changed, "changed")
     assert report.reused_bytes == 0
     bench.scratch(changed, "scratch")
@@ -117,7 +117,7 @@ def test_merge__goes_on_with_values_of_every_kind(tmp_path: Path) -> None:
         tensors = load_file(path)
         tensors["norm.weight"] = rng.choice(special, 77)
         save_file(tensors, path)
-    bench.merge(of("task_arithmetic", 1, 2), "two", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, 2), "two", keep_sums=True)
     report = bench.merge(of("task_arithmetic", 1, 2, 3), "three")
     bench.scratch(of("task_arithmetic", 1, 2, 3), "scratch")
     assert report.expert_bytes <= expert_bytes(bench, 1)
@@ -136,9 +136,9 @@ def test_merge__leaves_nothing_of_a_dropped_or_replaced_expert_with_nan(
         path = bench.only_file(f"expert{expert}")
         tensors = load_file(path)
         save_file({n: np.full_like(t, special) if n != "ids" else t for n, t in tensors.items()}, path)
-    bench.merge(of("task_arithmetic", 1, NAN_EXPERT), "with-nan", keep_accumulators=True)
-    bench.merge(of("task_arithmetic", 1, OTHER_NAN_EXPERT), "with-inf", keep_accumulators=True)
-    bench.merge(of("task_arithmetic", *experts), "without", keep_accumulators=keeps)
+    bench.merge(of("task_arithmetic", 1, NAN_EXPERT), "with-nan", keep_sums=True)
+    bench.merge(of("task_arithmetic", 1, OTHER_NAN_EXPERT), "with-inf", keep_sums=True)
+    bench.merge(of("task_arithmetic", *experts), "without", keep_sums=keeps)
     bench.scratch(of("task_arithmetic", *experts), "scratch")
     assert bench.digest("without") == bench.digest("scratch")
     is_finite = all(np.isfinite(t.astype(np.float64)).all() for t in load_file(bench.only_file("without")).values())
@@ -149,15 +149,15 @@ def test_merge__replaced_bytes_of_an_expert_with_nan_leave_nothing_behind(bench:
     path = bench.only_file("expert2")
     sound = load_file(path)
     save_file({n: np.full_like(t, np.nan) if n != "ids" else t for n, t in sound.items()}, path)
-    bench.merge(of("task_arithmetic", 1, 2), "out", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, 2), "out", keep_sums=True)
     save_file(sound, path)
-    bench.merge(of("task_arithmetic", 1, 2, 3), "after", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, 2, 3), "after", keep_sums=True)
     bench.scratch(of("task_arithmetic", 1, 2, 3), "scratch")
     assert bench.digest("after") == bench.digest("scratch")
 
 
 def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> None:
-    bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, 2), "first", keep_sums=True)
     record = bench.folder / "first" / ACCUMULATORS_RECORD_NAME
     older = record.read_bytes().replace(ACCUMULATORS_FORMAT.encode(), b"mergepipe-accumulators/1")
     manifest = read_manifest_value(LocalStore(), Location.local(bench.folder / "first"))
@@ -171,7 +171,7 @@ def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> 
 
 
 def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench) -> None:
-    bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True)
+    bench.merge(of("task_arithmetic", 1, 2), "first", keep_sums=True)
     path = bench.folder / "first" / ACCUMULATORS_NAME
     content = bytearray(path.read_bytes())
     content[-1000] ^= 1
@@ -187,7 +187,7 @@ def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench
 
 def test_merge__sums_under_a_budget_are_refused(bench: Bench) -> None:
     with pytest.raises(RecipeError) as caught:
-        bench.merge(of("task_arithmetic", 1, 2), "first", keep_accumulators=True, budget="50%")
+        bench.merge(of("task_arithmetic", 1, 2), "first", keep_sums=True, budget="50%")
     assert caught.value.problems[0].code == "option.pair"
 
 

@@ -188,7 +188,7 @@ def test_overlay__that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     assert {path.name for path in tmp_path.iterdir()} == {"base", "expert-1", "expert-2", "recipe.yml"}
 
 
-@pytest.mark.parametrize("option", ["keep_accumulators", "resume"])
+@pytest.mark.parametrize("option", ["keep_sums", "resume"])
 def test_overlay__refuses_options_without_meaning(made: Path, option: str) -> None:
     arguments: dict[str, Any] = {option: True}
     with pytest.raises(RecipeError) as caught:

@@ -36,6 +36,11 @@ class Notes:
     most: int = 10**6
     noted: list[TensorDigest] = field(default_factory=list)
     calls: int = 0
+    asked: int = 0
+
+    def is_due(self, pending_bytes: int) -> bool:
+        self.asked += 1
+        return pending_bytes >= self.interval_bytes
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
         self.noted.extend(digests)
@@ -91,6 +96,18 @@ def test_writer__goes_on_from_any_note(
         for shard in shards:
             assert (folder / shard.name).read_bytes() == (tmp_path / "wanted" / shard.name).read_bytes()
     assert most > 2
+
+
+def test_writer__asks_whether_to_record_only_when_there_is_a_tensor_to_record(tmp_path: Path) -> None:
+    """A clock that starts anew with each answer must not be used up by parts of tensors."""
+    notes = Notes((), 1)
+    with ShardWriter(tmp_path, plan_shards((TensorSpec("a", F32, (10**6,)),), 10**9), Ledger(), notes) as writer:
+        for _ in range(3):
+            writer.append(np.zeros(10**6, np.uint8))
+        assert notes.asked == 0
+        writer.append(np.zeros(10**6, np.uint8))
+        writer.finish()
+    assert (notes.asked, [digest.name for digest in notes.noted]) == (1, ["a"])
 
 
 def table() -> tuple[BlockTable, list[int]]:

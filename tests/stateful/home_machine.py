@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -65,11 +66,11 @@ class HomeMachine(RuleBasedStateMachine):
         self.analyzed: set[str] = set()
         self.wanted: dict[tuple[object, ...], str] = {}
         self.interrupted: dict[str, Wish] = {}
-        self.intervals = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES
-        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = 8_000, 4096
+        self.intervals = resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS
+        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = 8_000, 4096, math.inf
 
     def teardown(self) -> None:
-        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES = self.intervals
+        resuming.INTERVAL_BYTES, resuming.RESERVED_BYTES, resuming.INTERVAL_SECONDS = self.intervals
         shutil.rmtree(self.root)
 
     # --- models ---

@@ -138,7 +138,7 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
         add(f"merge {name}", f"{name}.yml")
     add("merge in shards", "linear.yml", shard_bytes=200_000)
     add("merge overlay", TIES_RECIPE, overlay=True)
-    add("merge keeping sums", "linear.yml", keep_accumulators=True)
+    add("merge keeping sums", "linear.yml", keep_sums=True)
     return results
 
 

@@ -8,8 +8,17 @@ import sys
 from collections.abc import Sequence
 
 
+def mergekit_main(argv: Sequence[str] | None = None) -> int:
+    """Run `mergepipe-yaml`, which takes the flags of mergekit-yaml, and return its exit code."""
+    return _run_program("mergepipe-yaml", argv)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name, by default the process's."""
+    return _run_program("mergepipe", argv)
+
+
+def _run_program(program: str, argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _occupy_standard_descriptors()
     try:
@@ -22,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interrupts:
             from mergepipe.cli.guard import run_guarded
 
-            return run_guarded(arguments, interrupts)
+            return run_guarded(arguments, interrupts, program)
     except KeyboardInterrupt:  # it came before the guard stood
         return _interrupted(interrupts.exit_code)
 

@@ -6,35 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergepipe.cli.commands import (
-    analyze,
-    catalog,
-    check,
-    diff,
-    explain,
-    gc,
-    lineage,
-    ls,
-    materialise,
-    merge,
-    pack,
-    plan,
-    repair,
-    replay,
-    run,
-    show,
-    sweep,
-    tailor,
-    unpack,
-    verify,
-)
+from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
+from mergepipe.cli.commands.experts import pack, unpack
+from mergepipe.cli.commands.maintenance import catalog, gc
+from mergepipe.cli.commands.merging import check, merge, run
+from mergepipe.cli.commands.snapshots import diff, lineage, ls, materialise, repair, replay, show, verify
+from mergepipe.cli.commands.training import tailor
+from mergepipe.cli.completion import completion_script
+from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup
 
 _COMMANDS = (
-    merge, check, analyze, plan, run, explain, sweep, pack, unpack, ls, show, lineage, verify, repair, replay,
-    materialise, diff, gc, catalog, tailor,
+    merge, check, run, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay, materialise,
+    pack, unpack, tailor, gc, catalog,
 )  # fmt: skip
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 
@@ -43,10 +29,11 @@ def build_command() -> TyperGroup:
     """Build the whole command line."""
     app = typer.Typer(
         name="mergepipe",
+        cls=SectionedGroup,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
     app.callback(invoke_without_command=True)(_root)
     for command_module in _COMMANDS:
@@ -59,12 +46,19 @@ def _root(
     context: typer.Context,
     *,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    completion: Annotated[
+        str | None,
+        typer.Option("--completion", metavar="SHELL", help="Print a script for bash, zsh or fish, and exit."),
+    ] = None,
 ) -> None:
     """Merge large-model checkpoints at disk speed, all or nothing."""
     if version:
         from mergepipe import __version__
 
         print(f"mergepipe {__version__}")
+        raise typer.Exit(0)
+    if completion is not None:
+        print(completion_script(completion))
         raise typer.Exit(0)
     if context.invoked_subcommand is None:
         print(context.get_help())

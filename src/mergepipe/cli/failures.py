@@ -28,8 +28,8 @@ class Failure:
     def to_json(self) -> dict[str, object]:
         """The same for programs."""
         problems = [
-            {"code": each.code, "where": each.where, "message": each.message, "hint": each.hint}
-            for each in self.problems
+            {"code": problem.code, "where": problem.where, "message": problem.message, "hint": problem.hint}
+            for problem in self.problems
         ]
         return {"error": {"code": self.problems[0].code, "exit_code": self.exit_code, "problems": problems}}
 
@@ -99,8 +99,8 @@ def _usage_problem(error: BaseException) -> Problem | None:
     hint = f"see '{context.command_path} --help'" if context is not None else "see 'mergepipe --help'"
     near = getattr(error, "possibilities", None)
     if near:
-        asked = str(getattr(error, "option_name", "") or getattr(error, "cmd_name", "") or error.message)
-        hint = f"did you mean '{get_close_matches(asked, sorted(near), n=1, cutoff=0.0)[0]}'?"
+        written = str(getattr(error, "option_name", "") or getattr(error, "cmd_name", "") or error.message)
+        hint = f"did you mean '{get_close_matches(written, sorted(near), n=1, cutoff=0.0)[0]}'?"
     message = error.message if near else error.format_message()
     return Problem("option.invalid", "", message.rstrip(". "), "" if "Did you mean" in message else hint)
 

@@ -9,13 +9,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
+from mergepipe.cli.render.terminal import coloured_failure
 from mergepipe.core.escaping import json_line, printable_lines
 from mergepipe.core.outcome import committed_places, published_error
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
+
+if TYPE_CHECKING:
+    from typer.core import TyperCommand, TyperGroup
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -27,7 +31,7 @@ class Session:
     interrupts: Interrupts
 
 
-def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
+def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str = "mergepipe") -> int:
     """Run the command that `arguments` name; return its exit code.
 
     What it prints is written once it has ended, so that a full or closed standard output changes nothing of what it
@@ -41,7 +45,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
     with committed_places() as committed:
         try:
             with contextlib.redirect_stdout(printed):
-                exit_code = _run(arguments, interrupts)
+                exit_code = _run(arguments, interrupts, program)
         except (Exception, KeyboardInterrupt) as error:
             failure = failure_of(_after_commit(error, committed), interrupts.exit_code)
             exit_code = failure.exit_code
@@ -50,7 +54,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts) -> int:
 
                 _write(sys.stderr, printable_lines("".join(traceback.format_exception(error))))
     if failure is not None:
-        _write(sys.stderr, "".join(f"{line}\n" for line in failure.lines()))
+        _write(sys.stderr, coloured_failure("".join(f"{line}\n" for line in failure.lines())))
         if "--json" in options:
             printed.write(json_line(failure.to_json()) + "\n")
     refusal = _write(sys.stdout, printed.getvalue())
@@ -79,14 +83,24 @@ def _without_report(refusal: OSError, exit_code: int, *, is_committed: bool) -> 
     return exit_code if exit_code or is_committed else StorageError.exit_code
 
 
-def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
+def _run(arguments: Sequence[str], interrupts: Interrupts, program: str) -> int:
     import typer
 
-    from mergepipe.cli.app import build_command
+    command: TyperCommand | TyperGroup
+    if program == "mergepipe":
+        from mergepipe.cli.app import build_command
+        from mergepipe.cli.completion import complete
 
-    command = build_command()
+        command = build_command()
+        completed = complete(command)
+        if completed is not None:
+            return completed
+    else:
+        from mergepipe.cli.mergekit.command import build_command as build_mergekit_command
+
+        command = build_mergekit_command()
     try:
-        with command.make_context("mergepipe", list(arguments), obj=Session(interrupts)) as context:
+        with command.make_context(program, list(arguments), obj=Session(interrupts)) as context:
             command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code

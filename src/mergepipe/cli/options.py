@@ -1,12 +1,19 @@
-"""Arguments and options that several commands share, and the option values that they make up."""
+"""Arguments and options that several commands share, and groups of options that make up one value."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import typer
 
-from mergepipe.options import PlanOptions
+from mergepipe.cli.sizes import optional_size
+from mergepipe.options import PlanOptions, RunOptions
+
+BUDGET_PANEL = "Under a budget"
+WORK_PANEL = "Catalog and earlier work"
+MACHINE_PANEL = "Machine"
+PRINT_PANEL = "Printing"
 
 RecipePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. Paths in it are relative to it.")
@@ -18,7 +25,7 @@ BasePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
 ]
 ExpertPaths: TypeAlias = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
-PackAlong: TypeAlias = Annotated[
+PackPath: TypeAlias = Annotated[
     str | None,
     typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),
 ]
@@ -29,12 +36,17 @@ ShardSize: TypeAlias = Annotated[
 ]
 Threads: TypeAlias = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", help="Compute threads.  [default: one per processor]"),
+    typer.Option(
+        "--threads", metavar="N", help="Compute threads.  [default: one per processor]", rich_help_panel=MACHINE_PANEL
+    ),
 ]
 Memory: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="SIZE", help="Cap on buffers, e.g. 4GiB.  [default: 4GiB, or half of the RAM if less]"
+        "--memory",
+        metavar="SIZE",
+        help="Cap on buffers, e.g. 4GiB.  [default: 4GiB, or half of the RAM if less]",
+        rich_help_panel=MACHINE_PANEL,
     ),
 ]
 Seed: TypeAlias = Annotated[
@@ -55,22 +67,41 @@ Resume: TypeAlias = Annotated[
         "--resume/--no-resume",
         help="Resume an interrupted run of the same merge to OUT.  [default: if there is one]",
         show_default=False,
+        rich_help_panel=WORK_PANEL,
     ),
 ]
 NoReuse: TypeAlias = Annotated[
-    bool, typer.Option("--no-reuse", help="Copy no blocks of earlier snapshots that come out the same.")
+    bool,
+    typer.Option(
+        "--no-reuse",
+        help="Copy no blocks of earlier snapshots that come out the same.",
+        rich_help_panel=WORK_PANEL,
+    ),
 ]
-Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no report; errors only.")]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
-Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="On failure, print the traceback too.")]
+Quiet: TypeAlias = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="No progress, no report; errors only.", rich_help_panel=PRINT_PANEL),
+]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, and no progress.", rich_help_panel=PRINT_PANEL)
+]
+Debug: TypeAlias = Annotated[
+    bool, typer.Option("--debug", help="On failure, print the traceback too.", rich_help_panel=PRINT_PANEL)
+]
 
 Home: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--home", metavar="DIR", help="Where the catalog is.  [default: $MERGEPIPE_HOME, else the user data folder]"
+        "--home",
+        metavar="DIR",
+        help="Where the catalog is.  [default: $MERGEPIPE_HOME, else the user data folder]",
+        rich_help_panel=WORK_PANEL,
     ),
 ]
-NoCatalog: TypeAlias = Annotated[bool, typer.Option("--no-catalog", help="Use no catalog, and record nothing in it.")]
+NoCatalog: TypeAlias = Annotated[
+    bool,
+    typer.Option("--no-catalog", help="Use no catalog, and record nothing in it.", rich_help_panel=WORK_PANEL),
+]
 
 BUDGET_HELP = "Read at most this from the experts: a share of what reading all would cost (25%, 0.25) or bytes (4GiB)."
 TargetError: TypeAlias = Annotated[
@@ -80,6 +111,7 @@ TargetError: TypeAlias = Annotated[
         metavar="E",
         help="Spend no more of the budget than is expected to keep the error this small (10%, 0.1: a tenth of what "
         "merging changes).",
+        rich_help_panel=BUDGET_PANEL,
     ),
 ]
 Select: TypeAlias = Annotated[
@@ -88,19 +120,27 @@ Select: TypeAlias = Annotated[
         "--select",
         metavar="POLICY",
         help="What to read first: norm, conflict, stratified or random.  [default: norm]",
+        rich_help_panel=BUDGET_PANEL,
     ),
 ]
-OnOmit: TypeAlias = Annotated[
+WhereOmitted: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--on-omit",
+        "--where-omitted",
         metavar="RULE",
-        help="Where an expert is omitted: keep the coefficients, or renormalize (linear).  [default: keep]",
+        help="Where an expert is omitted, keep the weights of the others, or renormalize them (linear).  "
+        "[default: keep]",
+        rich_help_panel=BUDGET_PANEL,
     ),
 ]
 BlockElements: TypeAlias = Annotated[
     int | None,
-    typer.Option("--block-elements", metavar="N", help="Elements of a block, a multiple of 16384.  [default: 262144]"),
+    typer.Option(
+        "--block-elements",
+        metavar="N",
+        help="Elements of a block, a multiple of 16384.  [default: 262144]",
+        rich_help_panel=BUDGET_PANEL,
+    ),
 ]
 Price: TypeAlias = Annotated[
     str | None,
@@ -108,6 +148,7 @@ Price: TypeAlias = Annotated[
         "--price",
         metavar="PRICE",
         help="What counts: bytes, or time, the seconds to read and to decode them here.  [default: bytes]",
+        rich_help_panel=BUDGET_PANEL,
     ),
 ]
 StorageSpeed: TypeAlias = Annotated[
@@ -116,66 +157,102 @@ StorageSpeed: TypeAlias = Annotated[
         "--storage-speed",
         metavar="SPEED",
         help="With --price time: how fast experts are read, e.g. 200MB/s.  [default: measured once]",
+        rich_help_panel=BUDGET_PANEL,
     ),
-]
-AdjustOperator: TypeAlias = Annotated[
-    bool, typer.Option("--adjust-operator", help="Let densities of TIES and DARE fall under a tight budget.")
 ]
 MinDensity: TypeAlias = Annotated[
     str | None,
-    typer.Option("--min-density", metavar="SHARE", help="How far --adjust-operator may go.  [default: 0.05]"),
+    typer.Option(
+        "--min-density",
+        metavar="SHARE",
+        help="Let densities of TIES and DARE fall to this under a tight budget.  [default: they stay]",
+        rich_help_panel=BUDGET_PANEL,
+    ),
 ]
-DEFAULT_MIN_DENSITY = 0.05
 NoProbe: TypeAlias = Annotated[
     bool,
-    typer.Option("--no-probe", help="Do not sample experts of which nothing is known; plan them by whole tensors."),
+    typer.Option(
+        "--no-probe",
+        help="Do not sample experts of which nothing is known; plan them by whole tensors.",
+        rich_help_panel=BUDGET_PANEL,
+    ),
 ]
 Strict: TypeAlias = Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")]
 
 
-def adjust_min_density(*, adjust_operator: bool, min_density: str | None) -> float | None:
-    """The lowest density allowed, None where densities stay as they are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintFlags:
+    """How a command prints. The guard reads `--debug` before there is a command."""
 
-    Raises:
-        RecipeError: `option.pair`, one option without the other that gives it a meaning; `option.density`.
-    """
-    if adjust_operator:
-        if min_density is None:
-            return DEFAULT_MIN_DENSITY
+    as_json: AsJson = False
+    debug: Debug = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFlags:
+    """How a command that runs long prints. The guard reads `--debug` before there is a command."""
+
+    as_json: AsJson = False
+    quiet: Quiet = False
+    debug: Debug = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether no progress is shown."""
+        return self.quiet or self.as_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """How a budget is spent."""
+
+    select: Select = None
+    where_omitted: WhereOmitted = None
+    min_density: MinDensity = None
+    block_elements: BlockElements = None
+    price: Price = None
+    storage_speed: StorageSpeed = None
+    no_probe: NoProbe = False
+
+    def options(self, *, strict: bool = False) -> PlanOptions:
+        """Return these as options of the API, with its defaults for what was not given.
+
+        Raises:
+            LimitError, RecipeError: as `PlanOptions`; `option.density`.
+        """
         from mergepipe.planning.budget import parse_fraction
 
-        return parse_fraction(min_density, "--min-density", "option.density")
-    if min_density is None:
-        return None
-    from mergepipe.errors import RecipeError
+        default = PlanOptions()
+        density = self.min_density
+        return PlanOptions(
+            select=self.select or default.select,
+            where_omitted=self.where_omitted or default.where_omitted,
+            min_density=None if density is None else parse_fraction(density, "--min-density", "option.density"),
+            block_elements=self.block_elements,
+            price=self.price or default.price,
+            storage_speed=self.storage_speed,
+            probe=not self.no_probe,
+            strict=strict,
+        )
 
-    raise RecipeError.of("option.pair", "--min-density", "it has no meaning by itself", "add --adjust-operator")
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFlags:
+    """How a command uses the machine, and where its catalog is."""
 
-def plan_options(
-    *,
-    select: str | None,
-    on_omit: str | None,
-    price: str | None,
-    storage_speed: str | None,
-    adjust_min_density: float | None = None,
-    block_elements: int | None = None,
-    no_probe: bool = False,
-    strict: bool = False,
-) -> PlanOptions:
-    """Return the plan options that were given, with the defaults of `PlanOptions` for the others.
+    threads: Threads = None
+    memory: Memory = None
+    home: Home = None
 
-    Raises:
-        LimitError, RecipeError: as `PlanOptions`.
-    """
-    default = PlanOptions()
-    return PlanOptions(
-        select=select or default.select,
-        on_omit=on_omit or default.on_omit,
-        adjust_min_density=adjust_min_density,
-        block_elements=block_elements,
-        price=price or default.price,
-        storage_speed=storage_speed,
-        probe=not no_probe,
-        strict=strict,
-    )
+    def options(self, *, catalog: bool = True) -> RunOptions:
+        """Return these as options of the API.
+
+        Raises:
+            LimitError, RecipeError: as `RunOptions`; `option.size`.
+        """
+        return RunOptions(
+            threads=self.threads,
+            memory_bytes=optional_size(self.memory, "--memory"),
+            home=self.home,
+            catalog=catalog,
+        )

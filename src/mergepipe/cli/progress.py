@@ -6,27 +6,32 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from mergepipe.cli.guard import Session
     from mergepipe.reports import Progress
 
 WINDOW_SECONDS = 5.0
+STEADY_SECONDS = 30.0
+SETTLING_SECONDS = 1.0
 BAR_SECONDS = 0.1
 LINE_SECONDS = 5.0
+NOTEBOOK_SECONDS = 0.5
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Progress with its speed over the last seconds; `seconds_left` is None while there is no speed to tell it by."""
+    """Progress with its phase's speed; `seconds_left` is None while there is no speed to tell it by."""
 
     phase: str
     fraction: float
@@ -48,22 +53,41 @@ class Reading:
 
 
 class Meter:
-    """Takes the speed of a run from its last `WINDOW_SECONDS`."""
+    """Measures the speed of the current phase: shown over `WINDOW_SECONDS`, extrapolated from `STEADY_SECONDS`.
+
+    Bytes of an interrupted run that is resumed are no part of it, nor is what another phase did.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
+        self._key: tuple[str, int, int] | None = None
+
+    def restart(self) -> None:
+        """Forget the speed: the time since the last reading went into something else."""
+        self._key = None
 
     def read(self, progress: Progress, now: float) -> Reading:
         """Note `progress` at `now` (seconds) and return how it goes. Reads beyond the plan never show as over 100 %."""
+        key = (progress.phase, progress.total_bytes, progress.earlier_bytes)
+        if key != self._key or progress.done_bytes < self._samples[-1][1]:
+            self._key = key
+            self._samples.clear()
         self._samples.append((now, progress.done_bytes))
-        while now - self._samples[0][0] > WINDOW_SECONDS and len(self._samples) > 2:
+        while now - self._samples[0][0] > STEADY_SECONDS and len(self._samples) > 2:
             self._samples.popleft()
-        since, before_bytes = self._samples[0]
-        speed = (progress.done_bytes - before_bytes) / (now - since) if now > since else 0.0
         done = min(progress.done_bytes, progress.total_bytes)
         fraction = done / progress.total_bytes if progress.total_bytes else 1.0
-        left = (progress.total_bytes - done) / speed if speed > 0 else None
-        return Reading(progress.phase, fraction, done, progress.total_bytes, speed, left)
+        steady = self._speed(now, STEADY_SECONDS)
+        left = (progress.total_bytes - done) / steady if steady > 0 else None
+        return Reading(progress.phase, fraction, done, progress.total_bytes, self._speed(now, WINDOW_SECONDS), left)
+
+    def _speed(self, now: float, window_seconds: float) -> float:
+        """Bytes a second since the first sample of the window; 0 before `SETTLING_SECONDS` of the phase."""
+        since, before_bytes = next(sample for sample in self._samples if now - sample[0] <= window_seconds)
+        if since == now:  # samples further apart than the window: the last interval is all there is
+            since, before_bytes = self._samples[-2] if len(self._samples) > 1 else self._samples[-1]
+        elapsed = now - since
+        return (self._samples[-1][1] - before_bytes) / elapsed if elapsed >= SETTLING_SECONDS else 0.0
 
 
 class Display(Protocol):
@@ -77,14 +101,25 @@ class Display(Protocol):
 
     def update(self, progress: Progress) -> None: ...
 
+    def compile(self, is_compiling: bool) -> None: ...
+
 
 def choose_display(*, silent: bool) -> Display:
     """The display that fits standard error."""
     if silent or sys.stderr is None:
         return NoDisplay()
+    if in_notebook():
+        return NotebookDisplay()
     if sys.stderr.isatty():
         return BarDisplay()
     return LineDisplay(sys.stderr)
+
+
+def compiling_text() -> str:
+    """What the first run on a machine waits for."""
+    from mergepipe.kernels.compilation.listeners import TYPICAL_SECONDS
+
+    return f"compiling the inner loops once (about {TYPICAL_SECONDS:.0f} s)"
 
 
 class NoDisplay:
@@ -101,6 +136,15 @@ class NoDisplay:
     def update(self, progress: Progress) -> None:
         """Do nothing."""
 
+    def compile(self, is_compiling: bool) -> None:
+        """Do nothing."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which shows HTML."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")
+
 
 class LineDisplay(NoDisplay):
     """Writes one line when a phase begins or `LINE_SECONDS` have passed."""
@@ -111,6 +155,7 @@ class LineDisplay(NoDisplay):
         self._meter = Meter()
         self._phase = ""
         self._due = 0.0
+        self._has_told = False
 
     def update(self, progress: Progress) -> None:
         """Write a line if it is time to."""
@@ -121,6 +166,13 @@ class LineDisplay(NoDisplay):
             return
         self._phase, self._due = progress.phase, now + LINE_SECONDS
         self._write(self._meter.read(progress, now).text())
+
+    def compile(self, is_compiling: bool) -> None:
+        """Write that kernels are being compiled, once."""
+        self._meter.restart()
+        if is_compiling and not self._has_told:
+            self._has_told = True
+            self._write(compiling_text())
 
     def _write(self, line: str) -> None:
         """Write a line, if anybody takes it: no run fails for that."""
@@ -136,12 +188,13 @@ class BarDisplay(NoDisplay):
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        columns = ("{task.description:<8}", BarColumn(), TextColumn("{task.percentage:>3.0f} %  {task.fields[pace]}"))
+        columns = ("{task.description:<8}", BarColumn(), TextColumn("{task.fields[share]}  {task.fields[pace]}"))
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-        self._task = self._bars.add_task("start", total=1.0, pace="")
+        self._task = self._bars.add_task("start", total=1.0, share="", pace="")
         self._clock = clock
         self._meter = Meter()
         self._due = 0.0
+        self._is_compiling = False
 
     def __enter__(self) -> Display:
         with contextlib.suppress(OSError):  # a terminal that is gone
@@ -166,6 +219,86 @@ class BarDisplay(NoDisplay):
         if now < self._due:
             return
         self._due = now + BAR_SECONDS
+        if self._is_compiling:
+            self._bars.refresh()
+            return
         reading = self._meter.read(progress, now)
         pace = "  ".join(reading.pace())
-        self._bars.update(self._task, description=reading.phase, completed=reading.fraction, pace=pace, refresh=True)
+        share = f"{reading.fraction:>4.0%}"
+        self._bars.update(
+            self._task, description=reading.phase, completed=reading.fraction, total=1.0, share=share, pace=pace
+        )
+        self._bars.refresh()
+
+    def compile(self, is_compiling: bool) -> None:
+        """Show that kernels are being compiled instead of a share: nothing else goes on until they are."""
+        self._is_compiling = is_compiling
+        self._meter.restart()
+        if is_compiling:
+            with contextlib.suppress(OSError):
+                self._bars.update(self._task, description=compiling_text(), total=None, share="", pace="")
+                self._bars.refresh()
+
+
+class NotebookDisplay(NoDisplay):
+    """Shows one bar under the cell of a notebook, replaced as the run goes on; notices stay above it."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        from IPython.display import HTML, display
+
+        self._html = HTML
+        self._handle = display(HTML(""), display_id=True)
+        self._clock = clock
+        self._meter = Meter()
+        self._due = 0.0
+        self._notices: list[str] = []
+        self._last = ""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._show(self._last if error is not None else "")
+
+    def update(self, progress: Progress) -> None:
+        """Redraw, at most every `NOTEBOOK_SECONDS`."""
+        self._notices.extend(progress.notices)
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + NOTEBOOK_SECONDS
+        reading = self._meter.read(progress, now)
+        self._last = f'<progress max="1" value="{reading.fraction:.3f}"></progress> {escape(reading.text())}'
+        self._show(self._last)
+
+    def compile(self, is_compiling: bool) -> None:
+        """Show that kernels are being compiled."""
+        self._meter.restart()
+        if is_compiling:
+            self._show(f"<progress></progress> {compiling_text()}")
+
+    def _show(self, line: str) -> None:
+        notices = "".join(f"<div>{escape(printable(notice))}</div>" for notice in self._notices)
+        self._handle.update(self._html(f"{notices}<div>{line}</div>"))
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
+    """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
+    from mergepipe.kernels.compilation.listeners import listening
+
+    with choose_display(silent=False) as display, listening(display.compile):
+        yield display.update
+
+
+@contextlib.contextmanager
+def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
+    """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
+    from mergepipe.kernels.compilation.listeners import listening
+
+    with choose_display(silent=silent) as display, listening(display.compile):
+
+        def on_progress(progress: Progress) -> None:
+            session.interrupts.report()
+            display.update(progress)
+
+        yield on_progress

@@ -31,3 +31,12 @@ def parse_size(text: str, option: str) -> int:
     if size > MAX_SIZE_BYTES:
         raise RecipeError.of("option.size", option, f"'{text}' is more than {MAX_SIZE_BYTES} bytes", _EXAMPLES)
     return size
+
+
+def optional_size(text: str | None, option: str) -> int | None:
+    """Return the bytes that `text` says, None for None.
+
+    Raises:
+        RecipeError: it is not a size.
+    """
+    return None if text is None else parse_size(text, option)

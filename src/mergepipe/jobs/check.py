@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mergepipe.engine.work import plan_output
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs import Inputs, open_inputs
@@ -15,7 +16,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 
-def check_recipe(recipe_place: Location, shard_bytes: int, allow_dropped: Sequence[str]) -> CheckReport:
+def check_recipe(recipe_place: Location | RecipeText, shard_bytes: int, allow_dropped: Sequence[str]) -> CheckReport:
     """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
     store = Stores()
     inputs = open_inputs(recipe_place, store, allow_dropped)

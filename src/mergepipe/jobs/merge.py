@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from mergepipe.operators.registry import operator_named
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import open_inputs
@@ -16,7 +17,12 @@ from mergepipe.storage.stores import Stores
 
 
 def run_merge(
-    recipe: Location, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+    recipe: Location | RecipeText,
+    out: Path,
+    settings: MergeSettings,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = Stores()

@@ -23,6 +23,7 @@ from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
@@ -84,9 +85,9 @@ def plan_request(
     """
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
-    density = options.adjust_min_density
+    density = options.min_density
     choices = PlanningChoices(
-        OnOmit(options.on_omit),
+        OnOmit(options.where_omitted),
         None if density is None else AdjustPolicy(density),
         check_seed(seed),
         None if target_error is None else parse_target_error(target_error),
@@ -204,8 +205,8 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
     return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
 
 
-def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
-    """Plan the recipe at a path."""
+def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
+    """Plan a recipe."""
     store = Stores()
     inputs = open_inputs(recipe, store, request.allow_dropped)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
@@ -216,7 +217,7 @@ def plan_recipe(recipe: Location, request: PlanRequest, home: Path) -> Plan:
 
 
 def run_budgeted(
-    recipe: Location,
+    recipe: Location | RecipeText,
     out: Path,
     request: PlanRequest,
     settings: MergeSettings,

@@ -20,6 +20,7 @@ from mergepipe.planning.budget import BudgetRequest, parse_budget
 from mergepipe.planning.choices import Policy
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, Progress, ProgressCallback, SweepPoint, SweepReport
 from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.inputs import Inputs, open_inputs
@@ -71,7 +72,7 @@ class _Reference:
 
 
 def run_sweep(
-    recipe: Location, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
+    recipe: Location | RecipeText, request: SweepRequest, settings: MergeSettings, on_progress: ProgressCallback | None
 ) -> SweepReport:
     """Merge in full once, then under each budget with the policy of the request and with `random`; see `api.sweep`.
 
@@ -94,7 +95,7 @@ class _Sweep:
 
     def __init__(
         self,
-        recipe: Location,
+        recipe: Location | RecipeText,
         request: SweepRequest,
         settings: MergeSettings,
         directory: Path,
@@ -121,8 +122,9 @@ class _Sweep:
         points = tuple(
             self._point(inputs, reference, budget, policy) for budget in self._budgets for policy in policies
         )
+
         return SweepReport(
-            recipe=self._recipe,
+            recipe=self._recipe.path if isinstance(self._recipe, RecipeText) else self._recipe,
             operator=inputs.recipe.operator.name,
             policy=self._request.policy.value,
             seed=self._settings.seed,
@@ -133,6 +135,7 @@ class _Sweep:
             changed_norm=reference.changed_norm,
             full_norm=reference.full_norm,
             points=points,
+            experts=tuple(inputs.recipe.inputs()[model].text for model in inputs.expert_models),
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:

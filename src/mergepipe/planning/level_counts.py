@@ -9,7 +9,14 @@ from mergepipe.deltastore.codec.levels import Level
 from mergepipe.planning.plan import Access
 
 WHOLE = "whole"
-NAMES = (*(level.name.lower().replace("_", " ") for level in Level if Level.NOTHING < level < Level.LOSSLESS), WHOLE)
+_NAME_OF = {
+    Level.HEAD: "largest roughly",
+    Level.HEAD_EXACT: "largest exactly",
+    Level.BODY: "all roughly",
+    Level.BODY_EXACT: "all closely",
+}
+"""Which deltas of a block are read at a level, and how closely."""
+NAMES = (*_NAME_OF.values(), WHOLE)
 
 
 def level_name(level: int) -> str:

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from operator import le, lt
 
 from mergepipe.core.canonical_json import canonical_json, digest_of
+from mergepipe.core.notebooks import Displayed
 from mergepipe.storage.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
@@ -182,8 +183,8 @@ class Outlook:
     is_least: bool = False  # only a part of what is lost can be expected
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Displayed):
     """A decided merge. Laws: `parse_plan(p.to_json()) == p`; the digest is the same on every machine."""
 
     operator: str

@@ -193,7 +193,7 @@ def _check_on_omit(problem: PlanningProblem, data: _PlanningData, on_omit: OnOmi
     if on_omit is OnOmit.RENORMALIZE and any(average is None for average in data.rules.average_T):
         message = f"'{problem.operator}' without normalised weights has nothing to renormalise"
         raise RecipeError.of(
-            "plan.on-omit", "on_omit", message, "use operator 'linear' with normalize, or on_omit: keep"
+            "plan.on-omit", "--where-omitted", message, "use operator 'linear' with normalize, or --where-omitted keep"
         )
 
 

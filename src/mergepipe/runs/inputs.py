@@ -21,6 +21,7 @@ from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
@@ -127,7 +128,9 @@ class Inputs:
         return base.name if is_plain else None
 
 
-def open_inputs(path: Location, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None) -> Inputs:
+def open_inputs(
+    path: Location | RecipeText, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None
+) -> Inputs:
     """Load a recipe, open what it names, pair the tensors. See `open_recipes`."""
     return open_recipes(load_recipes(path, store), store, allow_dropped, stage)
 

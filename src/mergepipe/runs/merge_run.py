@@ -39,7 +39,7 @@ from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest
 from mergepipe.runs.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
-from mergepipe.runs.sidecars import sidecar_bytes, sidecar_contents
+from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
 from mergepipe.runs.verdict import analysis_advice, verdict_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
@@ -85,6 +85,7 @@ class MergeSettings:
     overlay: bool = False
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
+    small_files: SmallFileChoice = EVERY_SMALL_FILE
 
 
 class IntermediateWriter:
@@ -152,6 +153,8 @@ def publish_merge(
             progress.recorded(staging),
         ):
             link.notices.extend(progress.notices)
+            if progress.done:
+                run.resume_at(progress.durable_share)
             manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
             packer.finish()
             if before_publish is not None:
@@ -238,6 +241,7 @@ class _Run:
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
+        self._earlier_bytes = 0
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
         if plan is not None:
@@ -280,7 +284,10 @@ class _Run:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
         unfinished = self._manifest(directory, result, ids, progress, record_of(BLOCKS_NAME, blocks))
-        contents = {**sidecar_contents(self._inputs, self._store, unfinished), **result.small}
+        small_files = self._settings.small_files.of(
+            sidecar_contents(self._inputs, self._store, unfinished), self._inputs
+        )
+        contents = {**small_files, **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
@@ -318,10 +325,16 @@ class _Run:
                 recorder.expect(task, [rows[model] for model in task.expert_models])
         return recorder if recorder.expected else None
 
+    def resume_at(self, durable_share: float) -> None:
+        """Report that an interrupted run is resumed: what it read and wrote is in the ledger by now."""
+        self._earlier_bytes = self._store.ledger.total_bytes()
+        self.tick("merge", (f"resuming at {durable_share:.0%}",))
+
     def tick(self, phase: str, notices: tuple[str, ...] = ()) -> None:
         """Report progress."""
         if self._on_progress is not None:
-            self._on_progress(Progress(phase, self._store.ledger.total_bytes(), self._total_bytes, notices))
+            done_bytes = self._store.ledger.total_bytes()
+            self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes))
 
     def _manifest(
         self,

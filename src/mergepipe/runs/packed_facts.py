@@ -60,4 +60,4 @@ def _reason(tensor: PackedEntry, n_elements: int, codec: Codec) -> str:
         return f"{tensor.dtype.name}, which has no bands"
     if n_elements < BANDED_FROM_ELEMENTS:
         return f"fewer than {BANDED_FROM_ELEMENTS} elements"
-    return "not finite, or no smaller in bands" if codec is Codec.BYTES else "no smaller in any codec"
+    return "not finite, or no smaller in levels" if codec is Codec.BYTES else "no smaller in any codec"

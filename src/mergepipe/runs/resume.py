@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -24,14 +25,16 @@ from mergepipe.runs.inputs import Inputs
 from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.snapshots.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
-from mergepipe.snapshots.staging import CONTENT_NAME, KEPT, Staging
+from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import ACCOUNT_NAME
 
 INTERVAL_BYTES = 1 << 30
-"""About how much is written between two records: the most that a crash costs, beside the unfinished tensor."""
+"""About how much is written between two records, at most."""
+INTERVAL_SECONDS = 1.0
+"""How long after a record the next one is made: with the unfinished tensor, the work that a crash costs."""
 RESERVED_BYTES = 64 << 20
 """Largest reservation under a budget: the most that a crash wastes of it."""
 RESERVED_FRACTION = 0.05
@@ -83,12 +86,22 @@ class MergeProgress:
     happens no read is forgotten, by this run or by those that follow it.
     """
 
-    def __init__(self, key: str, output: OutputPlan, plan: Plan | None, ledger: Ledger, resume: Resume) -> None:
+    def __init__(
+        self,
+        key: str,
+        output: OutputPlan,
+        plan: Plan | None,
+        ledger: Ledger,
+        resume: Resume,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._key = key
         self._output = output
         self._plan = plan
         self._ledger = ledger
         self._resume = resume
+        self._clock = clock
+        self._recorded_at = clock()
         self._lock = threading.Lock()
         self._journal: Journal | None = None
         self._account: ReadAccount | None = None
@@ -108,10 +121,26 @@ class MergeProgress:
         """Tensors that an earlier run made durable, in output order."""
         return self._done
 
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now: `INTERVAL_SECONDS` after the last record, or after `INTERVAL_BYTES`."""
+        now = self._clock()
+        if pending_bytes < INTERVAL_BYTES and now < self._recorded_at + INTERVAL_SECONDS:
+            return False
+        self._recorded_at = now
+        return True
+
     @property
-    def interval_bytes(self) -> int:
-        """About how many bytes are written between two records."""
-        return INTERVAL_BYTES
+    def durable_share(self) -> float:
+        """The share of the output's tensors that is durable and recorded as such, by bytes."""
+        return self._durable_bytes / self._output_bytes if self._output_bytes else 0.0
+
+    @property
+    def _durable_bytes(self) -> int:
+        return sum(task.output_bytes for task in self._output.tasks[: self._noted])
+
+    @property
+    def _output_bytes(self) -> int:
+        return sum(task.output_bytes for task in self._output.tasks)
 
     @property
     def forgiven_expert_bytes(self) -> int:
@@ -219,10 +248,9 @@ class MergeProgress:
         self._noted = len(state.digests)
         self._journal = Journal(directory / JOURNAL_NAME, state)
         self._charge_earlier(directory, totals, state.usage)
-        written = sum(task.output_bytes for task in self._output.tasks[: self._noted])
         self.notices.append(
-            f"resumed an interrupted run: {written} of {sum(t.output_bytes for t in self._output.tasks)} bytes "
-            f"in {self._noted} of {len(self._output.tasks)} tensors were durable"
+            f"resumed an interrupted run at {self.durable_share:.0%}: {self._durable_bytes} of {self._output_bytes} "
+            f"bytes in {self._noted} of {len(self._output.tasks)} tensors were durable"
         )
 
     # --- during the run ---
@@ -263,7 +291,7 @@ class MergeProgress:
             else:
                 _remove_work(staging.directory)
         staging.keep()
-        note = KEPT if is_continuable else ACCOUNT_KEPT
+        note = kept_note(staging.out, self.durable_share) if is_continuable else ACCOUNT_KEPT
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 

@@ -15,6 +15,7 @@ from mergepipe.options import (
 from mergepipe.planning.budget import parse_speed
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.resume import Resume
+from mergepipe.runs.sidecars import SmallFileChoice
 from mergepipe.runs.speeds import PriceRequest
 from mergepipe.storage.prices import Price
 
@@ -37,9 +38,10 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         gathers=options.statistics,
         resume=resume.without_continuing if options.overlay else resume,
         reuse=options.reuse and not options.overlay,
-        keeps_accumulators=options.keep_accumulators,
+        keeps_accumulators=options.keep_sums,
         overlay=options.overlay,
         allow_dropped=options.allow_dropped,
+        small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
     )
 
@@ -93,9 +95,9 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
     if options.pack is not None and planned_by is not None:
         message = f"packs what is read in full: it does not go with {planned_by}, which reads parts"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
-    if options.keep_accumulators and planned_by is not None:
+    if options.keep_sums and planned_by is not None:
         message = "only full merges keep sums and build on them"
-        raise RecipeError.of("option.pair", "--keep-accumulators", message, "merge without --budget")
+        raise RecipeError.of("option.pair", "--keep-sums", message, "merge without --budget")
     if options.plan.price != PlanOptions().price and planned_by is None:
         message = "a full merge reads the same at any price"
         raise RecipeError.of("option.pair", "--price", message, "add --budget or --target-error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 
+MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
+"""Where the Hub looks for the recipe of a merged model."""
 GENERATION_NAME = "generation_config.json"
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _LAYER_KEYS = (
@@ -69,9 +72,33 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     return contents
 
 
+@dataclass(frozen=True, slots=True)
+class SmallFileChoice:
+    """Which small files are written beside the configuration."""
+
+    card: bool = True
+    tokenizer: bool = True
+    mergekit_config: bool = False
+
+    def of(self, contents: Mapping[str, bytes], inputs: Inputs) -> dict[str, bytes]:
+        """Return the chosen ones; a tokenizer that the recipe asks for always is."""
+        keeps_tokenizer = self.tokenizer or inputs.alignment is not None
+        return {
+            name: content
+            for name, content in contents.items()
+            if (self.card or name != CARD_NAME)
+            and (keeps_tokenizer or not _is_tokenizers(name))
+            and (self.mergekit_config or name != MERGEKIT_CONFIG_NAME)
+        }
+
+
+EVERY_SMALL_FILE = SmallFileChoice()
+
+
 def sidecar_contents(inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
     """Return every small file but the manifest and the index, by name."""
-    return {**planned_sidecars(inputs, store), CARD_NAME: model_card(manifest)}
+    small = {CARD_NAME: model_card(manifest), MERGEKIT_CONFIG_NAME: manifest.recipe.encode()}
+    return {**planned_sidecars(inputs, store), **small}
 
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:

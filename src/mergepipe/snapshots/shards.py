@@ -137,9 +137,8 @@ class DurableProgress(Protocol):
         """The tensors that are durable already, in output order."""
         ...
 
-    @property
-    def interval_bytes(self) -> int:
-        """About how many bytes are written between two records."""
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now, with `pending_bytes` written since the last record."""
         ...
 
     def note(self, digests: Sequence[TensorDigest]) -> None:
@@ -150,7 +149,7 @@ class DurableProgress(Protocol):
 class ShardWriter:
     """Writes the shards of one output sequentially, digesting every block. A context manager.
 
-    With a `progress`, durable tensors are skipped, and progress is recorded about every `interval_bytes`.
+    With a `progress`, durable tensors are skipped, and progress is recorded whenever it `is_due`.
     Memory: one write chunk of 8 MiB.
     """
 
@@ -252,10 +251,10 @@ class ShardWriter:
     def _note_if_due(self) -> None:
         """Record progress: closed files, and the open one after synchronising it."""
         progress = self._progress
-        if progress is None:
+        if progress is None or not self._has_whole_tensor():
             return
         in_file = 0 if self._file is None else self._file.unsynced_bytes
-        if self._unnoted_bytes + in_file < progress.interval_bytes:
+        if not progress.is_due(self._unnoted_bytes + in_file):
             return
         if self._file is not None and self._ends:
             durable = self._file.sync()
@@ -265,6 +264,12 @@ class ShardWriter:
         if self._noted > first:
             self._unnoted_bytes = 0
             progress.note(self.digests[first : self._noted])
+
+    def _has_whole_tensor(self) -> bool:
+        """Whether a tensor that is not noted would be durable after synchronising the open file."""
+        if len(self.digests) - len(self._ends) > self._noted:
+            return True
+        return self._file is not None and bool(self._ends) and self._ends[0] <= self._file.flushed_bytes
 
     def __enter__(self) -> ShardWriter:
         return self

@@ -42,10 +42,14 @@ _UNKNOWN = Owner(0, "", "", "this machine")
 _SWEEP_TRIES = 40
 _SWEEP_SECONDS = 0.05
 _BIRTH_SECONDS = 5.0
-KEPT = "what was written is kept: the same command goes on with it, `mergepipe gc` removes it"
 CONTENT_NAME = "snapshot"
 ASIDE_NAME = "old"
 _SHOWN_FILES = 3
+
+
+def kept_note(out: Path, share: float) -> str:
+    """Tell how much of an unfinished output is durable, and what becomes of it."""
+    return f"{share:.0%} of {out.name} is durable: the same command resumes there, `mergepipe gc` removes it"
 
 
 def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -> None:
@@ -206,6 +210,11 @@ class Staging:
     def path(self) -> Path:
         """The directory to write the snapshot in."""
         return self._directory / CONTENT_NAME
+
+    @property
+    def out(self) -> Path:
+        """Where the snapshot will be published."""
+        return self._out
 
     @property
     def directory(self) -> Path:

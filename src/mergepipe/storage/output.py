@@ -45,6 +45,11 @@ class OutputFile:
         """Bytes handed to the operating system since they were last made durable."""
         return max(0, self._flushed - self._synced)
 
+    @property
+    def flushed_bytes(self) -> int:
+        """Bytes from the start that were handed to the operating system: those that `sync` makes durable."""
+        return self._flushed
+
     def sync(self) -> int:
         """Make durable what the operating system has; return how many bytes from the start are."""
         try:

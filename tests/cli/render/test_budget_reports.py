@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from mergepipe import __version__
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.catalog import lineage_tree
 from mergepipe.cli.render.charts import Line, draw_chart
 from mergepipe.cli.render.json import to_json
 from mergepipe.cli.render.layout import columns_text
+from mergepipe.cli.render.levels import error_table
 from mergepipe.cli.render.plans import plan_table
-from mergepipe.cli.render.sweep import sweep_table
+from mergepipe.cli.render.sweep import sweep_table, verdict_text
 from mergepipe.cli.render.sweep_page import charts_of, sweep_page
 from mergepipe.planning.plan import Fallback, OmissionBound, Plan, PlannedModel
-from mergepipe.reports import SweepPoint, SweepReport
+from mergepipe.reports import LayerShare, SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 
 
@@ -157,3 +160,47 @@ def test_to_json__knows_paths_times_and_nothing_else() -> None:
     )
     with pytest.raises(TypeError):
         to_json({"x": object()})
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_error_table__shows_every_expert_and_layer_in_the_width_there_is(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    experts = [f"models/expert-{i}" for i in range(20)]
+    layers = [
+        LayerShare(str(i), 4, 2, (2,) * 20, levels=(("whole", 40),), energies=((0.01, 1.0),) * 20) for i in range(36)
+    ]
+    layers.append(LayerShare("", 3, 0, (0,) * 20, levels=(("largest exactly", 10),), energies=(None,) * 20))
+    lines = error_table(layers, experts).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines[2:22]] == experts
+    ranges = lines[0].split()[4:]
+    assert (ranges[-1], ranges[-2].rpartition("-")[2], ranges[0].partition("-")[0]) == ("others", "35", "0")
+    assert [" ".join(line.split()[:-1])[:18] for line in lines[22:]] == ["blocks read: large", "blocks read: whole"]
+    assert lines[2].split()[1:] == ["10", "%"] * (len(ranges) - 1) + ["-"]
+
+
+def test_sweep__says_first_which_budget_is_enough() -> None:
+    assert verdict_text(SWEPT).startswith("50% is enough for an error of 0.5 (")
+    closer = replace(SWEPT, points=(*SWEPT.points, point("75%", "norm", 0.75, 0.1)))
+    assert re.fullmatch(r"75% is enough .* 0.2 \(.* 0.1\); 50% is enough .* 0.5 \(.* 0.4\)", verdict_text(closer))
+    assert verdict_text(replace(SWEPT, points=SWEPT.points[2:])) == (
+        "none of the budgets reaches an error of 0.5; 10% leaves 0.9"
+    )
+    assert "no error could be measured" in verdict_text(replace(SWEPT, points=SWEPT.points[3:]))
+    assert sweep_table(closer).startswith("verdict ")
+
+
+def test_sweep_page__has_verdict_experts_version_and_date_before_the_charts() -> None:
+    text = sweep_page(replace(SWEPT, experts=("math", "<code>")), datetime(2026, 1, 2, 3, 4, tzinfo=UTC))
+    head = text.partition("<svg")[0]
+    assert all(part in head for part in ("50% is enough", "math, &lt;code&gt;", "2026-01-02 03:04 UTC", __version__))
+    assert "@media print" in head
+    assert "http" not in text
+
+
+def test_sweep_page__shares_are_of_what_budgets_are_shares_of() -> None:
+    error, _ = charts_of(SWEPT)
+    assert error.lines[0].dots[-1].title.startswith("norm: 45.5 %")
+    assert "45.5 %" in sweep_table(SWEPT)

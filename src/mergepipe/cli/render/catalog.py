@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
 from mergepipe.cli.render.layout import columns_text, facts_text, share_text
-from mergepipe.cli.render.units import format_bytes, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, plural
 from mergepipe.reports import SnapshotReport
 
 SHORT_SID = 12
@@ -19,15 +19,15 @@ def snapshots_table(snapshots: Sequence[SnapshotReport]) -> str:
         return "no snapshots"
     rows = [
         [
-            each.sid[:SHORT_SID],
-            f"{each.created:%Y-%m-%d %H:%M}",
-            each.operator,
-            _place_text(each),
-            str(sum(source.role == "expert" for source in each.inputs)),
-            format_bytes(each.expert_bytes + each.analysis_bytes),
-            "no" if each.plan_digest is None else "yes",
+            snapshot.sid[:SHORT_SID],
+            f"{snapshot.created:%Y-%m-%d %H:%M}",
+            snapshot.operator,
+            _place_text(snapshot),
+            str(sum(source.role == "expert" for source in snapshot.inputs)),
+            format_bytes(snapshot.expert_bytes + snapshot.analysis_bytes),
+            "no" if snapshot.plan_digest is None else "yes",
         ]
-        for each in snapshots
+        for snapshot in snapshots
     ]
     return columns_text(["sid", "made (UTC)", "operator", "path", "experts", "read of them", "budget"], rows, left=4)
 

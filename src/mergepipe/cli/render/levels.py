@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from mergepipe.cli.render.layout import Fact, columns_text
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds
+from mergepipe.cli.render.layout import Fact, columns_text, share_text
+from mergepipe.cli.render.terminal import available_columns
+from mergepipe.core.units import format_bytes, format_rate, format_seconds
+from mergepipe.planning.level_counts import NAMES
 from mergepipe.planning.plan import TimePrice
 from mergepipe.reports import LayerShare
 
-MOST_ROWS = 24
-MOST_EXPERTS = 8
-_MOST_NAME = 20
+MOST_GROUPS = 24
+_GROUP_COLUMNS = 9
+_MOST_NAME = 28
 
 
 def error_text(error: float | None) -> str:
@@ -20,52 +23,58 @@ def error_text(error: float | None) -> str:
 
 
 def levels_text(levels: Sequence[tuple[str, int]]) -> str:
-    """Shares of the blocks that are read: `head 40 %, whole 60 %`."""
+    """Shares of the blocks that are read: `largest exactly 40 %, whole 60 %`."""
     total = sum(count for _, count in levels)
     return ", ".join(f"{name} {100 * count / total:.3g} %" for name, count in levels) if total else "-"
 
 
 def error_table(layers: Sequence[LayerShare], experts: Sequence[str]) -> str:
-    """Expected errors by layer (neighbours together where there are many) and expert; levels beside them."""
-    shown = experts[:MOST_EXPERTS]
-    head = ["layer", "all", *(_shortened(name) for name in shown), "blocks read"]
-    rows = []
-    for group in _grouped(layers):
-        errors = [_joined([layer.energies[e] for layer in group]) for e in range(len(experts))]
-        together = _joined([energy for layer in group for energy in layer.energies])
-        counts: dict[str, int] = {}
+    """Expected errors, an expert a row and some layers a column; under them how the blocks are read."""
+    groups = grouped_layers(layers, experts)
+    energies = [[[layer.energies[e] for layer in group] for group in groups] for e in range(len(experts))]
+    together = [[energy for layer in group for energy in layer.energies] for group in groups]
+    counts = [Counter[str]() for _ in groups]
+    for count, group in zip(counts, groups, strict=True):
         for layer in group:
-            for name, count in layer.levels:
-                counts[name] = counts.get(name, 0) + count
-        cells = [error_text(together), *map(error_text, errors[: len(shown)]), levels_text(tuple(counts.items()))]
-        rows.append([_range_text(group), *cells])
-    more = len(experts) - len(shown)
-    note = f"\n({more} more experts: see --json)" if more else ""
-    return f"error expected, by layer and expert\n{columns_text(head, rows)}{note}"
+            count.update(dict(layer.levels))
+    rows = [
+        ["all experts", *(error_text(_joined(values)) for values in together)],
+        *(
+            [name, *(error_text(_joined(values)) for values in row)]
+            for name, row in zip(experts, energies, strict=True)
+        ),
+        *(
+            [f"blocks read: {name}", *(share_text(count[name], count.total()) for count in counts)]
+            for name in NAMES
+            if any(count[name] for count in counts)
+        ),
+    ]
+    return columns_text(["error expected in layers", *(layers_range(group) for group in groups)], rows)
 
 
-def _grouped(layers: Sequence[LayerShare]) -> list[Sequence[LayerShare]]:
-    """At most `MOST_ROWS` runs of layers, those outside of layers on their own."""
+def grouped_layers(layers: Sequence[LayerShare], experts: Sequence[str]) -> list[Sequence[LayerShare]]:
+    """Return runs of layers, as many as fit beside each other, those outside of layers on their own."""
+    columns = available_columns()
+    names = min(max((len(name) for name in experts), default=0), _MOST_NAME) + 2
+    room = MOST_GROUPS if columns is None else (columns - max(names, _MOST_NAME)) // _GROUP_COLUMNS
+    most = min(max(room, 2), MOST_GROUPS)
     numbered, others = [x for x in layers if x.layer], [x for x in layers if not x.layer]
-    size = max(1, -(-len(numbered) // (MOST_ROWS - 1)))
+    size = max(1, -(-len(numbered) // (most - 1)))
     return [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([others] if others else [])]
 
 
-def _range_text(group: Sequence[LayerShare]) -> str:
+def layers_range(group: Sequence[LayerShare]) -> str:
+    """Name a run of layers: `4-7`, or `others`."""
     first, last = group[0].layer, group[-1].layer
     return (first if first == last else f"{first}-{last}") or "others"
 
 
 def _joined(energies: Sequence[tuple[float, float] | None]) -> float | None:
-    known = [energy for energy in energies if energy is not None]
-    whole = sum(energy for _, energy in known)
-    if not known:
+    estimated = [energy for energy in energies if energy is not None]
+    whole = sum(energy for _, energy in estimated)
+    if not estimated:
         return None
-    return float((sum(left for left, _ in known) / whole) ** 0.5) if whole > 0 else 0.0
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MOST_NAME else f"...{name[3 - _MOST_NAME :]}"
+    return float((sum(left for left, _ in estimated) / whole) ** 0.5) if whole > 0 else 0.0
 
 
 def price_facts(price: TimePrice | None) -> list[Fact]:
@@ -74,12 +83,11 @@ def price_facts(price: TimePrice | None) -> list[Fact]:
         return []
     speeds, duration = price.speeds, price.duration
     reading, decoding = format_seconds(duration.reading_seconds), format_seconds(duration.decoding_seconds)
-    bands = speeds.decoding.nanoseconds.get("bands")
+    per_element = speeds.decoding.nanoseconds.get("bands")
     text = f"time: storage of {format_rate(speeds.storage_bytes_per_second)}"
-    if bands:
-        text += (
-            f", {format_bytes(2e9 / bands[-1])} a second of packed experts decoded by each of {speeds.threads} threads"
-        )
+    if per_element:
+        decoded = format_bytes(2e9 / per_element[-1])
+        text += f", {decoded} a second of packed experts decoded by each of {speeds.threads} threads"
     return [
         ("price", f"{text} ({speeds.source})"),
         ("expected", f"{reading} to read the experts, {decoding} to decode them; the two overlap"),

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact, facts_text
-from mergepipe.cli.render.packing import along_facts
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
+from mergepipe.cli.render.packing import packing_facts
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
 
 MAX_PATTERNS = 4
@@ -39,7 +39,7 @@ def merge_table(report: MergeReport) -> str:
             ("peak memory", format_bytes(report.peak_rss_bytes)),
             ("tensors", counts),
             ("snapshot", report.sid),
-            *along_facts(report.packed, report.not_packed),
+            *packing_facts(report.packed, report.not_packed),
             *(("notice", notice) for notice in report.notices),
             ("output", str(report.out)),
         ]
@@ -71,7 +71,7 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("base read", format_bytes(report.base_bytes)),
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
-            *along_facts(report.packed, report.not_packed),
+            *packing_facts(report.packed, report.not_packed),
             ("time", format_seconds(report.seconds)),
             ("catalog", str(report.home)),
         ]

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mergepipe.cli.render.layout import Fact
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
+
+_CODEC_WORDS = {
+    "same": "equal to the base",
+    "bands": "in levels",
+    "bytes": "without levels",
+    "raw": "unencoded",
+}
 
 
 def pack_table(report: PackReport) -> str:
@@ -23,10 +30,10 @@ def pack_table(report: PackReport) -> str:
     return "\n".join(map(printable, lines))
 
 
-def along_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
+def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
     """What was packed on the way of a merge or an analysis, and what was not, as facts."""
     done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
-    return done + [("not packed", f"{each.expert}: {each.reason}") for each in not_packed]
+    return done + [("not packed", f"{refused.expert}: {refused.reason}") for refused in not_packed]
 
 
 def _packed_line(expert: PackedExpert) -> str:
@@ -38,11 +45,11 @@ def _packed_line(expert: PackedExpert) -> str:
 
 
 def _size_text(expert: PackedExpert) -> str:
-    """The store's size and share, its blocks by codec, and why some are in no bands."""
+    """The store's size and share, how its blocks can be read, and why some have no levels."""
     sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
-    blocks = ", ".join(f"{plural(count, 'block')} {codec}" for codec, count in expert.blocks.items())
+    blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in expert.blocks.items())
     reasons = ", ".join(f"{count} {reason}" for reason, count in expert.outside_bands.items())
-    return f"{sizes}; {blocks or 'no blocks'}" + (f" (not in bands: {reasons})" if reasons else "")
+    return f"{sizes}; {blocks or 'no blocks'}" + (f" (without levels: {reasons})" if reasons else "")
 
 
 def unpack_line(report: UnpackReport) -> str:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Protocol
 
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, number_text, share_text
-from mergepipe.cli.render.levels import error_table, error_text, levels_text, price_facts
-from mergepipe.cli.render.units import format_bytes
+from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
 from mergepipe.reports import ExpertShare, Explanation
 
 MAX_GROUPS = 6
-MAX_LAYER_EXPERTS = 8
 MAX_RUN_CHARACTERS = 60
 WHY_LEAST = "what else trimming and electing change is not in it"
 
@@ -42,8 +41,8 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
         accesses = [access for tensor in plan.tensors if (access := tensor.access_of(e)) is not None]
-        taken = sum(each.n_blocks + sum(stop - start for start, stop, _ in each.shared) for each in accesses)
-        free = sum(stop - start for each in accesses for start, stop in each.free)
+        taken = sum(access.n_blocks + sum(stop - start for start, stop, _ in access.shared) for access in accesses)
+        free = sum(stop - start for access in accesses for start, stop in access.free)
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
             share_text(taken, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
@@ -65,90 +64,98 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]
-    graded = [] if plan.expected_error is None else ["of them", "error expected"]
-    table = columns_text(["expert", "bytes", "of its own", "blocks read", "as the base", *graded], rows)
+    graded = [] if plan.expected_error is None else ["how closely", "error expected"]
+    table = columns_text(["expert", "read", "of it", "blocks read", "as the base", *graded], rows)
     if graded:
-        found = explanation_of(Path(), plan, None, None)
-        table += f"\n\n{error_table(found.layers, [expert.model for expert in found.experts])}"
+        explanation = explanation_of(Path(), plan, None, None)
+        table += f"\n\n{error_table(explanation.layers, [expert.model for expert in explanation.experts])}"
     return f"{facts_text(head)}\n\n{table}\n\n{facts_text(tail)}"
 
 
 def _reused_text(plan: Plan, blocks: int) -> str:
     reused = sum(stop - start for tensor in plan.tensors for start, stop, _ in tensor.reused)
-    places = listed([each.path for each in plan.reuse])
+    places = listed([snapshot.path for snapshot in plan.reuse])
     return f"{share_text(reused, blocks)} of all blocks from {places}: {format_bytes(plan.saved_bytes)} are not charged"
 
 
-def explain_table(found: Explanation) -> str:
+def explain_table(explanation: Explanation) -> str:
     """An explanation: the whole, by expert, by layer, and tensors that were asked for."""
-    parts = [facts_text(_explain_facts(found)), _expert_table(found), _layer_table(found)]
-    if found.expected_error is not None:
-        parts.append(error_table(found.layers, [expert.model for expert in found.experts]))
-    tail = [*_choices("fallback", found.fallbacks), *_choices("adjusted", found.adjustments)]
+    parts = [facts_text(_explain_facts(explanation)), _expert_table(explanation), _layer_table(explanation)]
+    if explanation.expected_error is not None:
+        parts.append(error_table(explanation.layers, [expert.model for expert in explanation.experts]))
+    tail = [*_choices("fallback", explanation.fallbacks), *_choices("adjusted", explanation.adjustments)]
     parts.extend([facts_text(tail)] if tail else [])
-    for tensor in found.tensors:
+    for tensor in explanation.tensors:
         rows = [[use.model, use.use, _shortened(use.blocks), use.reason] for use in tensor.uses]
         title = f"{printable(tensor.name)}: {tensor.blocks} blocks, touched: {_shortened(tensor.touched) or 'none'}"
         parts.append(f"{title}\n{columns_text(['expert', 'use', 'blocks', 'why'], rows, left=4)}")
     return "\n\n".join(parts)
 
 
-def _explain_facts(found: Explanation) -> list[Fact]:
-    facts: list[Fact] = [(found.kind, found.sid or found.plan_digest or ""), ("operator", found.operator)]
-    if found.policy is None:
+def _explain_facts(explanation: Explanation) -> list[Fact]:
+    facts: list[Fact] = [
+        (explanation.kind, explanation.sid or explanation.plan_digest or ""),
+        ("operator", explanation.operator),
+    ]
+    if explanation.policy is None:
         facts.append(("plan", "none: a full merge, every expert is everywhere"))
     else:
-        facts.append(("policy", f"{found.policy}, where omitted: {found.on_omit}"))
-        facts.append(("budget", _of_everything(found.budget_bytes or 0, found.full_bytes or 0)))
-        facts.append(("planned", _of_everything(found.planned_bytes or 0, found.full_bytes or 0)))
-        if found.bound is not None:
-            facts.append(("error bound", _bound_text(found.bound, found.relative_bound)))
-        facts.extend(_expected_facts(found.expected_error, is_least=found.error_is_least))
-        if found.sid is not None:
-            facts.append(("plan digest", found.plan_digest or ""))
-    if found.realized_bytes is not None:
-        facts.append(("realized", format_bytes(found.realized_bytes)))
-    text = f"{found.touched} of {found.blocks} blocks ({share_text(found.touched, found.blocks)})"
+        facts.append(("policy", f"{explanation.policy}, where omitted: {explanation.on_omit}"))
+        facts.append(("budget", _of_everything(explanation.budget_bytes or 0, explanation.full_bytes or 0)))
+        facts.append(("planned", _of_everything(explanation.planned_bytes or 0, explanation.full_bytes or 0)))
+        if explanation.bound is not None:
+            facts.append(("error bound", _bound_text(explanation.bound, explanation.relative_bound)))
+        facts.extend(_expected_facts(explanation.expected_error, is_least=explanation.error_is_least))
+        if explanation.sid is not None:
+            facts.append(("plan digest", explanation.plan_digest or ""))
+    if explanation.realized_bytes is not None:
+        facts.append(("realized", format_bytes(explanation.realized_bytes)))
+    text = (
+        f"{explanation.touched} of {explanation.blocks} blocks ({share_text(explanation.touched, explanation.blocks)})"
+    )
     facts.append(("touched", f"{text} hold something of an expert; the others are the base's"))
     return facts
 
 
-def _expert_table(found: Explanation) -> str:
+def _expert_table(explanation: Explanation) -> str:
     head = ["expert", "read", "shared", "as the base", "omitted", "planned", "realized"]
-    graded = [] if found.expected_error is None else ["blocks read", "error expected"]
-    return columns_text(head + graded, [_expert_row(expert, found) for expert in found.experts])
+    graded = [] if explanation.expected_error is None else ["blocks read", "error expected"]
+    return columns_text(head + graded, [_expert_row(expert, explanation) for expert in explanation.experts])
 
 
-def _expert_row(expert: ExpertShare, found: Explanation) -> list[str]:
-    counts = [share_text(count, found.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)]
+def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
+    counts = [
+        share_text(count, explanation.blocks) for count in (expert.read, expert.shared, expert.free, expert.omitted)
+    ]
     row = [expert.model, *counts, _bytes_or_dash(expert.planned_bytes), _bytes_or_dash(expert.realized_bytes)]
-    if found.expected_error is not None:
+    if explanation.expected_error is not None:
         row += [levels_text(expert.levels), error_text(expert.expected_error)]
     return row
 
 
-def _layer_table(found: Explanation) -> str:
-    shown = found.experts[:MAX_LAYER_EXPERTS]
-    head = ["layer", "blocks", "touched", *(_shortened(expert.model, 20) for expert in shown)]
+def _layer_table(explanation: Explanation) -> str:
+    """Where experts are, an expert a row and some layers a column."""
+    names = [expert.model for expert in explanation.experts]
+    groups = grouped_layers(explanation.layers, names)
+    blocks = [sum(layer.blocks for layer in group) for group in groups]
+    touched = [sum(layer.touched for layer in group) for group in groups]
+    taking_part = [[sum(layer.taking_part[e] for layer in group) for group in groups] for e in range(len(names))]
     rows = [
-        [
-            layer.layer or "others",
-            str(layer.blocks),
-            share_text(layer.touched, layer.blocks),
-            *(share_text(count, layer.blocks) for count in layer.taking_part[: len(shown)]),
-        ]
-        for layer in found.layers
+        ["blocks", *map(str, blocks)],
+        *(
+            [name, *(share_text(count, whole) for count, whole in zip(counts, blocks, strict=True))]
+            for name, counts in (("touched", touched), *zip(names, taking_part, strict=True))
+        ),
     ]
-    more = len(found.experts) - len(shown)
-    note = "by expert: blocks read, shared, or equal to the base's" + (f"; {more} more: see --json" if more else "")
-    return f"{columns_text(head, rows)}\n({note})"
+    table = columns_text(["in layers", *(layers_range(group) for group in groups)], rows)
+    return f"{table}\n(by expert: blocks read, shared, or equal to the base's)"
 
 
 def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:
     """One line for all that differ in names and numbers only."""
     groups: dict[tuple[str, str], list[_Choice]] = defaultdict(list)
-    for each in choices:
-        groups[_NUMBER.sub("#", _before_name(each.decision)), _NUMBER.sub("#", each.reason)].append(each)
+    for choice in choices:
+        groups[_NUMBER.sub("#", _before_name(choice.decision)), _NUMBER.sub("#", choice.reason)].append(choice)
     lines = [(label, _group_text(group)) for group in list(groups.values())[:MAX_GROUPS]]
     rest = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
     return [*lines, (label, f"and {rest} more: see the plan")] if rest else lines
@@ -160,7 +167,7 @@ def _before_name(text: str) -> str:
 
 def _group_text(group: Sequence[_Choice]) -> str:
     first = group[0]
-    return f"{listed([each.where for each in group])}: {first.decision} ({first.reason})"
+    return f"{listed([choice.where for choice in group])}: {first.decision} ({first.reason})"
 
 
 def _bound_text(absolute: float, relative: float | None) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text
-from mergepipe.cli.render.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.core.escaping import printable
+from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import Damage, GcReport, MaterialiseReport, RepairReport, SnapshotDiff, VerifyReport
 
 SHORT_SID = 12
@@ -75,13 +75,13 @@ def gc_table(report: GcReport) -> str:
     """What is garbage, what lives."""
     verb = "would remove" if report.is_dry_run else "removed"
     lines = [
-        (verb if each.is_removed or report.is_dry_run else "could not remove",
-         f"{each.kind} {each.what} ({each.reason}{', ' + format_bytes(each.nbytes) if each.nbytes else ''})")
-        for each in report.garbage
+        (verb if item.is_removed or report.is_dry_run else "could not remove",
+         f"{item.kind} {item.what} ({item.reason}{', ' + format_bytes(item.nbytes) if item.nbytes else ''})")
+        for item in report.garbage
     ]  # fmt: skip
     return facts_text([
         *lines,
-        *(("living", each) for each in report.living),
+        *(("living", path) for path in report.living),
         ("would free" if report.is_dry_run else "freed", format_bytes(report.freed_bytes)),
     ])  # fmt: skip
 

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text, share_text
 from mergepipe.cli.render.levels import levels_text
-from mergepipe.cli.render.units import format_bytes, format_seconds
+from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.reports import SweepPoint, SweepReport
+
+_ENOUGH = ((0.2, "close to the full merge"), (0.5, "about half of what merging changes"))
+"""Errors that a budget is measured by, the stricter first."""
+
+
+def verdict_text(report: SweepReport) -> str:
+    """Say which budgets are the smallest that are enough: for hardly any difference, and for a small one."""
+    points = sorted((p for p in report.points if p.policy == report.policy and p.error is not None), key=_budget_bytes)
+    if not points:
+        return "no error could be measured"
+    texts: dict[str, str] = {}
+    for level, meaning in _ENOUGH:
+        enough = next((point for point in points if (point.error or 0.0) <= level), None)
+        if enough is not None:
+            text = f"{enough.budget} is enough for an error of {level:g}"
+            texts.setdefault(enough.budget, f"{text} ({meaning}; measured {number_text(enough.error)})")
+    best = points[-1]
+    none = f"none of the budgets reaches an error of {_ENOUGH[-1][0]:g}; {best.budget} leaves {number_text(best.error)}"
+    return "; ".join(texts.values()) or none
+
+
+def _budget_bytes(point: SweepPoint) -> int:
+    return point.budget_bytes
 
 
 def rounding_note(report: SweepReport) -> str:
@@ -21,6 +44,7 @@ def expected_text(point: SweepPoint) -> str:
 def sweep_table(report: SweepReport) -> str:
     """Budget by budget and policy by policy: error, bytes, time."""
     facts = [
+        ("verdict", verdict_text(report)),
         ("operator", report.operator),
         ("full merge", f"{format_bytes(report.full_expert_bytes)} of the experts read, "
                        f"{format_seconds(report.full_seconds)}"),
@@ -38,7 +62,7 @@ def sweep_table(report: SweepReport) -> str:
             point.budget,
             point.policy,
             format_bytes(point.expert_bytes),
-            share_text(point.expert_bytes, report.full_expert_bytes),
+            share_text(point.expert_bytes, report.full_cost_bytes),
             format_seconds(point.seconds),
             number_text(point.error),
             number_text(point.bound),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
 
+import mergepipe
 from mergepipe.cli.render.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, draw_chart
 from mergepipe.cli.render.layout import number_text, share_text
 from mergepipe.cli.render.levels import levels_text
-from mergepipe.cli.render.sweep import expected_text, rounding_note
-from mergepipe.cli.render.units import format_bytes, format_seconds
+from mergepipe.cli.render.sweep import expected_text, rounding_note, verdict_text
 from mergepipe.core.escaping import as_line
+from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
 
@@ -21,8 +23,8 @@ _STYLES = ("chosen", "beside")
 _LEVEL_STYLES = 6  # classes in the template
 
 
-def sweep_page(report: SweepReport) -> str:
-    """Render the page; it loads nothing from anywhere, and follows the reader's dark or light setting."""
+def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
+    """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line
     )
@@ -31,7 +33,8 @@ def sweep_page(report: SweepReport) -> str:
     template = resources.files("mergepipe.cli.render").joinpath(_TEMPLATE).read_text(encoding="utf-8")
     box = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
     return environment.from_string(template).render(
-        report=report, charts=charts_of(report), box=box, note=rounding_note(report),
+        report=report, charts=charts_of(report), box=box, note=rounding_note(report), verdict=verdict_text(report),
+        version=mergepipe.__version__, made="" if made is None else f"{made:%Y-%m-%d %H:%M} UTC",
         is_graded=any(point.expected_error is not None for point in report.points),
     )  # fmt: skip
 
@@ -48,7 +51,7 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
     errors.append(Line(f"{report.policy}: bound of the plan", "bound", _places(report, chosen)))
     expected = [(point, point.expected_error) for point in report.points if point.policy == report.policy]
     errors.append(Line(f"{report.policy}: expected by the plan", "expected", _places(report, expected)))
-    x_label = "expert bytes read, as a share of what the full merge reads"
+    x_label = "expert bytes read, as a share of what reading all costs"
     charts = (
         draw_chart("Error", x_label, "error relative to what merging changes", errors, _percent, "{:.3g}".format),
         draw_chart("Time", x_label, "seconds, planning included", times, _percent, "{:.3g}".format),
@@ -70,15 +73,15 @@ def _level_lines(report: SweepReport) -> list[Line]:
     lines = []
     for number, name in enumerate(reversed(used)):
         closer = used[used.index(name) :]
-        shares = [(point, sum(dict(point.levels).get(each, 0) for each in closer) / most) for point in points]
+        shares = [(point, sum(dict(point.levels).get(name, 0) for name in closer) / most) for point in points]
         lines.append(Line(f"{name} or closer", f"level{number % _LEVEL_STYLES}", _places(report, shares)))
     return lines
 
 
-def _places(report: SweepReport, found: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
+def _places(report: SweepReport, values: Sequence[tuple[SweepPoint, float | None]]) -> tuple[tuple[float, float], ...]:
     """Positions by rising share of bytes; what was not measured is left out."""
-    full = report.full_expert_bytes
-    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in found if y is not None))
+    full = report.full_cost_bytes
+    return tuple(sorted((point.expert_bytes / full if full else 0.0, y) for point, y in values if y is not None))
 
 
 def _percent(share: float) -> str:

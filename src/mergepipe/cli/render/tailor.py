@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.cli.render.units import format_bytes, format_seconds, plural
 from mergepipe.core.escaping import json_line, printable
+from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from mergepipe.tailor.composition.checkpoint_diff import Change, DiffReport
@@ -23,7 +23,7 @@ _STALE_NOTE = (
 
 def inspect_table(report: InspectReport) -> str:
     """Each checkpoint, its units, and whether they fit together."""
-    blocks = [_checkpoint(each) for each in report.checkpoints]
+    blocks = [_checkpoint(checkpoint) for checkpoint in report.checkpoints]
     if len(report.checkpoints) > 1:
         verdict = "parts of these can be composed" if report.is_comparable else "parts of these cannot be composed:"
         blocks.append("\n".join([verdict, *(f"  {printable(reason)}" for reason in report.reasons)]))
@@ -38,7 +38,7 @@ def _checkpoint(report: CheckpointReport) -> str:
         f"{format_bytes(report.total_bytes)}",
     ]
     head += [f"  {printable(alias)} is tied to {printable(owner)}" for alias, owner in report.tied.items()]
-    head += [f"  missing: {printable(each)}" for each in report.missing[:10]]
+    head += [f"  missing: {printable(name)}" for name in report.missing[:10]]
     kinds = list(dict.fromkeys(kind for unit in report.units for kind in unit.bytes_by_kind))
     rows = [["unit", "params", *kinds, "adam step"], *(_unit_row(unit, kinds) for unit in report.units)]
     return "\n".join([*head, *_aligned(rows)])

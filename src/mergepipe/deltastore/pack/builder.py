@@ -26,7 +26,7 @@ from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
 from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
 from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
-from mergepipe.snapshots.staging import KEPT, Staging
+from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -161,8 +161,11 @@ def building(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> 
             is_noted = bool(resumable) if builder is None else builder.is_noted
             if is_noted and isinstance(error, _WORTH_KEEPING) and staging.path.is_dir():
                 staging.keep()
-                if KEPT not in getattr(error, "__notes__", ()):
-                    error.add_note(KEPT)
+                note = kept_note(
+                    job.out, resumable[0].durable.n_rows / job.n_rows if builder is None else builder.noted_share
+                )
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
             raise
         finally:
             if builder is not None:
@@ -219,6 +222,11 @@ class StoreBuilder:
         """Bytes of the expert that an earlier run packed."""
         sizes = ((p.entry, min(max(self.n_done - p.first_row, 0), p.n_rows)) for p in self.job.places)
         return sum(min(n * BLOCK_ELEMENTS * entry.dtype.itemsize, entry.nbytes) for entry, n in sizes)
+
+    @property
+    def noted_share(self) -> float:
+        """The share of blocks that is durable and recorded as such."""
+        return self._noted_rows / self.job.n_rows
 
     def bands(self, number: int) -> Bands | None:
         """The bands of tensor `number`; None until they are set."""

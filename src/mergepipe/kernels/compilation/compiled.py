@@ -12,6 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.kernels.compilation.compiler import njit
+from mergepipe.kernels.compilation.listeners import compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +32,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """
     compiled: Callable[P, R] = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
     _renew_with_any_kernel(compiled)
+    _announce_compiling(compiled)
     return compiled
 
 
@@ -56,3 +58,15 @@ def _renew_with_any_kernel(compiled: Any) -> None:
     # of this file is replaced by one of all files in its room and in this one.
     rooms = {KERNELS, room_of(Path(compiled.py_func.__code__.co_filename))}
     compiled._cache._cache_file._source_stamp = "".join(sources_digest(room) for room in sorted(rooms))
+
+
+def _announce_compiling(compiled: Any) -> None:
+    """Let listeners know while `compiled` is really compiled, which numba does where its cache on disk has no entry."""
+    compiler = compiled._compiler
+    compile_function = compiler.compile
+
+    def announced(*arguments: Any) -> Any:
+        with compiling():
+            return compile_function(*arguments)
+
+    compiler.compile = announced

@@ -19,7 +19,14 @@ from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipes.parse.references import read_model
 from mergepipe.recipes.parse.tokenizer_source import read_tokenizer
-from mergepipe.recipes.parse.yaml_source import Value, YamlSource, parse_documents, read_documents, shortened
+from mergepipe.recipes.parse.yaml_source import (
+    RecipeText,
+    Value,
+    YamlSource,
+    parse_documents,
+    read_documents,
+    shortened,
+)
 from mergepipe.recipes.resolve.model_requirements import check_base
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -33,8 +40,8 @@ _MIXTURE_KEYS = ("gate_mode", "experts")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
-def load_recipes(path: Location, store: Store) -> tuple[Recipe, ...]:
-    """Read and validate the recipes in `path`, one per document, dependencies first; the last makes the output.
+def load_recipes(path: Location | RecipeText, store: Store) -> tuple[Recipe, ...]:
+    """Read and validate the recipes in a file or a text, one a document, dependencies first; the last is the output's.
 
     Model paths must exist; no model is opened.
 
@@ -44,7 +51,7 @@ def load_recipes(path: Location, store: Store) -> tuple[Recipe, ...]:
         NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
         StorageError: it cannot be read.
     """
-    return _load(read_documents(path.absolute(), store), store, {})
+    return _load(read_documents(path, store), store, {})
 
 
 def reload_recipes(text: str, store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:

@@ -35,6 +35,41 @@ _FORBIDDEN_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9
 
 
 @dataclass(frozen=True, slots=True)
+class RecipeText:
+    """A recipe that is in no file. Paths in it are relative to `folder`."""
+
+    text: str
+    folder: Location
+
+    @property
+    def path(self) -> Location:
+        """Return the name under which messages speak of it."""
+        return self.folder / "recipe"
+
+
+def recipe_text(content: Mapping[str, object], folder: Location) -> RecipeText:
+    """Write a recipe that is given as a mapping as the YAML that is recorded with the merge.
+
+    Raises:
+        RecipeError: `recipe.value`, it holds what YAML has no plain form for.
+    """
+    try:
+        return RecipeText(yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True), folder)
+    except yaml.YAMLError as error:
+        message = f"a value that no recipe can hold: {shortened(str(error))}"
+        raise _refusal("recipe.value", "recipe", message, "give texts, numbers, flags, lists and mappings") from None
+
+
+def _plain(value: object) -> object:
+    """Return a value with mappings, sequences and paths as YAML knows them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+@dataclass(frozen=True, slots=True)
 class YamlSource:
     """One document of a YAML file: `text` is its own. `lines` maps the path of every value to its line in the file,
     counted from 1.
@@ -84,9 +119,11 @@ def read_yaml(path: Location, store: Store) -> YamlSource:
     return parse_yaml(path, _read_text(path, store))
 
 
-def read_documents(path: Location, store: Store) -> tuple[YamlSource, ...]:
-    """Read every non-empty YAML document in `path`. Raises as `read_yaml` does."""
-    return parse_documents(path, _read_text(path, store))
+def read_documents(path: Location | RecipeText, store: Store) -> tuple[YamlSource, ...]:
+    """Read every non-empty YAML document in a file or a text. Raises as `read_yaml` does."""
+    if isinstance(path, RecipeText):
+        return parse_documents(path.path, path.text)
+    return parse_documents(path.absolute(), _read_text(path.absolute(), store))
 
 
 def parse_yaml(path: Location, text: str) -> YamlSource:

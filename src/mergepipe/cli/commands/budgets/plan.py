@@ -1,0 +1,96 @@
+"""`mergepipe plan`: decide what a merge reads under a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import (
+    BUDGET_HELP,
+    BUDGET_PANEL,
+    PRINT_PANEL,
+    AllowDropped,
+    Debug,
+    Home,
+    NoReuse,
+    PlanFlags,
+    RecipePath,
+    Seed,
+    TargetError,
+)
+from mergepipe.cli.printing import print_text
+from mergepipe.cli.registration import add_command
+from mergepipe.core.escaping import json_line
+from mergepipe.core.outcome import note_committed
+
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="BUDGET",
+        help=BUDGET_HELP + "  [needed, but with --target-error]",
+        rich_help_panel=BUDGET_PANEL,
+    ),
+]
+PlanOut = Annotated[
+    str | None, typer.Option("--out", "-o", metavar="FILE", help="Store the plan there, for `mergepipe run`.")
+]
+PlanAsJson = Annotated[
+    bool, typer.Option("--json", help="Print the plan itself, as it would be stored.", rich_help_panel=PRINT_PANEL)
+]
+
+
+EXAMPLES = (
+    "mergepipe plan recipe.yml --budget 25% --out plan.json",
+    "mergepipe plan recipe.yml --target-error 0.2",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(app, plan, section="Budgets", examples=EXAMPLES)
+
+
+def plan(
+    recipe: RecipePath,
+    *,
+    budget: Budget = None,
+    target_error: TargetError = None,
+    planning: PlanFlags,
+    seed: Seed = 0,
+    home: Home = None,
+    allow_dropped: AllowDropped = None,
+    no_reuse: NoReuse = False,
+    plan_out: PlanOut = None,
+    as_json: PlanAsJson = False,
+    debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
+) -> None:
+    """Decide what a merge of RECIPE reads under a budget.
+
+    Says what of each expert is read, and what the omission costs at most. Reads no tensor data:
+    what is known of the experts comes from the catalog, and from the indices of packed ones.
+    """
+    options = planning.options()
+    from mergepipe import api
+
+    decided = api.plan(
+        recipe,
+        budget,
+        target_error=target_error,
+        seed=seed,
+        home=home,
+        reuse=not no_reuse,
+        allow_dropped=allow_dropped or (),
+        options=options,
+    )
+    if plan_out is not None:
+        api.store_plan(decided, plan_out)
+        note_committed(Path(plan_out))
+    if as_json:
+        print(json_line(decided.content(), indent=1))
+    else:
+        from mergepipe.cli.render.plans import plan_table
+
+        print_text(plan_table(decided, None if plan_out is None else Path(plan_out)))

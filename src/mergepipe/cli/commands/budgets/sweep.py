@@ -1,0 +1,102 @@
+"""`mergepipe sweep`: what budgets cost in fidelity, measured against the full merge."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import AllowDropped, PlanFlags, RecipePath, ReportFlags, RunFlags, Seed
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
+from mergepipe.options import SWEEP_BUDGETS
+
+Budgets = Annotated[
+    str | None,
+    typer.Option("--budgets", metavar="LIST", help="Budgets to try.  [default: 5%,10%,25%,50%,75%,100%]"),
+]
+HtmlPath = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Draw the curves into one HTML file.")]
+WorkPath = Annotated[
+    str | None,
+    typer.Option("--work", metavar="DIR", help="Where two outputs fit at a time.  [default: for temporary files]"),
+]
+
+
+EXAMPLES = (
+    "mergepipe sweep recipe.yml --html sweep.html",
+    "mergepipe sweep recipe.yml --budgets 5%,10%,20%",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    add_command(app, sweep, section="Budgets", examples=EXAMPLES)
+
+
+def sweep(
+    context: typer.Context,
+    recipe: RecipePath,
+    *,
+    budgets: Budgets = None,
+    planning: PlanFlags,
+    seed: Seed = 0,
+    work: WorkPath = None,
+    html: HtmlPath = None,
+    machine: RunFlags,
+    allow_dropped: AllowDropped = None,
+    printing: ReportFlags,
+) -> None:
+    """Measure error, bytes and time of RECIPE at several budgets.
+
+    It is merged in full once, then under each budget. The policy `random` stands beside the
+    chosen one at the same budgets. The merged models are not kept.
+    """
+    session: Session = context.obj
+    options = machine.options()
+    plan = planning.options()
+    if html is not None:
+        _check_page(Path(html))
+    from mergepipe import api
+
+    with progress_shown(session, silent=printing.silent) as on_progress:
+        report = api.sweep(
+            recipe,
+            SWEEP_BUDGETS if budgets is None else budgets.split(","),
+            seed=seed,
+            work=work,
+            allow_dropped=allow_dropped or (),
+            plan=plan,
+            options=options,
+            on_progress=on_progress,
+        )
+    if html is not None:
+        from mergepipe.cli.render.sweep_page import sweep_page
+        from mergepipe.storage.ledger import Ledger
+        from mergepipe.storage.output import replace_durably
+
+        replace_durably(Path(html), sweep_page(report, datetime.now(UTC)).encode(), Ledger())
+    from mergepipe.cli.render.sweep import sweep_table
+
+    print_report(report, sweep_table, as_json=printing.as_json, quiet=printing.quiet)
+
+
+def _check_page(path: Path) -> None:
+    """Refuse a page that could not be written, before anything is merged.
+
+    Raises:
+        OutputError: `output.not-a-page`, `output.link`.
+        NotFoundError: `output.no-directory`.
+    """
+    from mergepipe.errors import NotFoundError, OutputError
+
+    if not path.absolute().parent.is_dir():
+        raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
+    if path.is_symlink():
+        message = "is a link, and nothing is written through links"
+        raise OutputError.of("output.link", path, message, "name the file itself")
+    if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
+        raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")

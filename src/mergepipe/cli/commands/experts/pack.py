@@ -1,0 +1,54 @@
+"""`mergepipe pack`: keep experts as what they change of their base."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import BasePath, ExpertPaths, ReportFlags, Threads
+from mergepipe.cli.outcomes import tell_what_is_published
+from mergepipe.cli.printing import print_report
+from mergepipe.cli.progress import progress_shown
+from mergepipe.cli.registration import add_command
+
+PackOut = Annotated[
+    str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
+]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="Remove each expert's files once its store was read back and compared.")
+]
+
+
+EXAMPLES = ("mergepipe pack base/ expert-1/ expert-2/ --out packed/",)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(app, pack, section="Experts", examples=EXAMPLES)
+
+
+def pack(
+    context: typer.Context,
+    base: BasePath,
+    experts: ExpertPaths,
+    *,
+    out: PackOut,
+    replace: Replace = False,
+    threads: Threads = None,
+    printing: ReportFlags,
+) -> None:
+    """Keep each EXPERT as what it changes of BASE, bit for bit.
+
+    Every element is checked while it is packed. All experts are read in one pass with BASE. An
+    interrupted pack is resumed.
+    """
+    session: Session = context.obj
+    from mergepipe import api
+
+    with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
+        report = api.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
+    from mergepipe.cli.render.packing import pack_table
+
+    print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

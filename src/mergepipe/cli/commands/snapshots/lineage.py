@@ -1,0 +1,49 @@
+"""`mergepipe lineage`: show all that went into a snapshot."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mergepipe.cli.options import Home, PrintFlags, SnapshotName
+from mergepipe.cli.registration import add_command
+from mergepipe.core.escaping import printable_lines
+
+AsDot = Annotated[bool, typer.Option("--dot", help="Print a graph in the DOT language.")]
+
+
+EXAMPLES = (
+    "mergepipe lineage merged/",
+    "mergepipe lineage merged/ --dot | dot -Tsvg > lineage.svg",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    add_command(app, lineage, section="Snapshots", examples=EXAMPLES)
+
+
+def lineage(
+    snapshot: SnapshotName,
+    *,
+    dot: AsDot = False,
+    home: Home = None,
+    printing: PrintFlags,
+) -> None:
+    """Show all that went into a snapshot, through all generations."""
+    from mergepipe import api
+
+    nodes = api.lineage(snapshot, home=home)
+    if printing.as_json:
+        from mergepipe.cli.render.json import to_json
+
+        print(to_json({"nodes": nodes}))
+    elif dot:
+        from mergepipe.cli.render.snapshots import lineage_dot
+
+        print(printable_lines(lineage_dot(nodes)))
+    else:
+        from mergepipe.cli.render.catalog import lineage_tree
+
+        print(printable_lines(lineage_tree(nodes)))

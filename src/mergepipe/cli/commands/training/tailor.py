@@ -1,0 +1,186 @@
+"""`mergepipe tailor`: training checkpoints inspected, composed and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mergepipe.cli.guard import Session
+from mergepipe.cli.options import Debug, PrintFlags, RecipePath, ReportFlags
+from mergepipe.cli.registration import SectionedGroup, add_command
+from mergepipe.cli.sizes import parse_size
+from mergepipe.core.escaping import json_line, printable_lines
+
+if TYPE_CHECKING:
+    from mergepipe.tailor.composition.compose import CompositionReport
+
+Checkpoints = Annotated[list[str], typer.Argument(metavar="CKPT...", help="Training checkpoints: directories.")]
+Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A training checkpoint: a directory.")]
+OutPath = Annotated[str, typer.Argument(metavar="OUT", help="The directory to create.")]
+StateFrom = Annotated[
+    str | None,
+    typer.Option("--state-from", metavar="CKPT", help="Take scheduler, random states and step from this one."),
+]
+WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", metavar="N", help="Write shards for N ranks (DeepSpeed ZeRO)."),
+]
+Link = Annotated[bool, typer.Option("--link", help="Copy no tensor: point into the sources (torch DCP).")]
+Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Cap on buffers.  [default: 256MiB]")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
+SelfCheck = Annotated[
+    str, typer.Option("--self-check", metavar="HOW", help="Compare with the sources: sampled, full or off.")
+]
+Strategy = Annotated[
+    str | None, typer.Option("--strategy", metavar="NAME", help="Of full checkpoints: parity, filter or latest.")
+]
+FromLog = Annotated[
+    str | None, typer.Option("--from-log", metavar="LOG", help="Of partial checkpoints: what their log implies.")
+]
+Run = Annotated[str, typer.Option("--run", metavar="DIR", help="The directory that holds the run's checkpoints.")]
+AtStep = Annotated[int | None, typer.Option("--at", metavar="STEP", help="Look at checkpoints up to this step.")]
+Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that filter takes new.")]
+
+_THOROUGHNESS = ("sampled", "full", "off")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    group = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, no_args_is_help=True)
+    add_command(group, inspect, examples=("mergepipe tailor inspect run/checkpoint-400 run/checkpoint-500",))
+    add_command(group, check, examples=("mergepipe tailor check tailor.yml",))
+    add_command(group, compose, examples=("mergepipe tailor compose tailor.yml composed/",))
+    add_command(group, recipe, examples=("mergepipe tailor recipe --run run/ --strategy parity > tailor.yml",))
+    add_command(group, diff, examples=("mergepipe tailor diff run/checkpoint-400 composed/",))
+    about = "Compose resumable training checkpoints of parts of several."
+    app.add_typer(group, name="tailor", help=about, rich_help_panel="Training")
+
+
+def inspect(
+    checkpoints: Checkpoints,
+    *,
+    printing: PrintFlags,
+) -> None:
+    """Say what training checkpoints hold, and whether parts of them fit together.
+
+    Reads no tensor data.
+    """
+    from mergepipe.cli.render.tailor import inspect_table
+    from mergepipe.tailor import api
+
+    report = api.inspect(*checkpoints)
+    print(json_line(report.to_json()) if printing.as_json else printable_lines(inspect_table(report)))
+
+
+def check(
+    recipe: RecipePath,
+    *,
+    state_from: StateFrom = None,
+    world_size: WorldSize = None,
+    link: Link = False,
+    printing: PrintFlags,
+) -> None:
+    """Say what a composition would take from where, and how old each part is.
+
+    Reads no tensor data, and lists everything that is wrong at once.
+    """
+    from mergepipe.tailor import api
+
+    _print(api.check(recipe, state_from=state_from, world_size=world_size, link=link), as_json=printing.as_json)
+
+
+def compose(
+    context: typer.Context,
+    recipe: RecipePath,
+    out: OutPath,
+    *,
+    state_from: StateFrom = None,
+    world_size: WorldSize = None,
+    link: Link = False,
+    self_check: SelfCheck = "sampled",
+    memory: Memory = None,
+    force: Force = False,
+    printing: ReportFlags,
+) -> None:
+    """Compose a training checkpoint as RECIPE says into the directory OUT.
+
+    OUT appears when it is complete and has been compared with its sources, or not at all.
+    """
+    session: Session = context.obj
+    memory_bytes = None if memory is None else parse_size(memory, "--memory")
+    _require(self_check, _THOROUGHNESS, "--self-check")
+    from mergepipe.cli.progress import choose_display
+    from mergepipe.reports import Progress
+    from mergepipe.tailor import api
+
+    def on_progress(phase: str, done_bytes: int, total_bytes: int) -> None:
+        session.interrupts.report()
+        display.update(Progress(phase, done_bytes, total_bytes))
+
+    with choose_display(silent=printing.silent) as display:
+        report = api.compose(
+            recipe,
+            out,
+            state_from=state_from,
+            world_size=world_size,
+            link=link,
+            self_check=self_check,
+            memory_bytes=memory_bytes,
+            force=force,
+            on_progress=on_progress,
+        )
+    if printing.as_json or not printing.quiet:
+        _print(report, as_json=printing.as_json)
+
+
+def recipe(
+    *,
+    run: Run,
+    strategy: Strategy = None,
+    from_log: FromLog = None,
+    at: AtStep = None,
+    ends: Ends = 2,
+    debug: Debug = False,  # noqa: ARG001 - see inspect
+) -> None:
+    """Print a recipe that composes the newest checkpoints of a run.
+
+    Its paths are relative to the working directory: save it there.
+    """
+    from mergepipe.tailor import api
+
+    text = api.recipe(run, strategy=strategy, from_log=from_log, at=at, ends=ends, folder=Path.cwd())
+    print(printable_lines(text), end="")
+
+
+def diff(
+    context: typer.Context,
+    first: Checkpoint,
+    second: Checkpoint,
+    *,
+    printing: PrintFlags,
+) -> None:
+    """Print how far two checkpoints are apart, unit by unit: weights, exp_avg, exp_avg_sq.
+
+    Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
+    """
+    session: Session = context.obj
+    from mergepipe.cli.render.tailor import diff_table
+    from mergepipe.tailor import api
+
+    report = api.diff(first, second, on_bytes=lambda *_: session.interrupts.report())
+    print(json_line(report.to_json()) if printing.as_json else printable_lines(diff_table(report)))
+
+
+def _print(report: CompositionReport, *, as_json: bool) -> None:
+    from mergepipe.cli.render.tailor import composition_json, composition_table
+
+    print(composition_json(report) if as_json else printable_lines(composition_table(report)))
+
+
+def _require(value: str, known: tuple[str, ...], option: str) -> None:
+    if value not in known:
+        from mergepipe.errors import RecipeError, did_you_mean
+
+        raise RecipeError.of("option.invalid", option, f"'{value}' is not known", did_you_mean(value, known))

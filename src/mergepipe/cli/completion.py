@@ -1,0 +1,40 @@
+"""Completion of commands and options in shells."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mergepipe.errors import RecipeError, did_you_mean
+
+if TYPE_CHECKING:
+    from typer.core import TyperGroup
+
+PROGRAM = "mergepipe"
+VARIABLE = "_MERGEPIPE_COMPLETE"
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion_script(shell: str) -> str:
+    """Return the script that a shell evaluates to complete the program's arguments.
+
+    Raises:
+        RecipeError: `option.choice`, another shell.
+    """
+    if shell not in SHELLS:
+        raise RecipeError.of("option.choice", "--completion", f"'{shell}' was given", did_you_mean(shell, SHELLS))
+    from typer._completion_shared import get_completion_script
+
+    return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+
+
+def complete(command: TyperGroup) -> int | None:
+    """Print completions where a shell's completion script asks for them; None where it does not."""
+    instruction = os.environ.get(VARIABLE)
+    if not instruction:
+        return None
+    from typer._completion_classes import completion_init
+    from typer.completion import shell_complete
+
+    completion_init()
+    return shell_complete(command, {}, PROGRAM, VARIABLE, instruction)

@@ -1,0 +1,41 @@
+"""Print the reports of commands: as tables for people, as JSON for programs, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from mergepipe.cli.render.terminal import coloured_report
+from mergepipe.core.escaping import printable_lines
+
+if TYPE_CHECKING:
+    from mergepipe.reports import MergeReport
+
+Report = TypeVar("Report")
+
+
+def print_text(text: str) -> None:
+    """Print a table for people: nothing of it can control the terminal but our own colours."""
+    print(coloured_report(printable_lines(text)))
+
+
+def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
+    """Tell what was found or done: as JSON, as `table` shows it, or not at all."""
+    if as_json:
+        from mergepipe.cli.render.json import to_json
+
+        print(to_json(report))
+    elif not quiet:
+        print_text(table(report))
+
+
+def print_merge_report(report: MergeReport, *, as_json: bool, quiet: bool) -> None:
+    """Tell what a merge did."""
+    if as_json:
+        from mergepipe.cli.render.json import merge_json
+
+        print(merge_json(report))
+    elif not quiet:
+        from mergepipe.cli.render.merges import merge_table
+
+        print_text(merge_table(report))

@@ -1,0 +1,112 @@
+"""`mergepipe-yaml` takes every flag of mergekit-yaml: done, always so, noticed or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Ran, Workplace, make_workplace
+
+from mergepipe.cli import main, mergekit_main
+from mergepipe.cli.mergekit.command import build_command, shard_bytes_of
+from mergepipe.errors import RecipeError
+from mergepipe.runs.sidecars import MERGEKIT_CONFIG_NAME
+
+FLAGS_OF_MERGEKIT = [
+    "--allow-crimes", "--no-allow-crimes", "--unsafe-truncate-embeddings", "--no-unsafe-truncate-embeddings",
+    "--trust-remote-code", "--no-trust-remote-code", "--transformers-cache", "--lora-merge-cache",
+    "--lora-merge-dtype", "--random-seed", "-v", "--quiet", "--no-quiet", "--cuda", "--no-cuda", "--device",
+    "--low-cpu-memory", "--no-low-cpu-memory", "--lazy-unpickle", "--no-lazy-unpickle", "--read-to-gpu",
+    "--no-read-to-gpu", "--multi-gpu", "--no-multi-gpu", "-j", "--num-threads", "--gpu-rich", "--async-write",
+    "--no-async-write", "--write-threads", "--out-shard-size", "--copy-tokenizer", "--no-copy-tokenizer",
+    "--clone-tensors", "--no-clone-tensors", "--write-model-card", "--no-write-model-card", "--safe-serialization",
+    "--no-safe-serialization",
+]  # fmt: skip
+"""What `mergekit-yaml --help` of mergekit 0.1.5 lists."""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+class Runner:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ran:
+        self._capsys.readouterr()
+        exit_code = mergekit_main([str(argument) for argument in arguments])
+        captured = self._capsys.readouterr()
+        return Ran(exit_code, captured.out, captured.err)
+
+
+def test_flags__are_those_of_mergekit_and_the_guide_names_each() -> None:
+    flags = {name for param in build_command().params for name in (*param.opts, *param.secondary_opts)}
+    assert set(FLAGS_OF_MERGEKIT) <= flags
+    guide = Path(__file__).resolve().parents[2] / "docs/guide/coming-from-mergekit-flags.md"
+    text = guide.read_text(encoding="utf-8")
+    assert [flag for flag in FLAGS_OF_MERGEKIT if not flag.startswith("--no-") and f"`{flag}" not in text] == []
+
+
+def test_merge__is_the_same_as_with_the_command_merge(work: Workplace, run: Runner) -> None:
+    standing = ["--lazy-unpickle", "--clone-tensors", "--async-write", "--write-threads", 2, "--safe-serialization"]
+    ran = run(work.recipe, work.out, "--random-seed", 7, "-j", 1, "--quiet", *standing)
+    assert (ran.exit_code, ran.out, ran.err) == (0, "", "")
+    assert main(["merge", str(work.recipe), str(work.root / "other"), "--seed", "7", "-q"]) == 0
+    other = work.root / "other"
+    assert (work.out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    written = {path.name for path in work.out.iterdir()}
+    assert written - {path.name for path in other.iterdir()} == {MERGEKIT_CONFIG_NAME}
+    assert (work.out / MERGEKIT_CONFIG_NAME).read_text() == work.recipe.read_text()
+    assert json.loads((work.out / "mergepipe.json").read_text())["seed"] == 7
+    assert main(["verify", str(work.out), "-q"]) == 0
+    (work.out / MERGEKIT_CONFIG_NAME).write_text("damaged")
+    assert main(["repair", str(work.out), "-q"]) == 0
+    assert (work.out / MERGEKIT_CONFIG_NAME).read_text() == work.recipe.read_text()
+
+
+def test_merge__leaves_out_card_and_tokenizer_and_cuts_files(work: Workplace, run: Runner) -> None:
+    (work.root / "family/base/tokenizer.json").write_text("{}")
+    options = ["--no-write-model-card", "--no-copy-tokenizer", "--out-shard-size", "30k", "-v"]
+    ran = run(work.recipe, work.out, *options)
+    assert ran.exit_code == 0
+    assert ran.out.startswith("operator ")
+    names = {path.name for path in work.out.iterdir()}
+    assert names.isdisjoint({"README.md", "tokenizer.json"})
+    assert "model.safetensors.index.json" in names
+    assert main(["verify", str(work.out), "-q"]) == 0
+
+
+def test_flags__that_mean_something_else_here_are_noticed_once(work: Workplace, run: Runner) -> None:
+    gpu = ["--cuda", "--gpu-rich", "--device", "cuda:0"]
+    ran = run(work.recipe, work.out, *gpu, "--trust-remote-code", "--allow-crimes", "--transformers-cache", "x")
+    assert ran.exit_code == 0
+    notices = [line for line in ran.error_lines if line.startswith("notice: ")]
+    assert [line.split(": ")[1] for line in notices] == [
+        "--cuda, --device, --gpu-rich", "--trust-remote-code", "--allow-crimes", "--transformers-cache",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flag", [["--no-safe-serialization"], ["--unsafe-truncate-embeddings"], ["--lora-merge-dtype", "float16"]]
+)
+def test_flags__that_cannot_be_honoured_are_refused_by_name(work: Workplace, run: Runner, flag: list[str]) -> None:
+    ran = run(work.recipe, work.out, *flag)
+    assert (ran.exit_code, len(ran.error_lines)) == (6, 1)
+    assert ran.err.startswith(f"error: {flag[0]}: ")
+    assert not work.out.exists()
+
+
+def test_shard_size__counts_as_mergekit_does_and_takes_sizes() -> None:
+    assert [shard_bytes_of(text) for text in ("5B", "30k", "2M", "5GB", "1GiB", "1000")] == [
+        5 * 10**9, 30_000, 2_000_000, 5 * 10**9, 1 << 30, 1000,
+    ]  # fmt: skip
+    with pytest.raises(RecipeError):
+        shard_bytes_of("much")

@@ -1,0 +1,50 @@
+"""Compiling kernels is announced when it happens, and only then."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from mergepipe.kernels.compilation.listeners import compiling, listening
+
+SOURCE = """
+from mergepipe.kernels.compilation.compiled import kernel
+
+
+@kernel
+def doubled(x):
+    return x + x
+"""
+
+
+def import_kernels(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("some_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernels__are_announced_when_compiled_and_not_when_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "some_kernels.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    heard: list[list[bool]] = [[], [], []]
+    first, again = import_kernels(path), import_kernels(path)
+    with listening(heard[0].append):
+        assert first.doubled(2) == 4
+    with listening(heard[1].append):
+        assert first.doubled(3) == 6
+    with listening(heard[2].append):
+        assert again.doubled(4) == 8
+    assert heard == [[True, False], [], []]
+
+
+def test_listening__hears_a_nested_compilation_once_and_nothing_after_its_end() -> None:
+    heard: list[bool] = []
+    with listening(heard.append), compiling(), compiling():
+        pass
+    with compiling():
+        pass
+    assert heard == [True, False]

@@ -1,0 +1,18 @@
+"""When a merge records what is durable."""
+
+from __future__ import annotations
+
+from mergepipe.engine.work import OutputPlan
+from mergepipe.runs.resume import INTERVAL_BYTES, INTERVAL_SECONDS, MergeProgress, Resume
+from mergepipe.storage.ledger import Ledger
+
+
+def test_progress__is_recorded_every_few_seconds_or_after_many_bytes() -> None:
+    now = 100.0
+    progress = MergeProgress("key", OutputPlan((), ()), None, Ledger(), Resume.AUTO, lambda: now)
+    assert not progress.is_due(1)
+    assert progress.is_due(INTERVAL_BYTES)
+    now += INTERVAL_SECONDS
+    assert progress.is_due(1)
+    assert not progress.is_due(1)
+    assert INTERVAL_SECONDS <= 5
