@@ -57,23 +57,30 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: str | Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES, allow_dropped: Sequence[str] = ()
+    recipe: str | Path,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow_dropped: Sequence[str] = (),
+    strict: bool = False,
+    lenient: bool = False,
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data.
 
     Args:
-        shard_bytes, allow_dropped: see `MergeOptions`.
+        shard_bytes, allow_dropped, strict, lenient: see `MergeOptions`.
 
     Raises:
         MergePipeError: every problem found, in one error.
     """
-    positive("--shard-size", shard_bytes)
+    MergeOptions(shard_bytes=shard_bytes, strict=strict, lenient=lenient)  # checked as those of a merge
     from mergepipe.engine.execute import plan_output
     from mergepipe.jobs.check import check_report
+    from mergepipe.recipes.parse.problems import Strictness
     from mergepipe.runs.inputs import open_inputs
     from mergepipe.storage.local import LocalStore
 
-    inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped)
+    strictness = Strictness(strict, lenient)
+    inputs = open_inputs(Path(recipe), LocalStore(), allow_dropped, strictness=strictness)
     return check_report(inputs, plan_output(inputs.resolution.tasks, shard_bytes))
 
 

@@ -72,6 +72,7 @@ class PlanOptions:
         price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.
+        strict, lenient: see `MergeOptions`; for merges those of `MergeOptions` count.
 
     Raises:
         LimitError, RecipeError: a name that is not known, a number out of its range, or a speed without `price="time"`.
@@ -83,8 +84,11 @@ class PlanOptions:
     block_elements: int | None = None
     price: str = Price.BYTES.value
     storage_speed: str | None = None
+    strict: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
+        _check_strictness(strict=self.strict, lenient=self.lenient)
         price = choice("--price", self.price, Price)
         if self.storage_speed is not None:
             _check_storage_speed(self.storage_speed, price)
@@ -115,6 +119,8 @@ class MergeOptions(_CommonOptions):
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
+        strict: refuse recipes with anything in them that has no effect, instead of telling so in notices.
+        lenient: take misspelt names of keys and parameters for such without effect, as mergekit does.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
@@ -129,8 +135,11 @@ class MergeOptions(_CommonOptions):
     overlay: bool = False
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
+    strict: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
+        _check_strictness(strict=self.strict, lenient=self.lenient)
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
         positive("--shard-size", self.shard_bytes)
         if self.overlay:
@@ -243,6 +252,12 @@ def needed_home(options: RunOptions, call: str) -> Path:
     if not options.catalog:
         raise RecipeError.of("option.pair", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
     return home_of(options.home)
+
+
+def _check_strictness(*, strict: bool, lenient: bool) -> None:
+    if strict and lenient:
+        message = "refuses what has no effect, and --lenient takes more of it"
+        raise RecipeError.of("option.pair", "--strict", message, "give one of the two")
 
 
 def _check_storage_speed(storage_speed: str, price: Price) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from mergepipe.core.notices import Notice
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 
 
@@ -52,6 +53,7 @@ class CheckReport:
     disk_bytes: int
     shards: int
     notices: tuple[str, ...] = ()  # what the user should know of the inputs
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class MergeReport:
     reused_from: tuple[str, ...] = ()  # sids of the snapshots that blocks or kept sums were taken from
     reused_by: str = ""  # what had to be equal for that
     sum_bytes: int = 0  # of the sums that this run kept, read back to round them
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
 
     @property
     def read_bytes(self) -> int:

@@ -48,6 +48,12 @@ AllowDropped: TypeAlias = Annotated[
         help="Leave out tensors of this name that an expert has and the base has not. May be given again.",
     ),
 ]
+Strict: TypeAlias = Annotated[
+    bool, typer.Option("--strict", help="Refuse a recipe with anything in it that has no effect.")
+]
+Lenient: TypeAlias = Annotated[
+    bool, typer.Option("--lenient", help="Take misspelt names for such without effect, as mergekit does.")
+]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
 Resume: TypeAlias = Annotated[
     bool | None,
@@ -151,6 +157,8 @@ def plan_options(
     storage_speed: str | None,
     adjust_min_density: float | None = None,
     block_elements: int | None = None,
+    strict: bool = False,
+    lenient: bool = False,
 ) -> PlanOptions:
     """Return the plan options that were given, with the defaults of `PlanOptions` for the others.
 
@@ -165,4 +173,6 @@ def plan_options(
         block_elements=block_elements,
         price=price or default.price,
         storage_speed=storage_speed,
+        strict=strict,
+        lenient=lenient,
     )

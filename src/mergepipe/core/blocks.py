@@ -60,6 +60,15 @@ ITEMSIZE_BY_KERNEL_CODE: dict[int, int] = {d.kernel_code: d.itemsize for d in _D
 DTYPES_BY_RECIPE_NAME: dict[str, DType] = {d.recipe_name: d for d in _DTYPES if d.recipe_name}
 
 
+def promoted_dtype(first: DType, second: DType) -> DType:
+    """Return the smallest float dtype that holds the values of both: the larger, float32 for two of one size."""
+    if first == second:
+        return first
+    if first.itemsize == second.itemsize:
+        return F32
+    return max(first, second, key=lambda dtype: dtype.itemsize)
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """Half-open range of bytes `[start, stop)` of one file."""

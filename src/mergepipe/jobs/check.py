@@ -25,6 +25,7 @@ def check_report(inputs: Inputs, output: OutputPlan) -> CheckReport:
         disk_bytes=output.total_bytes + sidecar_bytes(inputs),
         shards=len(output.shards),
         notices=inputs.notices,
+        recipe_notices=inputs.recipe_notices,
     )
 
 

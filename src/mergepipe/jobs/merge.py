@@ -18,5 +18,5 @@ def run_merge(
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = LocalStore()
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
-        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write)
+        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write, settings.strictness)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

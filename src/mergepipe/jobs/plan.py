@@ -20,6 +20,7 @@ from mergepipe.planning.plan import Plan, PlannedModel
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
+from mergepipe.recipes.parse.problems import LENIENT, USUAL, Strictness
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, ProgressCallback
@@ -51,6 +52,7 @@ class PlanRequest:
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
     pricing: PriceRequest = BY_BYTES
+    strictness: Strictness = USUAL
 
     @property
     def seed(self) -> int:
@@ -91,6 +93,7 @@ def plan_request(
         tuple(allow_dropped),
         reuse,
         price_request(options),
+        Strictness(options.strict, options.lenient),
     )
 
 
@@ -169,7 +172,7 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
 def plan_recipe(recipe: Path, request: PlanRequest, home: Path) -> Plan:
     """Plan the recipe at a path."""
     store = LocalStore()
-    inputs = open_inputs(recipe, store, request.allow_dropped)
+    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
         return make_plan(inputs, request, link, speeds=speeds)
@@ -190,7 +193,7 @@ def run_budgeted(
     without reuse, unless something was read of the experts already.
     """
     store = LocalStore()
-    inputs = open_inputs(recipe, store, request.allow_dropped)
+    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
 
@@ -239,7 +242,7 @@ def _open_planned(plan: Plan, store: LocalStore) -> Inputs:
     recipe = reload_recipe(plan.recipe, {model.model: Path(model.path) for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
-    inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
+    inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
     bound = zip(plan.models, inputs.checkpoints, strict=True)
     problems = [problem for model, found in bound for problem in _changes(model, found)]
     if _vocabulary(inputs) != plan.vocabulary:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AllowDropped, AsJson, Debug, RecipePath, ShardSize
+from mergepipe.cli.options import AllowDropped, AsJson, Debug, Lenient, RecipePath, ShardSize, Strict
 from mergepipe.cli.sizes import parse_size
 from mergepipe.core.escaping import printable_lines
 from mergepipe.options import DEFAULT_SHARD_BYTES
@@ -36,6 +36,8 @@ def check(
     *,
     shard_size: ShardSize = None,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     as_json: AsJson = False,
     schema: Schema = False,  # noqa: ARG001 - printed before there is a command
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
@@ -54,6 +56,8 @@ def check(
         recipe,
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         allow_dropped=allow_dropped or (),
+        strict=strict,
+        lenient=lenient,
     )
     free_bytes = shutil.disk_usage(Path.cwd()).free
     if as_json:

@@ -18,6 +18,7 @@ from mergepipe.cli.options import (
     Debug,
     Force,
     Home,
+    Lenient,
     Memory,
     MinDensity,
     NoCatalog,
@@ -33,6 +34,7 @@ from mergepipe.cli.options import (
     Select,
     ShardSize,
     StorageSpeed,
+    Strict,
     TargetError,
     Threads,
     adjust_min_density,
@@ -90,6 +92,8 @@ def merge(
     no_catalog: NoCatalog = False,
     statistics: Statistics = None,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     resume: Resume = None,
     no_reuse: NoReuse = False,
     keep_accumulators: KeepAccumulators = False,
@@ -142,6 +146,8 @@ def merge(
         overlay=overlay,
         pack=pack,
         allow_dropped=tuple(allow_dropped or ()),
+        strict=strict,
+        lenient=lenient,
     )
     from mergepipe import api
 

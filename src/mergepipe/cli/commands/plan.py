@@ -14,6 +14,7 @@ from mergepipe.cli.options import (
     BlockElements,
     Debug,
     Home,
+    Lenient,
     MinDensity,
     NoReuse,
     OnOmit,
@@ -22,6 +23,7 @@ from mergepipe.cli.options import (
     Seed,
     Select,
     StorageSpeed,
+    Strict,
     TargetError,
     adjust_min_density,
     plan_options,
@@ -59,6 +61,8 @@ def plan(
     seed: Seed = 0,
     home: Home = None,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     no_reuse: NoReuse = False,
     plan_out: PlanOut = None,
     as_json: PlanAsJson = False,
@@ -77,6 +81,8 @@ def plan(
         block_elements=block_elements,
         price=price,
         storage_speed=storage_speed,
+        strict=strict,
+        lenient=lenient,
     )
     from mergepipe import api
 

@@ -13,8 +13,7 @@ from mergepipe.recipes.parse.recipe import ModelInput, Setting
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+(?:@[A-Za-z0-9_./-]+)?")
-_REFERENCE_KEYS = ("path", "model", "lora", "delta", "revision", "override_architecture")
-_REFUSED_KEYS = ("revision", "override_architecture")
+_REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +87,29 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
 
 
 def _exists(reader: DocumentReader, text: str) -> bool:
-    return _why_missing(_absolute(text, reader.source.path.parent), text) is None
+    path = _absolute(_without_revision(reader, text), reader.source.path.parent)
+    return _why_missing(path, text) is None
+
+
+def _without_revision(reader: DocumentReader, text: str) -> str:
+    """Return the `path` of `path@revision` where that is a local path, and other texts as they are."""
+    folder, (path, at, _) = reader.source.path.parent, text.rpartition("@")
+    is_missing = bool(at) and _why_missing(_absolute(text, folder), text) is not None
+    return path if path and is_missing and _why_missing(_absolute(path, folder), path) is None else text
 
 
 def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Path:
     if text in reader.model_paths:
         path = reader.model_paths[text]
     else:
-        path = _absolute(text, reader.source.path.parent)
+        local = text if text in reader.documents else _without_revision(reader, text)
+        path = _absolute(local, reader.source.path.parent)
         if text in reader.documents:
             return path
+        if local != text:
+            message = f"the revision '{shortened(text[len(local) + 1 :])}' of a local path has no effect"
+            elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
+            reader.notice("recipe.ignored-revision", key_path, message, elsewhere)
         _note_if_missing(reader, text, path, key_path)
     return reader.places.setdefault(os.path.realpath(path), path)
 
@@ -105,10 +117,13 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Path:
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
     given = {key: item for key, item in value.items() if item is not None}
-    for key in _REFUSED_KEYS:
-        if key in given:
-            hint = "give the folder of the model as it is to be merged"
-            reader.unsupported((*key_path, key), f"'{key}' in a model reference is", hint)
+    if "override_architecture" in given:
+        hint = "give the folder of the model as it is to be merged"
+        reader.unsupported(
+            (*key_path, "override_architecture"), "'override_architecture' in a model reference is", hint
+        )
+    if isinstance(given.get("path"), str) and isinstance(given.get("revision"), str):
+        given["path"] = f"{given['path']}@{given.pop('revision')}"
     reader.unknown_keys(given, _REFERENCE_KEYS, key_path)
     inner = next((key for key in ("path", "model") if key in given), None)
     if inner is None:
