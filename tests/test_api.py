@@ -69,7 +69,7 @@ EXPORTED = [
     "verify",
 ]
 CALLS = {
-    "check": ("recipe", "shard_bytes allow_dropped"),
+    "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
     "merge": ("recipe out", "budget target_error force seed options on_progress"),
     "analyze": ("base experts", "probe_fraction densities block_elements pack options on_progress"),
     "plan": ("recipe budget", "target_error seed home reuse allow_dropped options"),
@@ -178,11 +178,11 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements", "price", "storage_speed",
-        "probe", "strict",
+        "probe", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
-        "allow_dropped", "strict", "card", "tokenizer", "mergekit_config",
+        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config",
     ]  # fmt: skip
 
 
@@ -201,11 +201,11 @@ def test_reports__keep_their_fields() -> None:
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes",
+        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "recipe_notices",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",
-        "output_bytes", "disk_bytes", "shards", "notices",
+        "output_bytes", "disk_bytes", "shards", "notices", "recipe_notices",
     ]  # fmt: skip
 
 

@@ -63,20 +63,23 @@ def check(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_dropped: Sequence[str] = (),
+    strict: bool = False,
+    lenient: bool = False,
 ) -> CheckReport:
     """Validate a recipe and its inputs without reading any tensor data.
 
     Args:
         recipe: a YAML file, or its content as a mapping, with paths relative to the working directory.
-        shard_bytes, allow_dropped: see `MergeOptions`.
+        shard_bytes, allow_dropped, strict, lenient: see `MergeOptions`.
 
     Raises:
         MergePipeError: every problem found, in one error.
     """
-    positive("--shard-size", shard_bytes)
+    MergeOptions(shard_bytes=shard_bytes, strict=strict, lenient=lenient)  # checked as those of a merge
     from mergepipe.jobs.check import check_recipe
+    from mergepipe.recipes.parse.problems import Strictness
 
-    return check_recipe(_recipe(recipe), shard_bytes, allow_dropped)
+    return check_recipe(_recipe(recipe), shard_bytes, allow_dropped, Strictness(strict, lenient))
 
 
 def merge(

@@ -73,7 +73,7 @@ class PlanOptions:
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.
         probe: sample experts of which nothing is known, within the budget, and record the estimates.
-        strict: refuse a plan that reads nothing of an expert, which is a warning otherwise.
+        strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
 
     Raises:
         LimitError, RecipeError: a name that is not known, a number out of its range, or a speed without `price="time"`.
@@ -87,8 +87,10 @@ class PlanOptions:
     storage_speed: str | None = None
     probe: bool = True
     strict: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
+        _check_strictness(strict=self.strict, lenient=self.lenient)
         price = choice("--price", self.price, Price)
         if self.storage_speed is not None:
             _check_storage_speed(self.storage_speed, price)
@@ -118,7 +120,9 @@ class MergeOptions(_CommonOptions):
         pack: pack the experts into this directory on the way, as `mergepipe.pack` would, so that they are read once;
             the report names those that cannot be packed. Nothing is reused or resumed then. Not under a budget.
         allow_dropped: patterns (`*.extra.*`) of tensors that an expert may have and the base not; they are left out.
-        strict: treat warnings as errors; see `PlanOptions`.
+        strict: refuse recipes with anything in them that has no effect, and plans that read
+            nothing of an expert, instead of telling so in notices.
+        lenient: take misspelt names of keys and parameters for such without effect, as mergekit does.
         card: write the model card.
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
         mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
@@ -137,11 +141,13 @@ class MergeOptions(_CommonOptions):
     pack: str | Path | None = None
     allow_dropped: tuple[str, ...] = ()
     strict: bool = False
+    lenient: bool = False
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = False
 
     def __post_init__(self) -> None:
+        _check_strictness(strict=self.strict, lenient=self.lenient)
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
         positive("--shard-size", self.shard_bytes)
         if self.overlay:
@@ -254,6 +260,12 @@ def needed_home(options: RunOptions, call: str) -> Path:
     if not options.catalog:
         raise RecipeError.of("option.pair", "catalog", f"{call} keeps what it learns there", "leave catalog=True")
     return home_of(options.home)
+
+
+def _check_strictness(*, strict: bool, lenient: bool) -> None:
+    if strict and lenient:
+        message = "refuses what has no effect, and --lenient takes more of it"
+        raise RecipeError.of("option.pair", "--strict", message, "give one of the two")
 
 
 def _check_storage_speed(storage_speed: str, price: Price) -> None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mergepipe.core.notebooks import Displayed
+from mergepipe.core.notices import Notice
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 from mergepipe.storage.location import Location
 
@@ -56,6 +57,7 @@ class CheckReport(Displayed):
     disk_bytes: int
     shards: int
     notices: tuple[str, ...] = ()  # what the user should know of the inputs
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class MergeReport(Displayed):
     reused_by: str = ""  # what had to be equal for that
     sum_bytes: int = 0  # of the sums that this run kept, read back to round them
     verdict: BudgetVerdict | None = None  # of a merge under a budget
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
 
     @property
     def read_bytes(self) -> int:

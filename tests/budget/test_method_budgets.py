@@ -42,7 +42,8 @@ def make_method_setting(folder: Path, method: str) -> Setting:
     base, *experts = (str(place) for place in family.places)
     models = [{"model": path, "parameters": own} for path, own in zip(experts, each, strict=True)]
     recipe = folder / "recipe.yml"
-    recipe.write_text(json.dumps({"merge_method": method, "base_model": base, "models": models, "parameters": shared}))
+    content = {"merge_method": method, "base_model": base, "models": models, "parameters": shared, "dtype": "auto"}
+    recipe.write_text(json.dumps(content))
     densities = tuple(own.get("density", 1.0) for own in each)
     return Setting(folder, MergeCase("ties", (1.0,) * len(each), densities), family, recipe, folder / "home")
 

@@ -72,7 +72,7 @@ def test_merge__quiet_and_json_together_still_give_the_report(work: Workplace, r
 
 
 def test_merge__quiet_still_tells_errors(work: Workplace, run: Runner) -> None:
-    work.out.mkdir()
+    work.out.touch()
     ran = run("merge", work.recipe, work.out, "--quiet")
     assert ran.exit_code == 7
     assert len(ran.error_lines) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.checkpoints.contract import Checkpoint, TensorEntry
-from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType, DTypeKind, element_count
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, F64, DType, DTypeKind, element_count
 from mergepipe.errors import MergePipeError, MismatchError, UnsupportedError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.parameter_values import Case, Cases, Setting
@@ -74,14 +75,23 @@ def refusal(recipe: Recipe, base: Tensors, *experts: Tensors) -> MergePipeError:
 def test_resolve__merges_floats_in_the_bases_storage_order() -> None:
     base: Tensors = {"z": (BF16, (2,)), "a": (F32, (2, 2)), "m": (F16, ())}
     expert: Tensors = {"m": (F32, ()), "a": (F32, (2, 2)), "z": (F16, (2,))}
-    result = resolved(TWO_EXPERTS, base, expert, expert)
+    result = resolved(replace(TWO_EXPERTS, keeps_dtypes=True), base, expert, expert)
     assert [(t.name, t.action, t.shape, t.dtype, t.reason) for t in result.tasks] == [
         ("z", Action.MERGE, (2,), BF16, ""),
         ("a", Action.MERGE, (2, 2), F32, ""),
         ("m", Action.MERGE, (), F16, ""),
     ]
     assert [[e.dtype for e in t.experts] for t in result.tasks] == [[F16, F16], [F32, F32], [F32, F32]]
-    assert result.dropped == ()
+    assert (result.dropped, result.notices) == ((), ())
+
+
+def test_resolve__promotes_mixed_dtypes_where_the_recipe_states_none() -> None:
+    base: Tensors = {"same": (BF16, (2,)), "half": (BF16, (2,)), "single": (F16, (2,)), "double": (F32, (2,))}
+    expert: Tensors = {"same": (BF16, (2,)), "half": (F16, (2,)), "single": (F32, (2,)), "double": (F64, (2,))}
+    result = resolved(TWO_EXPERTS, base, expert, expert)
+    assert [t.dtype for t in result.tasks] == [BF16, F32, F32, F64]
+    assert [n.code for n in result.notices] == ["recipe.dtype.mixed"]
+    assert (result.widened_dtype, resolved(TWO_EXPERTS, base, base, base).widened_dtype) == (None, None)
 
 
 def test_resolution__counts_bytes_and_tensors() -> None:
@@ -185,10 +195,13 @@ def test_resolve__weighs_a_linear_anchor_by_its_entry() -> None:
     assert listed == TensorParameters({"normalize": True}, {"weight": 0.3}, ({"weight": 0.7},))
 
 
-def test_resolve__gives_an_unlisted_linear_anchor_no_weight_not_even_the_global_one() -> None:
-    asked = recipe("linear", (model("a"), model("b", weight=0.3)), BASE, {"weight": 0.9})
+@pytest.mark.parametrize(("shared", "weight"), [({"weight": 0.9}, 0.9), ({}, 0.0)])
+def test_resolve__gives_an_unlisted_linear_anchor_the_weight_of_all_models(
+    shared: dict[str, Scalar], weight: float
+) -> None:
+    asked = recipe("linear", (model("a", weight=0.1), model("b", weight=0.3)), BASE, shared)
     parameters = resolved(asked, W, W, W).tasks[0].parameters
-    assert parameters == TensorParameters({"normalize": True}, {"weight": 0.0}, ({"weight": 0.9}, {"weight": 0.3}))
+    assert parameters == TensorParameters({"normalize": True}, {"weight": weight}, ({"weight": 0.1}, {"weight": 0.3}))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mergepipe.core.blocks import BF16, F32, DType, element_count
 from mergepipe.errors import MergePipeError, MismatchError, RecipeError
 from mergepipe.operators.registry import operator_specs
 from mergepipe.recipes.parse.parameter_values import Case, Cases
+from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.recipes.parse.recipe import LayerSource, ModelInput, OutputModule, OutputSlice, Recipe, Setting
 from mergepipe.recipes.resolve.layers import LayerList, is_before_layers, layer_lists
 from mergepipe.recipes.resolve.resolution import resolve
@@ -183,11 +184,16 @@ def test_resolve__lets_more_layers_be_dropped() -> None:
     ]
 
 
-def test_resolve__refuses_filters_that_match_nothing() -> None:
-    weight = Cases((Case("mpl", (0.5,)), Case("", (1.0,))), "recipe.yml:7 models[0].parameters.weight")
+def test_resolve__refuses_misspelt_filters_and_notes_others_that_match_nothing() -> None:
+    weight = Cases((Case("mpl", (0.5,)), Case("vision", (2.0,)), Case("", (1.0,))), "recipe.yml:7 models[0].weight")
     recipe = merging("ties", model("a", weight=weight), base=BASE)
+    lenient = resolve(recipe, [checkpoint(llama(1)), checkpoint(llama(1))], strictness=Strictness(lenient=True))
+    assert [(notice.code, notice.line) for notice in lenient.notices] == [
+        ("recipe.filter.misspelt", 7),
+        ("recipe.filter.matches-nothing", 7),
+    ]
     assert problems(recipe, checkpoint(llama(1)), checkpoint(llama(1))) == [
-        "RecipeError recipe.filter.matches-nothing | recipe.yml:7 models[0].parameters.weight: "
+        "RecipeError recipe.filter.misspelt | recipe.yml:7 models[0].weight: "
         "the filter 'mpl' is in no tensor's name; did you mean 'mlp'?"
     ]
 
@@ -262,8 +268,11 @@ def test_resolve__takes_the_embedding_for_the_head_that_tied_weights_leave_out()
 def test_resolve__refuses_a_head_that_a_tied_base_has_no_place_for() -> None:
     assert problems(TIES, checkpoint(llama(1, head=False)), checkpoint(llama(1))) == [
         "MismatchError merge.tensor.unexpected | lm_head.weight: './a' has this tensor, the base './base' has not; "
-        "to leave it out: --allow-dropped 'lm_head.weight'"
+        "to leave it out: --allow-dropped 'lm_head.weight' (nothing is lost where it equals the embedding); to keep "
+        "it, give the base a head of its own: store its embedding as 'lm_head.weight', too"
     ]
+    left_out = resolve(TIES, [checkpoint(llama(1, head=False)), checkpoint(llama(1))], ("lm_head.weight",))
+    assert [dropped.tensor for dropped in left_out.dropped] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("vocab", [6, 11])

@@ -107,11 +107,17 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("", "recipe.yaml.empty", "recipe.yml: the recipe is empty; it needs at least merge_method and models"),
         ("# only\n", "recipe.yaml.empty", None),
         ("---\n", "recipe.yaml.empty", None),
-        ("a: 1\nb: 2\na: 3\n", "recipe.yaml.duplicate-key", "recipe.yml:3 a: the key stands twice, first in line 1"),
+        (
+            "a: 1\nb: 2\na: 3\n",
+            "recipe.yaml.duplicate-key",
+            "recipe.yml:3 a: the key stands twice, first in line 1, with another value; "
+            "remove one of the two (mergekit takes the last)",
+        ),
         (
             "m:\n- x: 1\n  x: 2\n",
             "recipe.yaml.duplicate-key",
-            "recipe.yml:3 m[0].x: the key stands twice, first in line 2",
+            "recipe.yml:3 m[0].x: the key stands twice, first in line 2, with another value; "
+            "remove one of the two (mergekit takes the last)",
         ),
         (
             "a: 1\n---\nb: 1\n",

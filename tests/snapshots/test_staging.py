@@ -76,6 +76,19 @@ def test_staging__keeps_parents_that_others_use_by_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("system")
+def test_staging__takes_the_place_of_an_empty_folder_and_of_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    check_target(out, [], force=False)
+    with pytest.raises(ConflictError) as caught:
+        stage(out, "x", meanwhile=(out / "theirs").touch)
+    assert (caught.value.code, names(out), names(tmp_path)) == ("output.appeared", ["theirs"], ["out"])
+    (out / "theirs").unlink()
+    stage(out, "x")
+    assert ((out / MANIFEST_NAME).read_text(), names(tmp_path)) == ("x", ["out"])
+
+
+@pytest.mark.usefixtures("system")
 @pytest.mark.parametrize("force", [False, True])
 def test_staging__does_not_touch_what_appeared_meanwhile(tmp_path: Path, force: bool) -> None:
     out = tmp_path / "out"

@@ -134,6 +134,7 @@ def write_recipe(path: Path, case: MergeCase, family: DiskFamily, out_dtype: str
     models: list[dict[str, object]] = []
     shared: dict[str, object] = {}
     recipe: dict[str, object] = {"merge_method": case.operator, "models": models, "parameters": shared}
+    recipe["dtype"] = "auto"  # dtypes are mixed
     if case.operator != "passthrough":
         recipe["base_model"] = base
     for place, weight, density in zip(experts, case.weights, case.densities, strict=True):

@@ -68,6 +68,7 @@ METHODS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 BUDGETED = ("linear", "ties", "dare_ties")
 ODD_RECIPE = """merge_method: ties
+dtype: auto
 base_model: odd/base
 models:
   - {model: odd/expert1, parameters: {weight: 0.7, density: 0.4}}

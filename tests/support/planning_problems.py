@@ -149,6 +149,8 @@ def make(
     """A problem in which everything is known."""
     base, experts = arrays or random_arrays(n_experts, seed, sizes)
     shared = dict(PARAMETERS[operator] if parameters is None else parameters)
+    if operator == "linear" and weights is None and "weight" in shared:  # the base itself has none
+        weights = (float(shared.pop("weight")),) * len(experts)
     models = [checkpoint(f"expert-{e}", each, 1000 + 24 * e) for e, each in enumerate(experts)]
     anchor = checkpoint("base", base)
     inputs = tuple(

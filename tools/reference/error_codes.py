@@ -233,6 +233,8 @@ class _Search:
                     yield Site(module, scope, given[0], given[2], (_owner(call.func),))
                 elif name == "add" and len(given) > 3 and _name(given[0]) in known:
                     yield Site(module, scope, given[1], given[3], (_name(given[0]),))
+                elif name == "notice_at" and len(given) > 2:  # an error where notices are refused
+                    yield Site(module, scope, given[0], given[2], ("RecipeError",))
                 elif name == "Problem" and given:
                     message = given[2] if len(given) > 2 else None
                     yield Site(module, scope, given[0], message, self._raised(module, call))

@@ -262,6 +262,19 @@ Readable: TypeAlias = TensorEntry | ComputedTensor
 Source: TypeAlias = TensorEntry | ComputedTensor | Unchanged
 
 
+@runtime_checkable
+class HasStoredDtype(Protocol):
+    """A computed tensor whose elements are fetched in another dtype than its model is stored in."""
+
+    @property
+    def stored_dtype(self) -> DType: ...
+
+
+def stored_dtype(tensor: Source) -> DType:
+    """Return the dtype in which a tensor's model is stored, whatever it is fetched in."""
+    return tensor.stored_dtype if isinstance(tensor, HasStoredDtype) else tensor.dtype
+
+
 def files_of(sources: Iterable[Source]) -> set[Location]:
     """The files that reading these needs: of encoded ones also what they are encoded on."""
     files: set[Location] = set()

@@ -60,6 +60,12 @@ AllowDropped: TypeAlias = Annotated[
         help="Leave out tensors of this name that an expert has and the base has not. May be given again.",
     ),
 ]
+Strict: TypeAlias = Annotated[
+    bool, typer.Option("--strict", help="Refuse a recipe with anything in it that has no effect.")
+]
+Lenient: TypeAlias = Annotated[
+    bool, typer.Option("--lenient", help="Take misspelt names for such without effect, as mergekit does.")
+]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
 Resume: TypeAlias = Annotated[
     bool | None,
@@ -177,7 +183,6 @@ NoProbe: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
-Strict: TypeAlias = Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +219,7 @@ class PlanFlags:
     storage_speed: StorageSpeed = None
     no_probe: NoProbe = False
 
-    def options(self, *, strict: bool = False) -> PlanOptions:
+    def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
         """Return these as options of the API, with its defaults for what was not given.
 
         Raises:
@@ -233,6 +238,7 @@ class PlanFlags:
             storage_speed=self.storage_speed,
             probe=not self.no_probe,
             strict=strict,
+            lenient=lenient,
         )
 
 

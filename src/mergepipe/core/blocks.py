@@ -68,6 +68,15 @@ def _dtype_named(name: str) -> DType:
     return DTYPES[name]
 
 
+def promoted_dtype(first: DType, second: DType) -> DType:
+    """Return the smallest float dtype that holds the values of both: the larger, float32 for two of one size."""
+    if first == second:
+        return first
+    if first.itemsize == second.itemsize:
+        return F32
+    return max(first, second, key=lambda dtype: dtype.itemsize)
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """Half-open range of bytes `[start, stop)` of one file."""

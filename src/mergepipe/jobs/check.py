@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mergepipe.engine.work import plan_output
+from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
@@ -16,10 +17,12 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
 
-def check_recipe(recipe_place: Location | RecipeText, shard_bytes: int, allow_dropped: Sequence[str]) -> CheckReport:
+def check_recipe(
+    recipe_place: Location | RecipeText, shard_bytes: int, allow_dropped: Sequence[str], strictness: Strictness = USUAL
+) -> CheckReport:
     """Open the inputs of a recipe and report what its merge would do; see `api.check`."""
     store = Stores()
-    inputs = open_inputs(recipe_place, store, allow_dropped)
+    inputs = open_inputs(recipe_place, store, allow_dropped, strictness=strictness)
     recipe, resolution = inputs.recipe, inputs.resolution
     output = plan_output(resolution.tasks, shard_bytes)
     return CheckReport(
@@ -35,6 +38,7 @@ def check_recipe(recipe_place: Location | RecipeText, shard_bytes: int, allow_dr
         disk_bytes=output.total_bytes + sidecar_bytes(inputs, store),
         shards=len(output.shards),
         notices=inputs.notices,
+        recipe_notices=inputs.recipe_notices,
     )
 
 

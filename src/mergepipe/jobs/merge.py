@@ -27,7 +27,7 @@ def run_merge(
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = Stores()
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
-        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write)
+        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write, settings.strictness)
         if settings.keeps_accumulators:
             check_sums_can_be_kept(operator_named(inputs.recipe.operator.name), inputs.resolution.tasks)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

@@ -21,6 +21,7 @@ from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedModel
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
+from mergepipe.recipes.parse.problems import LENIENT, USUAL, Strictness
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
@@ -48,7 +49,7 @@ PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
 class PlanRequest:
     """The request for a plan. Without `block_elements` the block size follows the experts.
 
-    `is_strict`: an expert of which nothing is read is an error. `probes`: experts of which nothing is known are
+    Under strictness an expert of which nothing is read is an error. `probes`: experts of which nothing is known are
     sampled.
     """
 
@@ -59,7 +60,7 @@ class PlanRequest:
     allow_dropped: tuple[str, ...] = ()
     reuse: bool = False
     pricing: PriceRequest = BY_BYTES
-    is_strict: bool = False
+    strictness: Strictness = USUAL
     probes: bool = True
 
     @property
@@ -100,7 +101,7 @@ def plan_request(
         tuple(allow_dropped),
         reuse,
         price_request(options),
-        strict or options.strict,
+        Strictness(strict or options.strict, options.lenient),
         options.probe,
     )
 
@@ -154,7 +155,7 @@ def make_plan(
     ).plan()
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
-    if request.is_strict:
+    if request.strictness.strict:
         _refuse_starved(plan)
     plan = replace(plan, vocabulary=_vocabulary(inputs), outlook=ranking.outlook(plan))
     paths = [reference_text(model) for model in models]
@@ -208,7 +209,7 @@ def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
     """Plan a recipe."""
     store = Stores()
-    inputs = open_inputs(recipe, store, request.allow_dropped)
+    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
         engine = EngineOptions(default_threads(), default_memory_bytes())
@@ -231,7 +232,7 @@ def run_budgeted(
     without reuse, unless something was read of the experts already.
     """
     store = Stores()
-    inputs = open_inputs(recipe, store, request.allow_dropped)
+    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
 
@@ -285,7 +286,7 @@ def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
     recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
     if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
         raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
-    inputs = open_recipes((recipe,), store, ("*",))  # whatever is dropped was accepted when the plan was made
+    inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
     inputs = with_known_digests(inputs, link)
     bound = zip(plan.models, inputs.checkpoints, strict=True)
     problems = [problem for model, found in bound for problem in _changes(model, found)]

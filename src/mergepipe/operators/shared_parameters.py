@@ -8,10 +8,15 @@ from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scop
 
 WEIGHT = ParameterSpec("weight", Scope.MODEL, "coefficient of this model", required=True)
 DENSITY = ParameterSpec(
-    "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, low_open=True
+    "density", Scope.MODEL, "share of the delta's elements that is kept", default=1.0, low=0.0, high=1.0, clamps=True
 )
 INT8_MASK = ParameterSpec(
-    "int8_mask", Scope.GLOBAL, "mask storage in mergekit; no effect here", default=False, is_flag=True, ignored=True
+    "int8_mask",
+    Scope.GLOBAL,
+    "in mergekit masks are stored in 8 bits, to save memory",
+    default=False,
+    is_flag=True,
+    ignored=True,
 )
 _LAMBDA = ParameterSpec("lambda", Scope.GLOBAL, "scale of the merged delta", default=1.0)
 
@@ -38,4 +43,6 @@ def delta_spec(
 ) -> OperatorSpec:
     """The spec of a rule that weighs and adds deltas: `special` parameters, and those that all such rules share."""
     shared = (normalize_flag(normalize), rescale, _LAMBDA, INT8_MASK)
-    return OperatorSpec(name, title, source, BaseRole.REQUIRED, (WEIGHT, *special, *shared), conflict=conflict)
+    return OperatorSpec(
+        name, title, source, BaseRole.REQUIRED, (WEIGHT, *special, *shared), min_experts=0, conflict=conflict
+    )

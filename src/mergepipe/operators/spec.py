@@ -37,6 +37,7 @@ class ParameterSpec:
     low: float = -inf
     high: float = inf
     low_open: bool = False
+    clamps: bool = False  # values out of the range count as its nearest end, as in mergekit
     ignored: bool = False  # accepted for mergekit's sake, changes nothing
     is_whole: bool = False  # only whole numbers
     only_default: bool = False  # known to mergekit; other values than the default are not supported yet
@@ -46,6 +47,10 @@ class ParameterSpec:
         left = "(" if self.low_open or self.low == -inf else "["
         right = ")" if self.high == inf else "]"
         return f"{left}{self.low:g}, {self.high:g}{right}"
+
+    def clamped(self, value: float | bool) -> float | bool:
+        """The value in force: the nearest end of the range for one beyond it, if the parameter is clamped."""
+        return min(max(value, self.low), self.high) if self.clamps else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.tokenizers.unaligned_rows import unaligned_notices
 from mergepipe.checkpoints.tokenizers.vocabulary import counted
+from mergepipe.core.notices import Notice, notice_at, told_once
 from mergepipe.engine.merged_tensor import MergedTensor, can_fuse
 from mergepipe.operators.base import OperatorInput
 from mergepipe.operators.registry import operator_named
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.plan import Plan
+from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
 from mergepipe.recipes.parse.yaml_source import RecipeText
@@ -56,7 +58,7 @@ class Inputs:
 
     `checkpoints` are as stored; with an `alignment` of vocabularies the resolution is of the aligned ones.
     `intermediates` are those of the models that other documents make, by their place. `notices` are what the user
-    should know of the inputs before they are merged.
+    should know of the inputs before they are merged, `recipe_notices` what has no effect in the recipe.
     """
 
     recipe: Recipe
@@ -65,6 +67,7 @@ class Inputs:
     alignment: Alignment | None = None
     intermediates: Mapping[int, Intermediate] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    recipe_notices: tuple[Notice, ...] = ()
 
     @property
     def recipe_text(self) -> str:
@@ -129,29 +132,46 @@ class Inputs:
 
 
 def open_inputs(
-    path: Location | RecipeText, store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None
+    path: Location | RecipeText,
+    store: Store,
+    allow_dropped: Sequence[str] = (),
+    stage: Stage | None = None,
+    strictness: Strictness = USUAL,
 ) -> Inputs:
     """Load a recipe, open what it names, pair the tensors. See `open_recipes`."""
-    return open_recipes(load_recipes(path, store), store, allow_dropped, stage)
+    return open_recipes(load_recipes(path, store, strictness), store, allow_dropped, stage, strictness)
 
 
 def open_recipes(
-    recipes: Sequence[Recipe], store: Store, allow_dropped: Sequence[str] = (), stage: Stage | None = None
+    recipes: Sequence[Recipe],
+    store: Store,
+    allow_dropped: Sequence[str] = (),
+    stage: Stage | None = None,
+    strictness: Strictness = USUAL,
 ) -> Inputs:
     """Open what the documents of a recipe name, pair the tensors; the last document makes the output.
 
     Without `stage` intermediates that have to be written first are only described: their tensors cannot be read.
+
+    Raises:
+        RecipeError: every notice of a document, if notices are refused.
     """
     made: dict[str, Intermediate] = {}
     for recipe in recipes[:-1]:
-        inputs = _opened(recipe, store, allow_dropped, made)
+        inputs = _opened(recipe, store, allow_dropped, made, strictness)
         if recipe.name is None:
             raise ValueError("a document that others merge has no name")
         made[recipe.name] = _intermediate(inputs, store, stage)
-    return _opened(recipes[-1], store, allow_dropped, made)
+    return _opened(recipes[-1], store, allow_dropped, made, strictness)
 
 
-def _opened(recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Mapping[str, Intermediate]) -> Inputs:
+def _opened(
+    recipe: Recipe,
+    store: Store,
+    allow_dropped: Sequence[str],
+    made: Mapping[str, Intermediate],
+    strictness: Strictness,
+) -> Inputs:
     models = recipe.inputs()
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
     base = intermediates[0].checkpoint if 0 in intermediates else open_model(store, models[0], None)
@@ -168,10 +188,17 @@ def _opened(recipe: Recipe, store: Store, allow_dropped: Sequence[str], made: Ma
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
     aligned = checkpoints if alignment is None else alignment.checkpoints
-    resolution = resolve(recipe, aligned, tuple(allow_dropped))
-    notices = [notice for each in intermediates.values() for notice in each.inputs.notices]
+    resolution = resolve(recipe, aligned, tuple(allow_dropped), strictness)
+    parts = [intermediate.inputs for intermediate in intermediates.values()]
+    notices = [notice for inputs in parts for notice in inputs.notices]
     notices += _vocabulary_notices(recipe, checkpoints, resolution, alignment, store)
-    return Inputs(recipe, checkpoints, resolution, alignment, intermediates, tuple(dict.fromkeys(notices)))
+    earlier = [notice for inputs in parts for notice in inputs.recipe_notices]
+    recipe_notices = told_once(dict.fromkeys((*recipe.notices, *earlier, *resolution.notices)))
+    if strictness.strict:
+        refuse_notices((*recipe_notices, *(notice_at("model.tokens", recipe.path.name, text) for text in notices)))
+    return Inputs(
+        recipe, checkpoints, resolution, alignment, intermediates, tuple(dict.fromkeys(notices)), recipe_notices
+    )
 
 
 def _vocabulary_notices(

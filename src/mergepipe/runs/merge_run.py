@@ -21,6 +21,7 @@ from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
 from mergepipe.errors import OutputError
 from mergepipe.planning.plan import NOTHING_READ, Plan
+from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder
@@ -45,6 +46,7 @@ from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
     MANIFEST_NAME,
+    NOTICES_KEY,
     DroppedRecord,
     FileRecord,
     InputRecord,
@@ -71,6 +73,7 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
+    `strictness` says whether what has no effect in a recipe is refused.
     """
 
     engine: EngineOptions
@@ -86,6 +89,7 @@ class MergeSettings:
     allow_dropped: tuple[str, ...] = ()
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
+    strictness: Strictness = USUAL
 
 
 class IntermediateWriter:
@@ -367,9 +371,15 @@ class _Run:
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **reuse_facts(result, directory, usage),
                 **_earlier_run_facts(progress),
+                **self._recipe_facts(),
             },
             blocks=blocks,
         )
+
+    def _recipe_facts(self) -> dict[str, str]:
+        """Return for the manifest what has no effect in the recipe, a line each."""
+        notices = self._inputs.recipe_notices
+        return {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
         known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
@@ -422,5 +432,6 @@ class _Run:
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
             notices=(*self._link.notices, *self._budget_notices()),
             verdict=None if self._plan is None else verdict_of(self._plan),
+            recipe_notices=self._inputs.recipe_notices,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )

@@ -16,6 +16,7 @@ from mergepipe.engine.work import EngineOptions, MergeWork, OutputPlan, plan_out
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, Problem
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
+from mergepipe.recipes.parse.problems import LENIENT
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
 from mergepipe.runs.catalog_link import CatalogLink
@@ -73,7 +74,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
     if gone:
         raise NotFoundError(*gone)
     recipes = reload_recipes(manifest.recipe, store, {record.model: record.path for record in manifest.inputs})
-    inputs = open_recipes(recipes, store, ("*",), stage)  # the original merge accepted every dropped tensor
+    inputs = open_recipes(recipes, store, ("*",), stage, LENIENT)  # the original merge accepted whatever is odd
     leaves = tuple(inputs.leaves())
     if [reference_text(model) for _, model, _ in leaves] != [record.path for record in manifest.inputs]:
         message = "its inputs are not those of its recipe"

@@ -13,6 +13,7 @@ from mergepipe.options import (
     engine_options,
 )
 from mergepipe.planning.budget import parse_speed
+from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
@@ -43,6 +44,7 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         allow_dropped=options.allow_dropped,
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
+        strictness=Strictness(options.strict, options.lenient),
     )
 
 

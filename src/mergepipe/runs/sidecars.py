@@ -103,7 +103,7 @@ def sidecar_contents(inputs: Inputs, store: Store, manifest: Manifest) -> dict[s
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:
     """Adapt the configuration to the output's dtype and layers."""
-    dtype = inputs.recipe.out_dtype or inputs.recipe.dtype
+    dtype = inputs.recipe.out_dtype or inputs.recipe.dtype or inputs.resolution.widened_dtype
     config = config if dtype is None else with_dtype(config, dtype)
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)

@@ -109,6 +109,9 @@ class Coverage:
     free: tuple[int, ...]
 
 
+NOTICES_KEY = "recipe_notices"  # in `Manifest.run`: what has no effect in the recipe, a line each
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The immutable record of one merge. `sid` identifies the result; `run` describes the run and is not part of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -55,7 +56,7 @@ def kept_note(out: Path, share: float) -> str:
 def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -> None:
     """Refuse an output that exists, overlaps an input, or would replace files that mergepipe did not make.
 
-    `force` is None where replacing is not possible.
+    An empty directory may be there. `force` is None where replacing is not possible.
 
     Raises:
         OutputError: naming the obstacle.
@@ -74,7 +75,7 @@ def check_target(out: Path, inputs: Iterable[Location], *, force: bool | None) -
             raise OutputError.of(
                 "output.not-a-directory", folder, f"is a file; {out} cannot be in it", "choose another place"
             )
-    if not _is_there(out):
+    if not _is_there(out) or is_empty_folder(out):
         return
     if not force:
         hint = "choose another name" + ("" if force is None else ", or replace it with --force")
@@ -97,6 +98,14 @@ def _is_there(out: Path) -> bool:
             "output.name", out, f"cannot be the name of an output: {error.strerror}", "choose another name"
         ) from error
     return True
+
+
+def is_empty_folder(out: Path) -> bool:
+    """Whether there is an empty directory, not a link to one, at `out`."""
+    try:
+        return stat.S_ISDIR(out.lstat().st_mode) and not any(out.iterdir())
+    except OSError:  # it is not there, or nobody may look into it
+        return False
 
 
 def _check_replaceable(out: Path) -> None:
@@ -300,7 +309,7 @@ class Staging:
         """Make the finished directory visible as `out`, durably.
 
         Raises:
-            ConflictError: `out` appeared meanwhile.
+            ConflictError: `out` appeared meanwhile; an empty directory of that name is replaced.
             OutputError: what is to be replaced is no snapshot (any more).
             StorageError: the operating system refused.
             PublishedError: `output.not-durable`, it is visible, and a loss of power might still undo that.
@@ -313,13 +322,14 @@ class Staging:
         try:
             if replaced:
                 owned.exchange(self.path, self._out, self._directory / ASIDE_NAME)
+            elif is_empty_folder(self._out):
+                owned.rename(self.path, self._out)  # which fails if a file has appeared in it
             else:
                 owned.rename_new(self.path, self._out)
-        except FileExistsError as error:
-            raise ConflictError.of(
-                "output.appeared", self._out, "was created by somebody else meanwhile", "choose another name"
-            ) from error
         except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                message = "was created, or written to, by somebody else meanwhile"
+                raise ConflictError.of("output.appeared", self._out, message, "choose another name") from error
             raise os_error(error, self._out, "publishing it") from error
         self._made_parents = ()
         self._keeps = False

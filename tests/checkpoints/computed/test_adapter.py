@@ -240,3 +240,20 @@ def test_open_model__an_adapter_of_an_adapted_anchor_is_not_taken_for_one_of_its
     anchor = opened(plain, None, adapter=first)
     assert opened(plain, anchor, adapter=second).kind is CheckpointKind.FULL
     assert opened(plain, opened(plain), adapter=second).kind is CheckpointKind.ADAPTER
+
+
+@pytest.mark.parametrize(
+    ("tensors", "hint"),
+    [
+        (lora("lm_head", 30, 12), "use the result as an expert: the change goes into the embedding"),
+        ({"lm_head.weight": random(30, 12)}, "with --allow-dropped 'lm_head.weight', which leaves the head out"),
+    ],
+)
+def test_open_adapter__says_what_to_do_about_a_head_of_tied_weights(
+    tmp_path: Path, tensors: dict[str, NDArray[np.float32]], hint: str
+) -> None:
+    tied = {f"{Q}.weight": random(12, 12), "model.embed_tokens.weight": random(30, 12)}
+    with pytest.raises(MismatchError) as caught:
+        opened(write_adapter(tmp_path / "a", tensors), opened(write_model(tmp_path / "tied", tied)))
+    assert caught.value.code == "adapter.tensor.tied"
+    assert str(caught.value).endswith(hint)

@@ -23,15 +23,14 @@ MESSAGES = [
 RENDERED = {
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
     "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "alpaca": "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nYes.</s>\n\n### Instruction:\nWhy?\n\n"
-    "### Response:\n",
-    "exaone": "[|system|]Be brief.[|endofturn|]\n[|user|]Hi?\n[|assistant|]Yes.[|endofturn|]\n[|user|]Why?\n"
-    "[|assistant|]",
-    "mistral": "<s>[INST] Be brief.\n\nHi? [/INST] Yes.</s>[INST] Why? [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>\n"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>\n"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>\n"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>\n<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "alpaca": "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nYes.\n\n### Instruction:\nWhy?### Response:\n",
+    "exaone": "    [|system|]Be brief.\n        [|endofturn|]\n\n    [|user|]Hi?\n        \n\n"
+    "    [|assistant|]Yes.\n        [|endofturn|]\n\n    [|user|]Why?\n        \n\n    [|assistant|]\n",
+    "mistral": "<s> [INST] Be brief.\n\nHi? [/INST] Yes.</s> [INST] Why? [/INST]",
     "gemma": "<s><start_of_turn>user\nBe brief.\n\nHi?<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n"
     "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
 }
@@ -43,6 +42,24 @@ def test_named_templates__render_a_conversation(name: str) -> None:
     template = environment.from_string(NAMED[name])
     text = template.render(messages=MESSAGES, add_generation_prompt=True, bos_token="<s>", eos_token="</s>")
     assert text == RENDERED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "text"),
+    [
+        ("llama3", "u", "<s><|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>\n"),
+        ("llama3", "", ""),
+        ("alpaca", "ua", "\n\n### Instruction:\nHi?\n\n### Response:\nYes."),
+        ("alpaca", "us", "Be brief.\n\n### Instruction:\nHi?\n\n"),
+        ("exaone", "u", "        [|system|][|endofturn|]\n\n    [|user|]Hi?\n        \n\n"),
+        ("mistral", "s", "<s>"),
+        ("mistral", "uau", "<s> [INST] Hi? [/INST] Yes.</s> [INST] Hi? [/INST]"),
+    ],
+)
+def test_named_templates__render_parts_of_conversations_as_mergekit_does(name: str, turns: str, text: str) -> None:
+    messages = [MESSAGES["sua".index(turn)] for turn in turns]
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(NAMED[name])
+    assert template.render(messages=messages, add_generation_prompt=False, bos_token="<s>", eos_token="</s>") == text
 
 
 def write_settings(directory: Path, template: object) -> None:

@@ -42,6 +42,10 @@ class Adapted:
         return F32
 
     @property
+    def stored_dtype(self) -> DType:
+        return self.weights.dtype
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.weights.shape
 

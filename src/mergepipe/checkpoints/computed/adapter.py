@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from mergepipe.checkpoints.computed.adapted import Adapted
 from mergepipe.checkpoints.computed.adapter_names import base_names
+from mergepipe.checkpoints.computed.embedding_names import is_head
 from mergepipe.checkpoints.computed.low_rank import LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint, Readable, TensorEntry
 from mergepipe.checkpoints.directory import list_names, read_weight_file, stat_present
@@ -106,6 +107,7 @@ class _Opener:
         """Return the tensors by the base's names, in storage order."""
         factors, full = self._sorted_out(entries)
         wanted = [f"{module}.weight" for module in factors]
+        self._check_heads(wanted, full)
         names = base_names([*wanted, *(name for name in full if name not in wanted)], self._base.tensors, self._path)
         is_transposed = self._orientation({names[f"{m}.weight"]: f for m, f in factors.items()})
         tensors: dict[str, Readable] = {names[name]: replace(entry, name=names[name]) for name, entry in full.items()}
@@ -115,6 +117,20 @@ class _Opener:
             stored = tensors.get(name)
             tensors[name] = Adapted(stored, delta) if isinstance(stored, TensorEntry) else delta
         return tensors
+
+    def _check_heads(self, changed: Sequence[str], full: Collection[str]) -> None:
+        """Refuse an output head where the base has none because its weights are tied."""
+        heads = [name for name in (*changed, *full) if is_head(name)]
+        if not heads or any(map(is_head, self._base.tensors)):
+            return
+        if heads[0] in changed:
+            hint = f"{MERGE_HINT}: the change goes into the embedding"
+        else:
+            hint = f"{MERGE_HINT}, with --allow-dropped '{heads[0]}', which leaves the head out"
+        raise MismatchError.of(
+            "adapter.tensor.tied", self._path,
+            f"it changes {shown(heads[0])}, and the base has no output head: its embedding is used for it", hint,
+        )  # fmt: skip
 
     def _sorted_out(self, entries: Sequence[TensorEntry]) -> tuple[dict[str, _Factors], dict[str, TensorEntry]]:
         """Sort entries into factors by module, and tensors stored in full by name."""

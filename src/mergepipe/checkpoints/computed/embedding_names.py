@@ -9,6 +9,9 @@ _NAME = re.compile(
     r"|lm_head|output|vocab_projector|predictions|predictions\.decoder)\.(?:weight|bias))$"
 )
 
+# Output heads that a model with tied weights does not store: they are its embedding.
+TIED_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+
 
 def embedding_ending(name: str) -> str | None:
     """Return the suffix of a name that marks an embedding or an output head; None if there is none.
@@ -17,3 +20,8 @@ def embedding_ending(name: str) -> str | None:
     """
     found = _NAME.search(name)
     return found[1] if found else None
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor is an output head, which models with tied weights may not store."""
+    return any(name == head or name.endswith(f".{head}") for head in TIED_HEADS)

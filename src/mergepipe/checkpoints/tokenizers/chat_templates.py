@@ -18,6 +18,8 @@ TEMPLATE_KEY = "chat_template"
 _DEFAULT_NAME = "default"
 _SYNTAX_HINT = "correct it, or give one of the known names"
 
+# The names that mergekit knows render here as they do there, to the space. `trim_blocks` and `lstrip_blocks` are on in
+# all loaders, so that a line with nothing but tags renders nothing.
 _CHATML = """\
 {% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -27,52 +29,55 @@ _CHATML = """\
 {%- endif %}
 """
 _LLAMA3 = """\
-{{ bos_token }}
 {%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{{- (bos_token if loop.first else '') + '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{{- message['content'] | trim + '<|eot_id|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
 _ALPACA = """\
-{% for message in messages %}
-{%- if message['role'] == 'system' %}
-{{- message['content'] + '\\n\\n' }}
-{%- elif message['role'] == 'user' %}
-{{- '### Instruction:\\n' + message['content'] + '\\n\\n' }}
-{%- else %}
-{{- '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}
-{%- endif %}
+{%- set systems = messages | selectattr('role', 'equalto', 'system') | list %}
+{{- (systems[-1]['content'] | trim if systems else '') + '\\n\\n' }}
+{%- for message in messages %}
+{%- set title = {'user': '### Instruction:\\n', 'assistant': '### Response:\\n'}.get(message['role']) %}
+{{- title + message['content'] | trim + ('' if loop.last else '\\n\\n') if title else '' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
+{%- if add_generation_prompt and not (messages and messages[-1]['role'] == 'assistant') %}
 {{- '### Response:\\n' }}
 {%- endif %}
 """
-# Neither of these two has a place for a system message: it goes before the first user message.
-_WITHOUT_SYSTEM = """\
-{% set intro = namespace(text='') %}
+_EXAONE = """\
 {%- for message in messages %}
-{%- if message['role'] == 'system' %}
-{%- set intro.text = message['content'] | trim + '\\n\\n' %}
+{{- '        [|system|][|endofturn|]\\n\\n' if loop.first and message['role'] != 'system' else '' }}
+{{- '    [|' + message['role'] + '|]' + message['content'] + '\\n        ' }}
+{{- ('' if message['role'] == 'user' else '[|endofturn|]') + '\\n\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '    [|assistant|]\\n' }}
+{%- endif %}
 """
-_MISTRAL = (
-    "{{ bos_token }}"
-    + _WITHOUT_SYSTEM
-    + """\
+_MISTRAL = """\
+{{- bos_token }}
+{%- set intro = messages[0]['content'] + '\\n\\n' if messages and messages[0]['role'] == 'system' else '' %}
+{%- for message in (messages[1:] if intro else messages) %}
+{%- if message['role'] != ('assistant' if loop.index0 % 2 else 'user') %}
+{{- raise_exception('one system message may come first, then user and assistant take turns') }}
 {%- elif message['role'] == 'user' %}
-{{- '[INST] ' + intro.text + message['content'] | trim + ' [/INST]' }}
-{%- set intro.text = '' %}
+{{- ' [INST] ' + (intro if loop.first else '') + message['content'] + ' [/INST]' }}
 {%- else %}
-{{- ' ' + message['content'] | trim + eos_token }}
+{{- ' ' + message['content'] + eos_token }}
 {%- endif %}
 {%- endfor %}
 """
-)
-_GEMMA = (
-    "{{ bos_token }}"
-    + _WITHOUT_SYSTEM
-    + """\
+# mergekit has no template of this name. Gemma has no place for a system message: it goes before the first user message.
+_GEMMA = """\
+{{ bos_token }}
+{%- set intro = namespace(text='') %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}
+{%- set intro.text = message['content'] | trim + '\\n\\n' %}
 {%- elif message['role'] == 'user' %}
 {{- '<start_of_turn>user\\n' + intro.text + message['content'] | trim + '<end_of_turn>\\n' }}
 {%- set intro.text = '' %}
@@ -82,19 +87,6 @@ _GEMMA = (
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<start_of_turn>model\\n' }}
-{%- endif %}
-"""
-)
-_EXAONE = """\
-{%- if not messages or messages[0]['role'] != 'system' %}
-{{- '[|system|][|endofturn|]\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{{- '[|' + message['role'] + '|]' + message['content'] }}
-{{- '\\n' if message['role'] == 'user' else '[|endofturn|]\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '[|assistant|]' }}
 {%- endif %}
 """
 NAMED = {
@@ -116,8 +108,8 @@ def chosen_template(wanted: str, models: Sequence[Checkpoint], store: Store, *, 
         RecipeError: `chat_template.unknown`, neither a name nor Jinja text; `chat_template.syntax`, text that is none.
     """
     if wanted == AUTO:
-        found = [template for model in models if (template := template_of(model, store)) is not None]
-        return Counter(found).most_common(1)[0][0] if found else None
+        templates = [template for model in models if (template := template_of(model, store)) is not None]
+        return Counter(templates).most_common(1)[0][0] if templates else None
     if wanted in NAMED:
         return NAMED[wanted]
     if "{" not in wanted:
@@ -164,6 +156,6 @@ def template_of(model: Checkpoint, store: Store) -> str | None:
 def _default(value: JsonValue) -> str | None:
     """Return the template named `default`, where there are several."""
     if isinstance(value, list):
-        records = (each for each in value if isinstance(each, dict) and each.get("name") == _DEFAULT_NAME)
+        records = (record for record in value if isinstance(record, dict) and record.get("name") == _DEFAULT_NAME)
         value = next((record.get("template") for record in records), None)
     return value if isinstance(value, str) else None

@@ -40,7 +40,7 @@ def merge_table(report: MergeReport) -> str:
             ("tensors", counts),
             ("snapshot", report.sid),
             *packing_facts(report.packed, report.not_packed),
-            *(("notice", notice) for notice in report.notices),
+            *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
             ("output", str(report.out)),
         ]
     )
@@ -102,7 +102,7 @@ def check_table(report: CheckReport, free_bytes: int) -> str:
         ("tensors", counts),
         *(("copied", line) for line in _grouped((reason, name) for name, reason in report.copied)),
         *(("dropped", line) for line in _grouped((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
-        *(("notice", notice) for notice in report.notices),
+        *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
     ]
     return facts_text(facts)
 

@@ -16,7 +16,12 @@ from mergepipe.operators.spec import BaseRole, OperatorSpec, ParameterSpec, Scop
 
 SMALLEST_SUM = 1e-8
 _NO_RESCALE = ParameterSpec(
-    "rescale", Scope.GLOBAL, "nothing is trimmed; no effect", default=False, is_flag=True, ignored=True
+    "rescale",
+    Scope.GLOBAL,
+    "nothing is trimmed, so that nothing is rescaled",
+    default=False,
+    is_flag=True,
+    ignored=True,
 )
 
 

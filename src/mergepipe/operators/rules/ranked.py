@@ -47,12 +47,12 @@ _SPREAD = ParameterSpec(
 
 
 def spread_conflict(model: Mapping[str, float | bool]) -> str:
-    """Whether elements of one model survive with probabilities outside of (0, 1); at density 1 all survive."""
+    """Whether elements of one model survive with probabilities outside of (0, 1); all do at density 1, none at 0."""
     if not {"density", "epsilon"} <= model.keys():
         return ""
     density, epsilon = float(model["density"]), float(model["epsilon"])
     low, high = density - epsilon, density + epsilon
-    if density == 1.0 or (low > 0.0 and high < 1.0):
+    if density in (0.0, 1.0) or (low > 0.0 and high < 1.0):
         return ""
     return f"density {density:g} with epsilon {epsilon:g} gives probabilities from {low:g} to {high:g}, outside (0, 1)"
 
@@ -81,7 +81,9 @@ class Survival:
 
         e = int(block.present_E[place])
         lowest, spread = float(self.lowest_E[e]), float(self.spread_E[e])
-        if lowest < 1.0:
+        if lowest + spread <= 0.0:
+            values_N.fill(0.0)
+        elif lowest < 1.0:
             drop_ranked(values_N, block.first_element, self.row_elements, self.stream_keys_E[e], lowest, spread)
 
     def parts(self, block: RawBlock) -> Iterator[RawBlock]:
@@ -240,9 +242,9 @@ class DellaLinear(_Ranked):
 
 
 def survival_of(inputs: OperatorInput) -> Survival:
-    """Who survives under the parameters in force; at density 1 everyone does."""
+    """Who survives under the parameters in force; at density 1 everyone does, at 0 nobody."""
     density_E = densities_E(inputs)
-    epsilon_E = np.where(density_E < 1.0, [float(p["epsilon"]) for p in inputs.experts], 0.0)
+    epsilon_E = np.where((density_E > 0.0) & (density_E < 1.0), [float(p["epsilon"]) for p in inputs.experts], 0.0)
     keys_E = np.array(inputs.stream_keys, np.uint64)
     return Survival(inputs.row_elements, keys_E, density_E - epsilon_E, 2.0 * epsilon_E)
 

@@ -58,6 +58,7 @@ class Sce(Plain):
                 default=1.0,
                 low=0.0,
                 high=1.0,
+                clamps=True,
             ),
             INT8_MASK,
         ),

@@ -37,7 +37,7 @@ class Slerp(Plain):
         "spherical interpolation of two models",
         "Shoemake 1985; mergekit's documented parameters",
         BaseRole.REQUIRED,
-        (ParameterSpec("t", Scope.GLOBAL, "0 is the base, 1 the other model", required=True, low=0.0, high=1.0),),
+        (ParameterSpec("t", Scope.GLOBAL, "0 is the base, 1 the other model", required=True),),
         max_experts=1,
     )
 

@@ -248,7 +248,7 @@ class DareTies(Plain):
 def _drop_and_rescale(inputs: OperatorInput) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     density_E = densities_E(inputs)
     cuts_E = np.rint(density_E * 2.0**32).astype(np.uint64)
-    scales_E = 1.0 / density_E if inputs.globals["rescale"] else np.ones_like(density_E)
+    scales_E = _inverse(density_E) if inputs.globals["rescale"] else np.ones_like(density_E)
     return cuts_E, scales_E.astype(np.float32)
 
 
@@ -298,7 +298,13 @@ def consensus_coefficients(inputs: OperatorInput) -> NDArray[np.float64]:
 def dropped_energy(inputs: OperatorInput) -> NDArray[np.float64]:
     """`E ||scale * kept||^2 / ||delta||^2`: `density * (1 / density)^2` when rescaled, else `density`."""
     density_E = densities_E(inputs)
-    return 1.0 / density_E if inputs.globals["rescale"] else density_E
+    return _inverse(density_E) if inputs.globals["rescale"] else density_E
+
+
+def _inverse(density_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`1 / density`; 0 where nothing is kept."""
+    inverse_E: NDArray[np.float64] = np.divide(1.0, density_E, out=np.zeros_like(density_E), where=density_E > 0.0)
+    return inverse_E
 
 
 OPERATORS: tuple[Operator, ...] = (Ties(), DareLinear(), DareTies(), Breadcrumbs(), BreadcrumbsTies())

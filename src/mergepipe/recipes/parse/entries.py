@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader, describe
-from mergepipe.recipes.parse.parameters import read_parameters
+from mergepipe.recipes.parse.names_elsewhere import key_elsewhere, parameter_elsewhere, parameter_names
+from mergepipe.recipes.parse.parameters import quoted_number, read_parameters
 from mergepipe.recipes.parse.recipe import LayerSource, ModelInput, ModelKey, OutputModule, OutputSlice, Setting
 from mergepipe.recipes.parse.references import read_model
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
@@ -17,8 +19,6 @@ MODEL_KEYS = ("model", "parameters")
 SOURCE_KEYS = ("model", "layer_range", "parameters")
 SLICE_KEYS = ("sources", "base_model", "parameters")
 MODULE_KEYS = ("models", "slices", "parameters")
-CONTENT_KEYS = ("models", "slices", "modules")  # a recipe has exactly one of them
-
 _RANGE_LENGTH = 2
 
 
@@ -87,12 +87,12 @@ def _list(context: EntryContext, value: Value, key_path: KeyPath, needed: str, h
     return None
 
 
-def _model(context: EntryContext, value: Value, key_path: KeyPath, known: tuple[str, ...]) -> ModelInput | None:
+def _model(context: EntryContext, value: Value, key_path: KeyPath, real_keys: tuple[str, ...]) -> ModelInput | None:
     reader = context.reader
     if not isinstance(value, dict):
         reader.wrong_kind(value, key_path, "a mapping with the key 'model'", "write '- model: PATH'")
         return None
-    _check_keys(context, value, key_path, known, "model")
+    check_keys(reader, value, key_path, real_keys)
     parameters = context.parameters(value, key_path, Scope.MODEL)
     if value.get("model") is None:
         reader.refuse("recipe.missing-key", (*key_path, "model"), "the entry names no model", "write '- model: PATH'")
@@ -100,16 +100,14 @@ def _model(context: EntryContext, value: Value, key_path: KeyPath, known: tuple[
     return read_model(reader, value["model"], (*key_path, "model"), parameters, key_path)
 
 
-def _check_keys(
-    context: EntryContext, entry: dict[str, Value], key_path: KeyPath, known: tuple[str, ...], what: str
-) -> None:
-    operator = context.operator
-    misplaced = [key for key in entry if key not in known and operator and operator.parameter(key)]
-    for key in misplaced:
-        hint = f"write it under 'parameters:' of this {what}"
-        context.reader.refuse("recipe.unknown-key", (*key_path, key), f"{key} is a parameter", hint)
-    others = {key: value for key, value in entry.items() if key not in misplaced}
-    context.reader.unknown_keys(others, known, key_path)
+def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, real_keys: tuple[str, ...]) -> None:
+    """Report keys of an entry without effect there, parameters beside 'parameters:' among them, and misspelt ones."""
+
+    def elsewhere(key: str) -> str:
+        is_parameter = bool(parameter_elsewhere(key))
+        return "parameters count under 'parameters:'" if is_parameter else key_elsewhere(key)
+
+    reader.unknown_keys(entry, real_keys, key_path, elsewhere, others=parameter_names())
 
 
 def _note_duplicates(reader: DocumentReader, models: tuple[ModelInput, ...], key_path: KeyPath) -> None:
@@ -132,11 +130,7 @@ def _slice(context: EntryContext, value: Value, key_path: KeyPath) -> OutputSlic
     if not isinstance(value, dict):
         reader.wrong_kind(value, key_path, "a mapping with the key 'sources'", "write '- sources: [...]'")
         return None
-    if "residual_weight" in value:
-        message = "residual_weight has no effect, in mergekit neither"
-        reader.refuse("recipe.unknown-key", (*key_path, "residual_weight"), message, "remove it")
-    rest = {key: item for key, item in value.items() if key != "residual_weight"}
-    _check_keys(context, rest, key_path, SLICE_KEYS, "slice")
+    check_keys(reader, value, key_path, SLICE_KEYS)
     base = None
     if value.get("base_model") is not None:
         at = (*key_path, "base_model")
@@ -178,9 +172,8 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
     if value is None:
         reader.refuse("recipe.missing-key", at, "the source has no layer_range", hint)
         return None
-    is_pair = isinstance(value, list) and len(value) == _RANGE_LENGTH
-    numbers = [n for n in value if isinstance(n, int) and not isinstance(n, bool)] if isinstance(value, list) else []
-    if not is_pair or len(numbers) < _RANGE_LENGTH:
+    numbers = [number for item in value if (number := _whole_number(item)) is not None] if _is_pair(value) else []
+    if len(numbers) < _RANGE_LENGTH:
         reader.refuse("recipe.slice.range", at, "needs two whole numbers", hint)
         return None
     start, stop = numbers
@@ -188,6 +181,17 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         reader.refuse("recipe.slice.range", at, f"[{start}, {stop}] holds no layer", hint)
         return None
     return start, stop
+
+
+def _is_pair(value: Value) -> TypeGuard[list[Value]]:
+    return isinstance(value, list) and len(value) == _RANGE_LENGTH
+
+
+def _whole_number(value: Value) -> int | None:
+    """Return a whole number, also if it is quoted or written as `8.0`."""
+    number = quoted_number(value) if isinstance(value, str) else value
+    is_whole = isinstance(number, int | float) and not isinstance(number, bool) and number % 1 == 0
+    return int(number) if is_whole and isinstance(number, int | float) else None
 
 
 def _check_lengths(reader: DocumentReader, sources: tuple[LayerSource, ...], key_path: KeyPath) -> None:
@@ -208,16 +212,16 @@ def _module(context: EntryContext, name: str, value: Value, key_path: KeyPath) -
     if not isinstance(value, dict):
         reader.wrong_kind(value, key_path, "a mapping with the key 'slices' or 'models'")
         return None
-    _check_keys(context, value, key_path, MODULE_KEYS, "module")
+    check_keys(reader, value, key_path, MODULE_KEYS)
     parameters = context.parameters(value, key_path, Scope.GLOBAL)
     inner = context.within(parameters)
-    given = [key for key in ("models", "slices") if value.get(key) is not None]
-    if len(given) != 1:
-        found = "both" if given else "neither"
+    content = [key for key in ("models", "slices") if value.get(key)]
+    if len(content) != 1:
+        found = "both" if content else "neither"
         reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {found}")
         return None
     where = reader.source.where(*key_path)
-    if given == ["models"]:
+    if content == ["models"]:
         models = read_models(inner, value["models"], (*key_path, "models"))
         return OutputModule(name, models, (), parameters, where) if models else None
     slices = read_slices(inner, value["slices"], (*key_path, "slices"))

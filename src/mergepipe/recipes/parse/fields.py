@@ -1,14 +1,14 @@
-"""Check the kind and the keys of recipe values, and report problems with their position."""
+"""Check the kind and the keys of recipe values, and report problems and notices with their position."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
 
-from mergepipe.errors import RecipeError, did_you_mean
-from mergepipe.recipes.parse.problems import Findings
+from mergepipe.errors import RecipeError
+from mergepipe.recipes.parse.names_elsewhere import key_elsewhere
+from mergepipe.recipes.parse.problems import Findings, near_miss
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, YamlSource, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
@@ -54,14 +54,36 @@ class DocumentReader:
         """Report that `value` is not of the `needed` kind."""
         self.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {describe(value)}", hint)
 
-    def unknown_keys(self, found: Mapping[str, Value], known: Sequence[str], key_path: KeyPath) -> None:
-        """Report every key of `found` that is not `known`."""
-        for key in found:
-            if key not in known:
-                name = shortened(key)
-                self.refuse(
-                    "recipe.unknown-key", (*key_path, key), f"unknown key '{name}'", partial(did_you_mean, name, known)
-                )
+    def notice(self, code: str, key_path: KeyPath, message: str, elsewhere: str = "") -> None:
+        """Report that something has no effect, or another one than it seems to have."""
+        self.findings.add_notice(code, self.source.where(*key_path), message, elsewhere)
+
+    def misspelt(self, code: str, key_path: KeyPath, message: str, hint: str) -> None:
+        """Report a name that is nearly a real one: an error, unless the recipe is read leniently."""
+        self.findings.add_misspelt(code, self.source.where(*key_path), message, hint)
+
+    def unknown_keys(
+        self,
+        entry: Mapping[str, Value],
+        real_keys: Sequence[str],
+        key_path: KeyPath,
+        elsewhere: Callable[[str], str] = key_elsewhere,
+        others: Sequence[str] = (),
+    ) -> None:
+        """Report every key of `entry` that is none of `real_keys`: near misses of these or `others`, and the rest.
+
+        `elsewhere` says what a key means at another place; a key that means something is no near miss.
+        """
+        for key in entry:
+            if key in real_keys:
+                continue
+            name, meaning = shortened(key), elsewhere(key)
+            real_name = None if meaning else near_miss(name, *real_keys, *others)
+            if real_name is not None:
+                message, hint = f"unknown key '{name}'", f"did you mean '{real_name}'?"
+                self.misspelt("recipe.unknown-key", (*key_path, key), message, hint)
+            else:
+                self.notice("recipe.ignored-key", (*key_path, key), f"the key '{name}' has no effect here", meaning)
 
 
 def describe(value: Value) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 
-from mergepipe.errors import did_you_mean
-from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.parse.fields import DocumentReader, describe
+from mergepipe.recipes.parse.names_elsewhere import key_elsewhere, parameter_elsewhere, parameter_names
 from mergepipe.recipes.parse.parameter_values import EVERY_TENSOR, Case, Cases, Scalar, Setting, value_at
+from mergepipe.recipes.parse.problems import near_miss
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 
 FLOAT32_MAX = 3.4028234663852886e38
+_WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no effect
 CASE_KEYS = ("value", "filter")
-_OF_MERGEKITS_PAST = ("embed_slerp",)  # recipes still have it
+_TRUE = ("true", "yes", "on", "y", "t", "1")
+_FALSE = ("false", "no", "off", "n", "f", "0")
 
 # Stands for a value that was refused, so that it does not also count as missing. It never leaves the loader: a
 # refused value is a finding, and a recipe with findings is not built.
@@ -28,25 +29,31 @@ def read_parameters(
     """Check one `parameters:` mapping, of a model or (`Scope.GLOBAL`) of a slice, a module or the whole recipe."""
     checked: dict[str, Setting] = {}
     for name, given in (reader.mapping(value, key_path) or {}).items():
-        spec = operator.parameter(name)
+        spec, at = operator.parameter(name), (*key_path, name)
         if spec is None:
-            message = f"{operator.name} has no parameter '{shortened(name)}'"
-            reader.refuse("recipe.unknown-parameter", (*key_path, name), message, _instead_of(name, operator))
+            _report_unknown(reader, name, at, operator)
+        elif spec.ignored:
+            if given not in _WITHOUT_MEANING:
+                reader.notice("recipe.ignored-parameter", at, f"{name} has no effect here", spec.help)
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
-            message = f"{name} holds for the whole merge"
-            hint = "move it to the parameters at the top level" + (" or of the slice" if "slices" in key_path else "")
-            reader.refuse("recipe.parameter.scope", (*key_path, name), message, hint)
+            message = f"{name} holds for the whole merge: under a model it has no effect"
+            place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
+            reader.notice("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
-            checked[name] = _setting(reader, given, (*key_path, name), operator, spec)
+            checked[name] = _setting(reader, given, at, operator, spec)
     return checked
 
 
-def _instead_of(name: str, operator: OperatorSpec) -> Callable[[], str]:
-    """Suggest a fix for a parameter that the operator does not have; mergekit ignores those silently."""
-    of_others = any(spec.parameter(name) for spec in operator_specs().values())
-    if of_others or name in _OF_MERGEKITS_PAST:
-        return lambda: "mergekit ignores it here: remove it"
-    return partial(did_you_mean, shortened(name), [parameter.name for parameter in operator.parameters])
+def _report_unknown(reader: DocumentReader, name: str, at: KeyPath, operator: OperatorSpec) -> None:
+    """Report a parameter that the operator does not have: misspelt, of another operator, or of none."""
+    message, meaning = f"{operator.name} has no parameter '{shortened(name)}'", ""
+    meaning = parameter_elsewhere(name) or key_elsewhere(name)
+    own_names = [parameter.name for parameter in operator.parameters]
+    real_name = None if meaning else near_miss(name, *own_names) or near_miss(name, *parameter_names())
+    if real_name is not None:
+        reader.misspelt("recipe.unknown-parameter", at, message, f"did you mean '{real_name}'?")
+    else:
+        reader.notice("recipe.ignored-parameter", at, f"{message}: it has no effect", meaning)
 
 
 def model_values(
@@ -79,14 +86,14 @@ def is_constant(chain: Sequence[Mapping[str, Setting]]) -> bool:
 def _values(
     operator: OperatorSpec, scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str, depth: float
 ) -> dict[str, Scalar]:
-    found: dict[str, Scalar] = {}
+    values: dict[str, Scalar] = {}
     for spec in _that_matter(operator, scope):
-        settings = (each[spec.name] for each in chain if spec.name in each)
-        values = (value_at(setting, tensor, depth) for setting in settings)
-        value = next((value for value in values if value is not None), spec.default)
+        settings = (parameters[spec.name] for parameters in chain if spec.name in parameters)
+        candidates = (value_at(setting, tensor, depth) for setting in settings)
+        value = next((value for value in candidates if value is not None), spec.default)
         if value is not None:
-            found[spec.name] = value
-    return found
+            values[spec.name] = spec.clamped(value)
+    return values
 
 
 def _that_matter(operator: OperatorSpec, scope: Scope) -> list[ParameterSpec]:
@@ -109,6 +116,8 @@ def _setting(
         reader.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
     values = _gradient(reader, given, key_path, operator, spec)
+    if len(values) == 1:
+        return values[0]
     return Cases((Case("", values),), where) if values else REFUSED
 
 
@@ -126,7 +135,7 @@ def _cases(
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):
         message = f"is never reached: entry [{final}] before it holds for every tensor"
-        reader.refuse("recipe.filter.unreachable", (*key_path, index), message, "put the entry without filter last")
+        reader.notice("recipe.filter.unreachable", (*key_path, index), message, "the entry without filter goes last")
     return Cases(cases, reader.source.where(*key_path))
 
 
@@ -143,19 +152,16 @@ def _case(
         values = _gradient(reader, value, at, operator, spec)
     else:
         values = (_scalar(reader, value, at, operator, spec),)
-    is_sound = wanted is not None and values and given.keys() <= set(CASE_KEYS)
-    return Case(wanted, values) if is_sound and wanted is not None else None
+    return Case(wanted, values) if wanted is not None and values else None
 
 
 def _gradient(
     reader: DocumentReader, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> tuple[Scalar, ...]:
-    """Parse values spread evenly over the layers; none if one was refused."""
-    if len(given) < 2:
-        hint = f"write the {'flag' if spec.is_flag else 'number'} itself" if given else "give values, or one number"
-        message = f"a list of values over the layers needs at least 2, found {len(given)}"
-        reader.refuse("recipe.gradient.length", key_path, message, hint)
-        return ()
+    """Parse values spread evenly over the layers; a single one holds for all of them, none if one was refused."""
+    if not given:
+        message = "a list of values over the layers needs at least 1, found 0"
+        reader.refuse("recipe.gradient.length", key_path, message, "give values, or one number")
     return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(given))
 
 
@@ -182,15 +188,17 @@ def _flag(reader: DocumentReader, given: Value, key_path: KeyPath) -> Scalar:
         return given
     if isinstance(given, int | float) and given in (0, 1):  # as mergekit's own examples write it
         return bool(given)
-    hint = "drop the quotes" if isinstance(given, str) and given.strip().lower() in ("true", "false") else ""
-    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}", hint)
+    if isinstance(given, str) and given.lower() in (*_TRUE, *_FALSE):
+        return given.lower() in _TRUE
+    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}")
     return REFUSED
 
 
 def _number(reader: DocumentReader, given: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
+    if isinstance(given, str):
+        given = quoted_number(given) if quoted_number(given) is not None else given
     if isinstance(given, bool) or not isinstance(given, int | float):
-        hint = "drop the quotes" if isinstance(given, str) and _is_number(given) else ""
-        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}", hint)
+        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}")
         return REFUSED
     if not isinstance(given, int) and not isfinite(given):
         reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(given)}")
@@ -202,16 +210,19 @@ def _number(reader: DocumentReader, given: Value, key_path: KeyPath, spec: Param
         reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(given)}, beyond float32")
         return REFUSED
     too_low = given <= spec.low if spec.low_open else given < spec.low
-    if too_low or given > spec.high:
+    if (too_low or given > spec.high) and spec.clamps:
+        message = f"{spec.name} is {given:g}, taken as {spec.clamped(float(given)):g}"
+        reader.notice("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
+    elif too_low or given > spec.high:
         message = f"{spec.name} is {given:g}, must be in {spec.range_text()}"
         reader.refuse("recipe.parameter.range", key_path, message)
         return REFUSED
     return float(given)
 
 
-def _is_number(text: str) -> bool:
+def quoted_number(text: str) -> float | None:
+    """Return the number that a text spells; None if it spells none."""
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return None

@@ -1,26 +1,44 @@
-"""Collect every problem of a recipe, so that all are reported at once."""
+"""Collect every problem and every notice of a recipe, so that all are reported at once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
 
-from mergepipe.errors import MergePipeError, Problem
+from mergepipe.core.notices import Notice, notice_at, told_once
+from mergepipe.errors import MergePipeError, Problem, RecipeError
 
 MAX_LISTED = 50
+NEAR_MISS = 0.75  # likeness from which an unknown name is taken for a misspelt one: `densty`, `wieght`, `lamda`
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """How a recipe is judged: `strict` refuses what has no effect, `lenient` takes even misspelt names for such."""
+
+    strict: bool = False
+    lenient: bool = False
+
+
+USUAL = Strictness()
+LENIENT = Strictness(lenient=True)  # for recipes that were accepted before
 
 
 class Findings:
     """Collects problems by error class; `raise_any` raises them all as one error of the first class in `precedence`.
 
     At most `MAX_LISTED` are kept of each class and listed in all, so a hint given as a function is not computed for
-    the rest.
+    the rest. Notices are collected beside them, at most `MAX_LISTED` different ones.
     """
 
-    def __init__(self, *precedence: type[MergePipeError]) -> None:
+    def __init__(self, *precedence: type[MergePipeError], lenient: bool = False) -> None:
         self._precedence = precedence
+        self._lenient = lenient
         self._kept: dict[type[MergePipeError], list[Problem]] = defaultdict(list)
         self._count = 0
+        self._notices: list[Notice] = []
 
     def add(
         self, kind: type[MergePipeError], code: str, where: str, message: str, hint: str | Callable[[], str] = ""
@@ -33,6 +51,25 @@ class Findings:
         if len(kept) < MAX_LISTED:
             kept.append(Problem(code, where, message, hint if isinstance(hint, str) else hint()))
 
+    def add_notice(self, code: str, where: str, message: str, elsewhere: str = "") -> None:
+        """Add one notice."""
+        self._notices.append(notice_at(code, where, message, elsewhere))
+
+    def add_misspelt(self, code: str, where: str, message: str, hint: str) -> None:
+        """Add a name that is a near miss of a real one: a problem, a notice where misspelt names are tolerated."""
+        if self._lenient:
+            self.add_notice(code, where, f"{message} and has no effect", hint)
+        else:
+            self.add(RecipeError, code, where, message, hint)
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """The notices so far, each once."""
+        notices = told_once(self._notices)
+        rest = len(notices) - MAX_LISTED
+        more = (Notice("listing.more", "", 0, "", f"and {rest} more notices"),) if rest > 0 else ()
+        return notices[:MAX_LISTED] + more
+
     def raise_any(self) -> None:
         """Raise all problems, sorted by precedence, then by time of report; do nothing if there are none."""
         if not self._count:
@@ -42,3 +79,19 @@ class Findings:
         if self._count > len(listed):
             listed.append(Problem("listing.more", "", f"and {self._count - len(listed)} more"))
         raise kinds[0](*listed)
+
+
+def near_miss(name: str, *real_names: str) -> str | None:
+    """Return the real name that `name` is most likely a misspelling of; None if it resembles none."""
+    swapped = [real_name for real_name in real_names if len(name) > 2 and sorted(real_name) == sorted(name)]
+    return next(iter(swapped or get_close_matches(name, real_names, n=1, cutoff=NEAR_MISS)), None)
+
+
+def refuse_notices(notices: tuple[Notice, ...]) -> None:
+    """Raise all notices as one error; do nothing if there are none.
+
+    Raises:
+        RecipeError: one problem for each notice, with its code.
+    """
+    if notices:
+        raise RecipeError(*(Problem(notice.code, notice.where, notice.text) for notice in notices))

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DType
+from mergepipe.core.notices import Notice
 from mergepipe.operators.spec import OperatorSpec
 from mergepipe.recipes.parse.parameter_values import Scalar, Setting
 from mergepipe.storage.location import Location
@@ -130,7 +131,8 @@ class Recipe:
     """A validated recipe. References to the same files have equal keys; keys of `models` are distinct.
 
     `base` is what `base_model` names. It may be listed among `models` too. Exactly one of `models`, `slices` and
-    `modules` is not empty. `name` is what other documents of the same file call the result.
+    `modules` is not empty. `name` is what other documents of the same file call the result. `keeps_dtypes`: the dtype
+    is `auto`, so that every tensor keeps the base's. `notices` are those of all documents of the file.
     """
 
     path: Location
@@ -146,6 +148,8 @@ class Recipe:
     tokenizer: TokenizerRequest | None = None
     chat_template: str | None = None
     name: str | None = None
+    keeps_dtypes: bool = False
+    notices: tuple[Notice, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.models, self.slices, self.modules))) != 1:

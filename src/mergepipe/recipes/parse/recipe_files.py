@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from mergepipe.operators.custom import load_entry_points
 from mergepipe.operators.registry import has_operator, operator_named, operator_specs
 from mergepipe.operators.spec import OperatorSpec, Scope
 from mergepipe.recipes.parse.documents import document_names, sort_documents
-from mergepipe.recipes.parse.entries import CONTENT_KEYS, EntryContext, read_models, read_modules, read_slices
+from mergepipe.recipes.parse.entries import EntryContext, check_keys, read_models, read_modules, read_slices
 from mergepipe.recipes.parse.fields import DocumentReader, describe
+from mergepipe.recipes.parse.names_elsewhere import CONTENT_KEYS, RECIPE_KEYS
 from mergepipe.recipes.parse.parameter_values import Setting
-from mergepipe.recipes.parse.problems import Findings
+from mergepipe.recipes.parse.problems import LENIENT, USUAL, Findings, Strictness
 from mergepipe.recipes.parse.recipe import ModelInput, OutputModule, OutputSlice, Recipe
 from mergepipe.recipes.parse.references import read_model
 from mergepipe.recipes.parse.tokenizer_source import read_tokenizer
@@ -31,19 +33,16 @@ from mergepipe.recipes.resolve.model_requirements import check_base
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
-RECIPE_KEYS = (
-    "merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype",
-    "tokenizer_source", "tokenizer", "chat_template", "name",
-)  # fmt: skip
 AUTO = "auto"
+_TORCH = "torch."
 _MIXTURE_KEYS = ("gate_mode", "experts")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
 
-def load_recipes(path: Location | RecipeText, store: Store) -> tuple[Recipe, ...]:
+def load_recipes(path: Location | RecipeText, store: Store, strictness: Strictness = USUAL) -> tuple[Recipe, ...]:
     """Read and validate the recipes in a file or a text, one a document, dependencies first; the last is the output's.
 
-    Model paths must exist; no model is opened.
+    Model paths must exist; no model is opened. What has no effect is in the recipes' notices.
 
     Raises:
         RecipeError: everything that is wrong with them, one problem each.
@@ -51,15 +50,15 @@ def load_recipes(path: Location | RecipeText, store: Store) -> tuple[Recipe, ...
         NotFoundError: there is no such file, or nothing is wrong but models that do not exist.
         StorageError: it cannot be read.
     """
-    return _load(read_documents(path, store), store, {})
+    return _load(read_documents(path, store), store, {}, strictness)
 
 
 def reload_recipes(text: str, store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:
-    """Read recipes that were stored as text, with models at the paths in `model_paths`.
+    """Read recipes that were accepted and stored as text, with models at the paths in `model_paths`.
 
     Raises as `load_recipes` does.
     """
-    return _load(parse_documents(Location.local(Path.cwd() / "recipe"), text), store, model_paths)
+    return _load(parse_documents(Location.local(Path.cwd() / "recipe"), text), store, model_paths, LENIENT)
 
 
 def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Recipe:
@@ -71,14 +70,19 @@ def reload_recipe(text: str, store: Store, model_paths: Mapping[str, str]) -> Re
     return recipes[0]
 
 
-def _load(sources: Sequence[YamlSource], store: Store, model_paths: Mapping[str, str]) -> tuple[Recipe, ...]:
-    findings = Findings(RecipeError, NotFoundError)
+def _load(
+    sources: Sequence[YamlSource], store: Store, model_paths: Mapping[str, str], strictness: Strictness
+) -> tuple[Recipe, ...]:
+    findings = Findings(RecipeError, NotFoundError, lenient=strictness.lenient)
+    for source in sources:
+        for key_path, message in source.repeated_keys:
+            findings.add_notice("recipe.yaml.duplicate-key", source.where(*key_path), message)
     places: dict[Location, Location] = {}
     names = document_names(sources, findings)
     readers = [DocumentReader(source, findings, store, model_paths, names, places) for source in sources]
     recipes = [_read(reader, reader.source.root) for reader in readers]
     _raise_any(findings)
-    sound = [recipe for recipe in recipes if recipe is not None]
+    sound = [replace(recipe, notices=findings.notices) for recipe in recipes if recipe is not None]
     if len(sound) < len(recipes):
         raise AssertionError("no recipe, and nothing found wrong with it")
     ordered = sort_documents(readers, sound)
@@ -110,8 +114,7 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     base = _base(reader, root)
     shared = _shared_parameters(reader, root, operator)
     if operator is not None:
-        is_given = root.get("base_model") is not None
-        check_base(reader, operator, is_given=is_given or _has_slice_bases(root), is_sliced="models" not in root)
+        check_base(reader, operator, is_given=root.get("base_model") is not None or _has_slice_bases(root))
     content = _content(EntryContext(reader, operator, base, (shared,)), root)
     template = None if root.get("chat_template") is None else reader.text(root["chat_template"], ("chat_template",))
     name = None if root.get("name") is None else reader.text(root["name"], ("name",))
@@ -122,17 +125,16 @@ def _read(reader: DocumentReader, root: Value) -> Recipe | None:
     source = reader.source
     recipe = Recipe(source.path, source.text, operator, base, models, shared, *dtypes, slices, modules)
     tokenizer = read_tokenizer(reader, root, recipe.inputs(), has_base=base is not None)
-    return Recipe(
-        source.path, source.text, operator, base, models, shared, *dtypes, slices, modules, tokenizer, template, name
-    )
+    keeps_dtypes = AUTO in (root.get("out_dtype"), root.get("dtype"))
+    return replace(recipe, tokenizer=tokenizer, chat_template=template, name=name, keeps_dtypes=keeps_dtypes)
 
 
 def _check_keys(reader: DocumentReader, root: dict[str, Value]) -> None:
-    reader.unknown_keys(root, RECIPE_KEYS, ())
-    given = [key for key in CONTENT_KEYS if key in root]
-    if len(given) > 1:
-        message = f"stands beside '{given[0]}'"
-        reader.refuse("recipe.content", (given[1],), message, "a recipe has one of models, slices and modules")
+    check_keys(reader, root, (), RECIPE_KEYS)
+    content = [key for key in CONTENT_KEYS if root.get(key)]
+    if len(content) > 1:
+        message = f"stands beside '{content[0]}'"
+        reader.refuse("recipe.content", (content[1],), message, "a recipe has one of models, slices and modules")
 
 
 def _has_slice_bases(root: dict[str, Value]) -> bool:
@@ -144,12 +146,11 @@ def _has_slice_bases(root: dict[str, Value]) -> bool:
 
 
 def _operator(reader: DocumentReader, root: dict[str, Value]) -> OperatorSpec | None:
-    given = root.get("merge_method")
-    if given is None:
+    if root.get("merge_method") is None:
         message, hint = "the recipe has no merge_method", did_you_mean("", list(operator_specs()))
         reader.refuse("recipe.missing-key", ("merge_method",), message, hint)
         return None
-    name = reader.text(given, ("merge_method",))
+    name = reader.text(root["merge_method"], ("merge_method",))
     if name is not None and not has_operator(name):
         load_entry_points()
     if name is None or has_operator(name):
@@ -170,8 +171,8 @@ def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | 
     if root.get(key) in (None, AUTO):
         return None
     name = reader.text(root[key], (key,))
-    if name is None or name in DTYPES_BY_RECIPE_NAME:
-        return DTYPES_BY_RECIPE_NAME[name] if name else None
+    if name is None or name.removeprefix(_TORCH) in DTYPES_BY_RECIPE_NAME:
+        return DTYPES_BY_RECIPE_NAME[name.removeprefix(_TORCH)] if name else None
     hint = did_you_mean(shortened(name), DTYPE_NAMES)
     reader.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None
@@ -193,14 +194,15 @@ def _content(
     context: EntryContext, root: dict[str, Value]
 ) -> tuple[tuple[ModelInput, ...], tuple[OutputSlice, ...], tuple[OutputModule, ...]] | None:
     """Parse models, slices or modules, the others empty; None if they are invalid."""
-    given = next((key for key in CONTENT_KEYS if root.get(key) is not None), None)
-    if given == "models":
+    written = [key for key in CONTENT_KEYS if root.get(key) is not None]
+    content = next((key for key in written if root[key]), written[0] if written else None)
+    if content == "models":
         models = read_models(context, root["models"], ("models",))
         return (models, (), ()) if models else None
-    if given == "slices":
+    if content == "slices":
         slices = read_slices(context, root["slices"], ("slices",))
         return ((), slices, ()) if slices else None
-    if given == "modules":
+    if content == "modules":
         modules = read_modules(context, root["modules"], ("modules",))
         return ((), (), modules) if modules else None
     context.reader.refuse("recipe.missing-key", ("models",), "the recipe has no models")

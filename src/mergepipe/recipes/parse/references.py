@@ -14,8 +14,7 @@ from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location, is_remote
 
-_REFERENCE_KEYS = ("path", "model", "lora", "delta", "revision", "override_architecture")
-_REFUSED_KEYS = ("revision", "override_architecture")
+_REFERENCE_KEYS = ("path", "model", "lora", "delta", "override_architecture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,10 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
     else:
         try:
             name = resolve_model_name(text, lambda candidate: _exists(reader, candidate))
+            if name.ignored_revision:
+                message = f"the revision '{shortened(name.ignored_revision)}' of a local path has no effect"
+                elsewhere = "it names a version of a model on the Hub; a local folder is read as it is"
+                reader.notice("recipe.ignored-revision", key_path, message, elsewhere)
             path = name.remote or _absolute(name.path, folder)
             if not _is_there(reader, name, text, path, key_path):
                 return path
@@ -119,10 +122,13 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
     given = {key: item for key, item in value.items() if item is not None}
-    for key in _REFUSED_KEYS:
-        if key in given:
-            hint = "give the folder of the model as it is to be merged"
-            reader.unsupported((*key_path, key), f"'{key}' in a model reference is", hint)
+    if "override_architecture" in given:
+        hint = "give the folder of the model as it is to be merged"
+        reader.unsupported(
+            (*key_path, "override_architecture"), "'override_architecture' in a model reference is", hint
+        )
+    if isinstance(given.get("path"), str) and isinstance(given.get("revision"), str):
+        given["path"] = f"{given['path']}@{given.pop('revision')}"
     reader.unknown_keys(given, _REFERENCE_KEYS, key_path)
     inner = next((key for key in ("path", "model") if key in given), None)
     if inner is None:

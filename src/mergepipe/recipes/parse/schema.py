@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
-from mergepipe.recipes.parse.entries import CONTENT_KEYS, MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
-from mergepipe.recipes.parse.recipe_files import DTYPE_NAMES, RECIPE_KEYS
+from mergepipe.recipes.parse.entries import MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
+from mergepipe.recipes.parse.names_elsewhere import CONTENT_KEYS, RECIPE_KEYS
+from mergepipe.recipes.parse.recipe_files import DTYPE_NAMES
 from mergepipe.recipes.parse.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

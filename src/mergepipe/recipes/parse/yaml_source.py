@@ -66,19 +66,20 @@ def _plain(value: object) -> object:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Location) else value
 
 
 @dataclass(frozen=True, slots=True)
 class YamlSource:
     """One document of a YAML file: `text` is its own. `lines` maps the path of every value to its line in the file,
-    counted from 1.
+    counted from 1. `repeated_keys` are those that stand twice with equal values, with a message each.
     """
 
     path: Location
     text: str
     root: Value
     lines: Mapping[KeyPath, int]
+    repeated_keys: tuple[tuple[KeyPath, str], ...] = ()
 
     def where(self, *key_path: str | int) -> str:
         """Format a position for an error message: `recipe.yml:7 models[1].parameters.density`.
@@ -147,7 +148,8 @@ def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
     builders = [_Builder(path.name, loader) for _ in nodes]
     roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
     return tuple(
-        YamlSource(path, own, root, builder.lines) for own, root, builder in zip(texts, roots, builders, strict=True)
+        YamlSource(path, own, root, builder.lines, tuple(builder.repeated_keys))
+        for own, root, builder in zip(texts, roots, builders, strict=True)
     )
 
 
@@ -264,6 +266,7 @@ class _Builder:
 
     def __init__(self, name: str, loader: _BoundedLoader) -> None:
         self.lines: dict[KeyPath, int] = {}
+        self.repeated_keys: list[tuple[KeyPath, str]] = []
         self._name = name
         self._loader = loader
         self._nodes = 0
@@ -290,13 +293,25 @@ class _Builder:
             if key_node.tag == _TAG + "merge":
                 continue
             key = self._key(key_node)
+            at, line = (*key_path, key), _line(key_node)
+            first_line, first_value = self.lines.get(at), values.get(key)
+            values[key] = self.build(value_node, at, line)
             if key in own:
-                first = self.lines[(*key_path, key)]
-                place = f"{self._name}:{_line(key_node)} {key_path_text((*key_path, key))}"
-                raise _refusal("recipe.yaml.duplicate-key", place, f"the key stands twice, first in line {first}")
+                self._note_repeated(at, f"stands twice, first in line {first_line}", [first_value, values[key]])
             own.add(key)
-            values[key] = self.build(value_node, (*key_path, key), _line(key_node))
         return values
+
+    def _note_repeated(self, at: KeyPath, message: str, values: list[Value]) -> None:
+        """Report a key that stands twice.
+
+        Raises:
+            RecipeError: `recipe.yaml.duplicate-key`, with two values.
+        """
+        if repr(values[0]) != repr(values[1]):
+            place = f"{self._name}:{self.lines[at]} {key_path_text(at)}"
+            hint = "remove one of the two (mergekit takes the last)"
+            raise _refusal("recipe.yaml.duplicate-key", place, f"the key {message}, with another value", hint)
+        self.repeated_keys.append((at, f"the key {message}, with the same value"))
 
     def _merged(self, nodes: list[yaml.Node], key_path: KeyPath) -> dict[str, Value]:
         """Resolve merge keys (`<<`): each is a mapping or a list of mappings, the first that has a key wins.

@@ -33,14 +33,16 @@ class Group:
 
     def holds(self, model: ModelInput) -> bool:
         """Whether a model is listed."""
-        return any(each.key == model.key for each in self.models)
+        return any(listed.key == model.key for listed in self.models)
+
+    def is_origin(self, model: ModelInput, operator: OperatorSpec) -> bool:
+        """Whether a model is the base that deltas are taken against, and has no part in the merge itself."""
+        has_origin = operator.base_role in (BaseRole.REQUIRED, BaseRole.ORIGIN)
+        return has_origin and self.base is not None and model.key == self.base.key
 
 
-def check_base(reader: DocumentReader, operator: OperatorSpec, *, is_given: bool, is_sliced: bool) -> None:
-    """Report a missing base model, or one that the operator does not use."""
-    if is_given and operator.base_role is BaseRole.NONE and not is_sliced:
-        message, hint = f"{operator.name} has no base model", "remove base_model"
-        reader.refuse("recipe.base.refused", ("base_model",), message, hint)
+def check_base(reader: DocumentReader, operator: OperatorSpec, *, is_given: bool) -> None:
+    """Report a missing base model."""
     if not is_given and operator.base_role is BaseRole.REQUIRED:
         message, hint = f"{operator.name} needs base_model", "name the model the others were fine-tuned from"
         reader.refuse("recipe.base.missing", ("base_model",), message, hint)
@@ -48,8 +50,13 @@ def check_base(reader: DocumentReader, operator: OperatorSpec, *, is_given: bool
 
 def check_group(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
     """Report problems of a group of models and of the parameters that apply to it."""
+    if operator.base_role is BaseRole.NONE and group.base and not group.is_slice and not group.holds(group.base):
+        message, hint = f"{operator.name} has no base model", "remove base_model"
+        reader.refuse("recipe.base.refused", ("base_model",), message, hint)
     if _has_its_base(reader, operator, group):
         _check_count(reader, operator, group)
+        _note_base_parameters(reader, operator, group)
+        _note_base_alone(reader, operator, group)
     for spec in operator.parameters:
         if spec.required and spec.scope is Scope.MODEL:
             _check_required_of_models(reader, operator, group, spec.name)
@@ -75,11 +82,27 @@ def _has_its_base(reader: DocumentReader, operator: OperatorSpec, group: Group) 
     return False
 
 
-def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:
-    has_origin = operator.base_role in (BaseRole.REQUIRED, BaseRole.ORIGIN) and group.base is not None
-    origin = group.base.key if has_origin and group.base is not None else None
+def _note_base_parameters(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
+    """Report parameters of a base that deltas are taken against."""
     for index, model in enumerate(group.models):
-        if model.key == origin or name in model.parameters or any(name in settings for settings in group.shared):
+        if group.is_origin(model, operator) and model.parameters:
+            message = f"{', '.join(model.parameters)} of the base: no effect, {operator.name} takes deltas against it"
+            at = (*group.at, index, "parameters")
+            reader.notice("recipe.ignored-base-parameters", at, message, "for another model they count")
+
+
+def _note_base_alone(reader: DocumentReader, operator: OperatorSpec, group: Group) -> None:
+    """Report a base that nothing is merged into."""
+    is_alone = all(group.is_origin(model, operator) for model in group.models)
+    if is_alone and group.base is not None and group.base.adapter is None:
+        message = f"'{shortened(group.base.text)}' is the base and the only model: it is copied"
+        reader.notice("recipe.models.base-alone", group.at, message, "list the models that are merged into it")
+
+
+def _check_required_of_models(reader: DocumentReader, operator: OperatorSpec, group: Group, name: str) -> None:
+    for index, model in enumerate(group.models):
+        is_set = name in model.parameters or any(name in settings for settings in group.shared)
+        if is_set or group.is_origin(model, operator):
             continue
         context = "the ones of the slice" if group.is_slice else "the top-level ones"
         hint = f"write '{name}: ...' under its parameters, or under {context} for all models"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from mergepipe.checkpoints.computed.embedding_names import embedding_ending
+from mergepipe.checkpoints.computed.embedding_names import embedding_ending, is_head
 from mergepipe.checkpoints.contract import CheckpointKind, Readable, Source, Unchanged
 from mergepipe.checkpoints.formats.strict_json import shown
 from mergepipe.core.blocks import DTypeKind
@@ -20,8 +20,6 @@ from mergepipe.recipes.resolve.output_tensors import OpenModel
 _INPUT_EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|token_embeddings?|embed_in|shared)\.weight$"
 )
-# Output heads that a model with tied weights does not store: they are its embedding.
-TIED_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 _MAX_CANDIDATES = 500
 _NUMBER = re.compile(r"\d+")
@@ -127,8 +125,3 @@ class Pairing:
 def is_vocabulary(name: str) -> bool:
     """Whether a tensor has one row per token; models with different vocabulary sizes merge their common rows."""
     return embedding_ending(name) is not None and template(name) == name
-
-
-def is_head(name: str) -> bool:
-    """Whether a tensor is an output head, which models with tied weights may not store."""
-    return any(name == head or name.endswith(f".{head}") for head in TIED_HEADS)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mergepipe.checkpoints.contract import Checkpoint, Readable, Source
-from mergepipe.core.blocks import DTypeKind
-from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError, did_you_mean
+from mergepipe.checkpoints.computed.embedding_names import TIED_HEADS
+from mergepipe.checkpoints.contract import Checkpoint, Readable, Source, stored_dtype
+from mergepipe.core.blocks import DType, DTypeKind, promoted_dtype
+from mergepipe.errors import CorruptError, MismatchError, NotFoundError, RecipeError, UnsupportedError
 from mergepipe.operators.spec import BaseRole, Scope
 from mergepipe.recipes.parse.parameter_values import EVERY_TENSOR, Cases, Scalar, Setting
 from mergepipe.recipes.parse.parameters import global_values, is_constant, missing_values, model_values
-from mergepipe.recipes.parse.problems import Findings
+from mergepipe.recipes.parse.problems import USUAL, Findings, Strictness, near_miss
 from mergepipe.recipes.parse.recipe import Recipe
 from mergepipe.recipes.resolve.model_requirements import SMALLEST_WEIGHT_SUM, normalized_sum
 from mergepipe.recipes.resolve.output_tensors import Group, Member, OpenModel, OutputListing, OutputTensor
-from mergepipe.recipes.resolve.pairing import TIED_HEADS, Pairing
+from mergepipe.recipes.resolve.pairing import Pairing
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.resolve.tensor_account import (
     REASON_COMPUTED,
@@ -26,9 +27,15 @@ from mergepipe.recipes.resolve.tensor_account import (
 from mergepipe.recipes.resolve.tensor_prefixes import renamed_to_match
 
 _NOTHING = TensorParameters({}, {}, ())
+_SHOWN_PARTS = 12
 
 
-def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Sequence[str] = ()) -> Resolution:
+def resolve(
+    recipe: Recipe,
+    checkpoints: Sequence[Checkpoint],
+    allow_dropped: Sequence[str] = (),
+    strictness: Strictness = USUAL,
+) -> Resolution:
     """Pair the tensors of `checkpoints`, opened from `recipe.inputs()` in that order, into merge tasks.
 
     `allow_dropped` are patterns (`*`, `?`, `[...]`) of names that models may have and the base not.
@@ -42,7 +49,8 @@ def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Se
     inputs = recipe.inputs()
     if len(inputs) != len(checkpoints):
         raise ValueError(f"the recipe has {len(inputs)} models, {len(checkpoints)} were opened")
-    findings = Findings(NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
+    precedence = (NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
+    findings = Findings(*precedence, lenient=strictness.lenient)
     models = [
         OpenModel(given, renamed_to_match(checkpoints[0], each) if index else each.tensors, each.kind)
         for index, (given, each) in enumerate(zip(inputs, checkpoints, strict=True))
@@ -53,11 +61,12 @@ def resolve(recipe: Recipe, checkpoints: Sequence[Checkpoint], allow_dropped: Se
     resolver = _Resolver(recipe, models, findings)
     tasks = tuple(task for output in outputs if (task := resolver.task(output)) is not None)
     unrelated = resolver.pairing.note_missing()
-    _note_idle_filters(recipe, outputs, findings)
+    _report_idle_filters(recipe, outputs, findings)
+    _report_mixed_dtypes(recipe, tasks, findings)
     account = TensorAccount(recipe, models, outputs, resolver.pairing.used, tuple(allow_dropped))
     dropped = tuple(account.dropped(findings, unrelated))
     findings.raise_any()
-    return Resolution(tasks, dropped, inputs, tuple(listing.layer_counts))
+    return Resolution(tasks, dropped, inputs, tuple(listing.layer_counts), findings.notices)
 
 
 class _Resolver:
@@ -90,7 +99,7 @@ class _Resolver:
         if experts is None:
             return None
         members = tuple(member.model for member in output.group.experts)
-        dtype = self._dtype or base.dtype
+        dtype = self._dtype or (stored_dtype(base) if self._recipe.keeps_dtypes else _promoted(base, experts))
         return MergeTask(
             output.name, Action.MERGE, base.shape, dtype, base, experts, parameters, "", output.model, members
         )
@@ -126,15 +135,15 @@ class _Resolver:
             if index or (group.takes_part and group.is_listed):
                 self._note_missing(values[index], Scope.MODEL, chain, output.sources[index])
         if operator.base_role is BaseRole.OPTIONAL and not self._is_constant[group]:  # else checked on loading
-            self._check_weights(shared, values if group.is_listed else values[1:], output.name)
+            self._check_weights(shared, [v for v in (anchor, *values[1:]) if v], output.name)
         return TensorParameters(shared, anchor, tuple(values[1:]))
 
     def _anchor_values(self, group: Group, own: dict[str, Scalar]) -> dict[str, Scalar]:
         if not group.takes_part:
             return {}
-        if not group.is_listed and self._recipe.operator.parameter("weight") is not None:
+        if not group.is_listed and self._recipe.operator.parameter("weight") is not None and "weight" not in own:
             return {"weight": 0.0}  # it lends its tensors' names, shapes and dtypes, and has no part in the average
-        return own
+        return own  # with a weight for every model it is one of them, as in mergekit
 
     def _note_missing(
         self, values: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
@@ -176,10 +185,31 @@ def _why_copied(output: OutputTensor, base: Readable) -> str:
     return REASON_NO_MODULE if output.group is None else ""
 
 
-def _note_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:
+def _promoted(base: Readable, experts: Sequence[Source]) -> DType:
+    """The dtype that holds what all weights hold, as torch promotes dtypes; what is stored as differences has none."""
+    dtype = stored_dtype(base)
+    for source in experts:
+        if not source.is_delta:
+            dtype = promoted_dtype(dtype, stored_dtype(source))
+    return dtype
+
+
+def _report_mixed_dtypes(recipe: Recipe, tasks: Sequence[MergeTask], findings: Findings) -> None:
+    """Report tensors whose dtype becomes another than the base's because the recipe states none."""
+    if recipe.dtype or recipe.out_dtype or recipe.keeps_dtypes:
+        return
+    widened = [task for task in tasks if task.action is Action.MERGE and task.dtype != stored_dtype(task.base)]
+    if widened:
+        before, after = stored_dtype(widened[0].base).recipe_name, widened[0].dtype.recipe_name
+        message = f"no dtype is stated: {len(widened)} tensors, e.g. '{widened[0].name}', become {after}"
+        meaning = f"they are {before} in the base and not in every other model; `dtype: auto` keeps the base's"
+        findings.add_notice("recipe.dtype.mixed", recipe.path.name, message, meaning)
+
+
+def _report_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings: Findings) -> None:
     """Report filters that match no tensor name; an output head that is tied counts as a tensor."""
-    cases = [each for each in _settings(recipe) if isinstance(each, Cases)]
-    filters = {(case.filter, each.where) for each in cases for case in each.cases if case.filter not in EVERY_TENSOR}
+    settings = [setting for setting in _settings(recipe) if isinstance(setting, Cases)]
+    filters = {(case.filter, s.where) for s in settings for case in s.cases if case.filter not in EVERY_TENSOR}
     if not filters:
         return
     names = {
@@ -187,11 +217,16 @@ def _note_idle_filters(recipe: Recipe, outputs: Sequence[OutputTensor], findings
         *(output.name for output in outputs),
         *(name for output in outputs for name in output.sources),
     }
-    for text, where in sorted(filters, key=lambda each: (each[1], each[0])):
-        if not any(text in name for name in names):
-            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-            message, hint = f"the filter '{text}' is in no tensor's name", did_you_mean(text, parts)
-            findings.add(RecipeError, "recipe.filter.matches-nothing", where, message, hint)
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    for text, where in sorted(filters, key=lambda pair: (pair[1], pair[0])):
+        if any(text in name for name in names):
+            continue
+        message, real_name = f"the filter '{text}' is in no tensor's name", near_miss(text, *parts)
+        if real_name is not None:
+            findings.add_misspelt("recipe.filter.misspelt", where, message, f"did you mean '{real_name}'?")
+        else:
+            shown_parts = ", ".join(parts[:_SHOWN_PARTS]) + (", ..." if len(parts) > _SHOWN_PARTS else "")
+            findings.add_notice("recipe.filter.matches-nothing", where, message, f"names are made of {shown_parts}")
 
 
 def _settings(recipe: Recipe) -> Iterator[Setting]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mergepipe.checkpoints.contract import Readable, Source
+from mergepipe.checkpoints.contract import Readable, Source, stored_dtype
 from mergepipe.core.blocks import DType, element_count
+from mergepipe.core.notices import Notice
 from mergepipe.recipes.parse.recipe import ModelInput, Scalar
 
 
@@ -94,7 +95,7 @@ class Resolution:
     """The merge tasks and dropped tensors of a recipe; `models[0]` provides the sidecars.
 
     `tasks` are in the base's storage order, of slices in the order of the output's layers. `layer_counts` has an entry
-    for every list of layers that was put together from slices.
+    for every list of layers that was put together from slices. `notices` are about what has no effect on these models.
 
     Laws: without slices the tasks' names are exactly the base's tensors; every tensor of every model is used by a
     task or dropped, never both.
@@ -104,12 +105,19 @@ class Resolution:
     dropped: tuple[DroppedTensor, ...]
     models: tuple[ModelInput, ...] = ()
     layer_counts: tuple[LayerCount, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
     @property
     def n_layers(self) -> int | None:
         """The number of layers, if slices changed that of the only list of layers; else None."""
         changed = [count.after for count in self.layer_counts if count.after != count.before]
         return changed[0] if len(changed) == 1 else None
+
+    @property
+    def widened_dtype(self) -> DType | None:
+        """The dtype of the tensors that got another one than the base's, if they have a single one."""
+        dtypes = {t.dtype for t in self.tasks if t.action is Action.MERGE and t.dtype != stored_dtype(t.base)}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     @property
     def expert_models(self) -> tuple[int, ...]:

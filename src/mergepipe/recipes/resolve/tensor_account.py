@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 
+from mergepipe.checkpoints.computed.embedding_names import is_head
 from mergepipe.core.blocks import DTypeKind
 from mergepipe.errors import MismatchError
 from mergepipe.recipes.parse.problems import Findings
@@ -26,6 +27,10 @@ REASON_LENDER = "lends its configuration only"
 # Buffers that some models store and recompute on loading.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary_embedding)\.\w+$|(^|\.)attn\.(masked_bias|bias)$")
 _MASK_DIMENSIONS = 4
+_KEEP_HEAD = (
+    " (nothing is lost where it equals the embedding); to keep it, give the base a head of its own: store its "
+    "embedding as '{}', too"
+)
 
 
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
@@ -79,9 +84,11 @@ class TensorAccount:
 
     def _note_unexpected(self, model: OpenModel, names: Sequence[str], findings: Findings) -> None:
         base = self._models[0].input.text
-        for pattern, found in group_by_pattern(names).items():
-            message = f"'{model.input.text}' has {count_text(found)}, the base '{base}' has not"
-            hint = f"to leave {'it' if len(found) == 1 else 'them'} out: --allow-dropped '{pattern}'"
+        for pattern, group in group_by_pattern(names).items():
+            message = f"'{model.input.text}' has {count_text(group)}, the base '{base}' has not"
+            hint = f"to leave {'it' if len(group) == 1 else 'them'} out: --allow-dropped '{pattern}'"
+            if is_head(pattern):
+                hint += _KEEP_HEAD.format(pattern)
             findings.add(MismatchError, "merge.tensor.unexpected", pattern, message, hint)
 
     def _reason(self, index: int, name: str) -> str | None:

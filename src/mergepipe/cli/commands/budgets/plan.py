@@ -14,10 +14,12 @@ from mergepipe.cli.options import (
     AllowDropped,
     Debug,
     Home,
+    Lenient,
     NoReuse,
     PlanFlags,
     RecipePath,
     Seed,
+    Strict,
     TargetError,
 )
 from mergepipe.cli.printing import print_text
@@ -62,6 +64,8 @@ def plan(
     seed: Seed = 0,
     home: Home = None,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     no_reuse: NoReuse = False,
     plan_out: PlanOut = None,
     as_json: PlanAsJson = False,
@@ -72,7 +76,7 @@ def plan(
     Says what of each expert is read, and what the omission costs at most. Reads no tensor data:
     what is known of the experts comes from the catalog, and from the indices of packed ones.
     """
-    options = planning.options()
+    options = planning.options(strict=strict, lenient=lenient)
     from mergepipe import api
 
     decided = api.plan(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mergepipe.cli.options import AllowDropped, PrintFlags, RecipePath, ShardSize
+from mergepipe.cli.options import AllowDropped, Lenient, PrintFlags, RecipePath, ShardSize, Strict
 from mergepipe.cli.printing import print_text
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import parse_size
@@ -42,6 +42,8 @@ def check(
     *,
     shard_size: ShardSize = None,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     schema: Schema = False,  # noqa: ARG001 - printed before there is a command
     printing: PrintFlags,
 ) -> None:
@@ -59,6 +61,8 @@ def check(
         recipe,
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         allow_dropped=allow_dropped or (),
+        strict=strict,
+        lenient=lenient,
     )
     free_bytes = shutil.disk_usage(Path.cwd()).free
     if printing.as_json:

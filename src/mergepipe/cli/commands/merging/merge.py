@@ -16,6 +16,7 @@ from mergepipe.cli.options import (
     WORK_PANEL,
     AllowDropped,
     Force,
+    Lenient,
     NoCatalog,
     NoReuse,
     PackPath,
@@ -117,6 +118,7 @@ def merge(
     settings: RecipeFlags,
     planning: PlanFlags,
     strict: Strict = False,
+    lenient: Lenient = False,
     no_catalog: NoCatalog = False,
     resume: Resume = None,
     machine: RunFlags,
@@ -135,7 +137,7 @@ def merge(
         memory_bytes=optional_size(machine.memory, "--memory"),
         home=machine.home,
         catalog=not no_catalog,
-        plan=planning.options(strict=strict),
+        plan=planning.options(strict=strict, lenient=lenient),
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         statistics=settings.statistics,
         resume=resume,
@@ -145,6 +147,7 @@ def merge(
         pack=settings.pack,
         allow_dropped=tuple(settings.allow_dropped or ()),
         strict=strict,
+        lenient=lenient,
     )
     run_options = machine.options(catalog=not no_catalog)
     from mergepipe import api

@@ -1,0 +1,58 @@
+"""Notices: parts of a recipe that have no effect, or another effect than they seem to have. Told, not refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+_POSITION = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?: (?P<key>.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One part of a recipe that is ignored or changed: `message` says how, `elsewhere` what it would mean elsewhere.
+
+    `key` is its place (`models[1].parameters.lambda`) in `line` of `file`; `other_lines` say the same thing again.
+    """
+
+    code: str
+    file: str
+    line: int
+    key: str
+    message: str
+    elsewhere: str = ""
+    other_lines: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The position, as error messages write it."""
+        return f"{self.file}:{self.line} {self.key}".rstrip() if self.line else self.file
+
+    @property
+    def text(self) -> str:
+        """Everything but the position."""
+        again = f" (also in line{'s' * (len(self.other_lines) > 1)} {', '.join(map(str, self.other_lines))})"
+        return self.message + (f"; {self.elsewhere}" if self.elsewhere else "") + (again if self.other_lines else "")
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}" if self.where else self.text
+
+
+def notice_at(code: str, where: str, message: str, elsewhere: str = "") -> Notice:
+    """Make a notice at a position as error messages write it: `recipe.yml:7 models[1].parameters.lambda`."""
+    position = _POSITION.fullmatch(where)
+    if position is None:
+        return Notice(code, where, 0, "", message, elsewhere)
+    return Notice(code, position["file"], int(position["line"]), position["key"] or "", message, elsewhere)
+
+
+def told_once(notices: Iterable[Notice]) -> tuple[Notice, ...]:
+    """Join notices that say the same of several lines of a file, in order of their first line's report."""
+    first: dict[tuple[str, str, str, str], Notice] = {}
+    for notice in notices:
+        same = (notice.code, notice.file, notice.message, notice.elsewhere)
+        known = first.setdefault(same, notice)
+        if notice.line not in (known.line, *known.other_lines):
+            first[same] = replace(known, other_lines=(*known.other_lines, notice.line))
+    return tuple(first.values())

@@ -1,0 +1,84 @@
+"""What has no effect in a recipe is told once: by `check` and `merge`, in text, JSON, manifest and card, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Runner, Workplace, make_workplace
+
+RECIPE = """\
+merge_method: ties
+base_model: family/base
+models:
+  - model: family/expert-1
+    parameters:
+      weight: 0.6
+      density: [{filter: no_such_part, value: 0.1}, {value: 1.5}]
+  - model: family/expert-2
+    revision: main
+    parameters: {weight: [0.4]}
+parameters: {int8_mask: true}
+dtype: torch.bfloat16
+"""
+CODES = ["recipe.ignored-parameter", "recipe.clamped", "recipe.ignored-key", "recipe.filter.matches-nothing"]
+INT8_MASK = "recipe.yml:11 parameters.int8_mask: int8_mask has no effect here; in mergekit masks are stored in 8 bits"
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    work = make_workplace(tmp_path)
+    work.recipe.write_text(RECIPE, encoding="utf-8")
+    return work
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def test_check__tells_notices_in_text_and_as_json(work: Workplace, run: Runner) -> None:
+    assert run("check", work.recipe).out.count(INT8_MASK) == 1
+    told = run("check", work.recipe, "--json").json()["recipe_notices"]
+    assert [notice["code"] for notice in told] == CODES
+    assert (told[0]["line"], told[0]["key"]) == (11, "parameters.int8_mask")
+
+
+def test_merge__tells_notices_in_report_manifest_and_card(work: Workplace, run: Runner) -> None:
+    work.out.mkdir()  # an empty folder may be there
+    ran = run("merge", work.recipe, work.out, "--no-catalog")
+    assert (ran.exit_code, ran.out.count(INT8_MASK)) == (0, 1)
+    manifest = json.loads((work.out / "mergepipe.json").read_text())
+    assert len(manifest["run"]["recipe_notices"].splitlines()) == len(CODES)
+    assert (work.out / "README.md").read_text().count("has no effect here") == 2
+    assert run("verify", work.out).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda work: ("check", work.recipe),
+        lambda work: ("merge", work.recipe, work.out, "--no-catalog"),
+        lambda work: ("merge", work.recipe, work.out, "--no-catalog", "--budget", "50%"),
+        lambda work: ("plan", work.recipe, "--budget", "50%", "--home", work.root / "home"),
+    ],
+)
+def test_strict__refuses_all_notices_at_once(
+    work: Workplace, run: Runner, command: Callable[[Workplace], tuple[object, ...]]
+) -> None:
+    ran = run(*command(work), "--strict")
+    assert ran.exit_code == 2
+    assert [line.rpartition("[")[2].rstrip("]") for line in ran.error_lines] == CODES
+    assert not work.out.exists()
+
+
+def test_lenient__takes_misspelt_names_and_goes_not_with_strict(work: Workplace, run: Runner) -> None:
+    work.recipe.write_text(RECIPE.replace("density", "densty").replace("no_such_part", "self_atn"), encoding="utf-8")
+    refused = run("check", work.recipe)
+    assert (refused.exit_code, len(refused.error_lines)) == (2, 1)
+    assert "did you mean 'density'?" in refused.err
+    assert "did you mean 'density'?" in run("check", work.recipe, "--lenient").out
+    both = run("check", work.recipe, "--lenient", "--strict")
+    assert (both.exit_code, "option.pair" in both.err) == (2, True)

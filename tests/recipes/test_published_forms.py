@@ -1,0 +1,126 @@
+"""Recipes in published forms are taken as mergekit takes them; what has no effect is told, each once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mergepipe.core.notices import Notice, notice_at, told_once
+from mergepipe.errors import MergePipeError, RecipeError
+from mergepipe.recipes.parse.problems import MAX_LISTED, Findings, Strictness, near_miss
+from mergepipe.recipes.parse.recipe import Recipe
+from mergepipe.recipes.parse.recipe_files import load_recipes, reload_recipe
+from mergepipe.recipes.parse.references import reference_text
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from support.published_forms import DELTAS, FORMS, LINEAR, MODELS, STOCK, TIES, Form
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forms")
+    for name in MODELS:
+        (folder / name).mkdir()
+    return folder
+
+
+def load(folder: Path, text: str, **strictness: bool) -> Recipe:
+    path = folder / "recipe.yml"
+    path.write_bytes(text.encode())
+    (recipe,) = load_recipes(Location.of(path), LocalStore(), Strictness(**strictness))
+    return recipe
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_load_recipes__takes_or_refuses_published_forms(folder: Path, form: Form) -> None:
+    if form.refused:
+        with pytest.raises(MergePipeError) as caught:
+            load(folder, form.recipe)
+        assert caught.value.code == form.refused
+    else:
+        recipe = load(folder, form.recipe)
+        assert tuple(notice.code for notice in recipe.notices) == form.notices
+        assert all(notice.line and notice.key for notice in recipe.notices)
+        again = reload_recipe(form.recipe, LocalStore(), {m.text: reference_text(m) for m in recipe.inputs()})
+        assert [model.key for model in again.inputs()] == [model.key for model in recipe.inputs()]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            STOCK + "parameters:\n  lambda: 1.2\n",
+            "recipe.yml:7 parameters.lambda: model_stock has no parameter 'lambda': it has no effect; to "
+            "task_arithmetic and 7 more it is: scale of the merged delta",
+        ),
+        (
+            TIES.replace("{weight: ", "{lambda: 1, weight: "),
+            "recipe.yml:3 models[0].parameters.lambda: lambda holds for the whole merge: under a model it has no "
+            "effect; under the parameters at the top level it is: scale of the merged delta (also in line 5)",
+        ),
+        (
+            LINEAR.replace("expert-2", "expert-2@v2"),
+            "recipe.yml:4 models[1].model: the revision 'v2' of a local path has no effect; it names a version of a "
+            "model on the Hub; a local folder is read as it is",
+        ),
+        (
+            TIES + "parameters: {density: 1.5}\n",
+            "recipe.yml:8 parameters.density: density is 1.5, taken as 1; it is in [0, 1]",
+        ),
+        (
+            LINEAR + "residual_weight: 1\n",
+            "recipe.yml:7 residual_weight: the key 'residual_weight' has no effect here; mergekit does not use it "
+            "either: an option of its past, or of a fork",
+        ),
+        (
+            LINEAR + "weight: 1\n",
+            "recipe.yml:7 weight: the key 'weight' has no effect here; parameters count under 'parameters:'",
+        ),
+    ],
+)  # fmt: skip
+def test_notices__name_line_and_key_what_is_ignored_and_what_it_means_elsewhere(
+    folder: Path, text: str, expected: str
+) -> None:
+    (notice,) = load(folder, text).notices
+    assert str(notice) == expected
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.name.startswith("misspelt")], ids=lambda form: form.name
+)
+def test_load_recipes__takes_misspelt_names_leniently(folder: Path, form: Form) -> None:
+    (notice,) = load(folder, form.recipe, lenient=True).notices
+    assert notice.code == form.refused
+    assert "did you mean '" in notice.elsewhere
+
+
+def test_clamping__happens_after_interpolation(folder: Path) -> None:
+    """As in mergekit: halfway between 0.5 and 1.5 is 1, not 0.75."""
+    from mergepipe.recipes.parse.parameters import model_values
+
+    recipe = load(folder, DELTAS + "merge_method: ties\nparameters: {density: [0.5, 1.5]}\n")
+    chain = (recipe.models[0].parameters, recipe.parameters)
+    densities = [model_values(recipe.operator, chain, "w", depth)["density"] for depth in (0.0, 0.5, 1.0)]
+    assert densities == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "real_name"),
+    [
+        *(("densty", "density"), ("lamda", "lambda"), ("wieght", "weight"), ("normalise", "normalize")),
+        *(("pse", "eps"), ("smooth", None), ("embed_slerp", None), ("x", None)),
+    ],
+)
+def test_near_miss__is_a_misspelt_name_and_no_other(name: str, real_name: str | None) -> None:
+    assert near_miss(name, "density", "lambda", "weight", "normalize", "eps", "t") == real_name
+
+
+def test_notices__are_told_once_and_at_most_so_many() -> None:
+    notices = [notice_at("c", f"r.yml:{line} a[{line}]", "m", "e") for line in (3, 5, 5, 9)]
+    assert told_once(notices) == (Notice("c", "r.yml", 3, "a[3]", "m", "e", (5, 9)),)
+    assert str(told_once(notices)[0]) == "r.yml:3 a[3]: m; e (also in lines 5, 9)"
+    findings = Findings(RecipeError)
+    for line in range(MAX_LISTED + 3):
+        findings.add_notice("c", f"r.yml:{line + 1} k", f"m{line}")
+    assert (len(findings.notices), str(findings.notices[-1])) == (MAX_LISTED + 1, "and 3 more notices")
