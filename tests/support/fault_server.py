@@ -122,7 +122,7 @@ class FaultServer:
 
     Each GET of a file takes the next of `faults`; none are left: right answers. `requests` and `sent_bytes` (bodies
     only, as far as they were handed to the system) say what was asked and sent, `most_at_once` how many requests were
-    being answered at the same time.
+    being answered at the same time, `clients` from where. `raw_answer` replaces whole answers.
     """
 
     def __init__(
@@ -139,6 +139,9 @@ class FaultServer:
         self.requests: list[Request] = []
         self.sent_bytes = 0
         self.most_at_once = 0
+        self.clients: set[tuple[str, int]] = set()
+        self.hang_up_on_next_request = False
+        self.raw_answer = b""
         self.has_etags = has_etags
         self._n_active = 0
         self._modified = {path: time.time() - 1000 for path in self.files}
@@ -223,15 +226,22 @@ class FaultServer:
         parts = urlsplit(handler.path)
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         headers = {name.lower(): value for name, value in handler.headers.items()}
-        request = Request(handler.command, unquote(parts.path.lstrip("/")), query, headers)
+        path = handler.path if parts.netloc else unquote(parts.path.lstrip("/"))  # whole where it is asked as a proxy
+        request = Request(handler.command, path, query, headers)
         with self._lock:
             self.requests.append(request)
+            self.clients.add(handler.client_address)
+            hangs_up, self.hang_up_on_next_request = self.hang_up_on_next_request, False
             takes_fault = self.faults and request.method == "GET" and request.range is not None
             fault = self.faults.pop(0) if takes_fault else no_fault
             self._n_active += 1
             self.most_at_once = max(self.most_at_once, self._n_active)
         try:
-            self._respond(handler, request, fault)
+            if hangs_up or self.raw_answer:
+                handler.wfile.write(self.raw_answer)
+                handler.close_connection = True
+            else:
+                self._respond(handler, request, fault)
         finally:
             with self._lock:
                 self._n_active -= 1
@@ -355,7 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.owner.serve(self)
 
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+    do_HEAD = do_CONNECT = do_POST = do_PUT = do_DELETE = do_GET
 
     def finish(self) -> None:
         with contextlib.suppress(OSError):

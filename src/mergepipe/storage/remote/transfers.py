@@ -6,12 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from mergepipe.errors import LimitError, MergePipeError
+from mergepipe.errors import LimitError
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy, error_of, wait_before_retry
@@ -212,20 +212,16 @@ class _Attempts:
 
 
 def _finish(futures: list[Future[T]], stop: threading.Event) -> None:
-    """Wait for all; after the first error, `stop` the others. Returns or raises when none is running."""
+    """Wait for all; after the first error, `stop` the others. Returns or raises when none is running.
+
+    Of several errors, one of the budget is raised, else the first in order.
+    """
     try:
-        for future in futures:
-            future.result()
-    except BaseException as error:
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
         stop.set()
-        running = [future for future in futures if not future.cancel()]
-        wait(running)
-        if isinstance(error, MergePipeError):
-            raise _gravest(error, running) from None
-        raise
-
-
-def _gravest(error: MergePipeError, futures: list[Future[T]]) -> MergePipeError:
-    """The error to report of several parts: the first that was met, unless another one ran into the budget."""
-    errors = [future.exception() for future in futures]
-    return next((each for each in errors if isinstance(each, LimitError)), error)
+        ended = [future for future in futures if not future.cancel()]
+        wait(ended)
+    errors = [error for future in ended if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if isinstance(error, LimitError)), errors[0])

@@ -1,0 +1,163 @@
+"""Requests in flight are bounded, counted and charged; a failure ends a read when none of its requests is running."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mergepipe.errors import LimitError, StorageError
+from mergepipe.storage.contract import StoreTerms
+from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote import objects, web
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy
+from mergepipe.storage.remote.transfers import REQUEST_BYTES, REQUEST_COST_BYTES, RequestCounts, Transfers
+from support.fault_server import BucketServer, Link, status
+from support.remote_stores import Waits, remote_store, root_of, set_environment, transfers
+
+WHERE = Location.parse("s3://bucket/file")
+N_PARTS = 3
+NBYTES = (N_PARTS - 1) * REQUEST_BYTES + 5
+
+
+class Numbers:
+    """A source of numbered bytes in memory: requests are recorded, and fail as a script says."""
+
+    location = WHERE
+
+    def __init__(self, *failures: Failure | None) -> None:
+        self.failures = list(failures)
+        self.requests: list[tuple[int, int]] = []
+        self.n_running = 0
+
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        self.n_running += 1
+        self.requests.append((offset, len(buffer)))
+        failure = self.failures.pop(0) if self.failures else None
+        try:
+            if failure is not None:
+                raise RequestFailed(failure)
+            buffer[:] = bytes([offset // REQUEST_BYTES]) * len(buffer)
+        finally:
+            self.n_running -= 1
+
+    def renew(self) -> bool:
+        return False
+
+
+UNAVAILABLE = Failure(FailureKind.STATUS, "503", 503)
+FORBIDDEN = Failure(FailureKind.STATUS, "403", 403)
+
+
+def test_read__splits_what_is_larger_than_a_request() -> None:
+    source, requests, buffer = Numbers(), transfers(), bytearray(NBYTES)
+    requests.read(source, 0, memoryview(buffer), Purpose.EXPERT)
+    expected = [(0, REQUEST_BYTES), (REQUEST_BYTES, REQUEST_BYTES), (2 * REQUEST_BYTES, 5)]
+    assert sorted(source.requests) == expected
+    assert [buffer[offset] for offset, _ in expected] == [0, 1, 2]
+    assert requests.ledger.usage()[Purpose.EXPERT] == NBYTES
+    assert requests.counts == RequestCounts(3, 0, 0)
+    requests.close()
+
+
+def test_read__that_fails_starts_no_more_requests() -> None:
+    source, requests = Numbers(FORBIDDEN), transfers(connections=1)
+    with pytest.raises(StorageError) as caught:
+        requests.read(source, 0, memoryview(bytearray(NBYTES)), Purpose.EXPERT)
+    assert caught.value.code == "storage.permission"
+    assert source.n_running == 0
+    assert len(source.requests) < N_PARTS
+    requests.close()
+
+
+def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
+    waiting = threading.Event()
+
+    def sleep(_seconds: float, stop: threading.Event) -> None:
+        waiting.set()
+        assert stop.wait(5)
+
+    failures: list[Failure | None] = [UNAVAILABLE, FORBIDDEN]
+    source = Numbers(*failures)
+    requests = Transfers(Ledger(), connections=2, sleep=sleep)
+    with pytest.raises(StorageError):
+        requests.read(source, 0, memoryview(bytearray(2 * REQUEST_BYTES)), Purpose.EXPERT)
+    assert waiting.is_set()
+    assert len(source.requests) == 2
+    requests.close()
+
+
+def test_budget__that_other_retries_used_up_says_so() -> None:
+    ledger = Ledger()
+    ledger.expert_limit_bytes = 30
+    requests = transfers(ledger=ledger)
+    requests.read(Numbers(UNAVAILABLE), 0, memoryview(bytearray(10)), Purpose.EXPERT)
+    with pytest.raises(LimitError, match=r"used up by retries: 11 more bytes do not fit: 1 retries asked for 10 again"):
+        requests.read(Numbers(), 0, memoryview(bytearray(11)), Purpose.EXPERT)
+    requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.EXPERT)
+    assert requests.counts == RequestCounts(3, 1, 10)
+
+
+def test_budget__without_retries_keeps_its_own_error() -> None:
+    ledger = Ledger()
+    ledger.expert_limit_bytes = 9
+    with pytest.raises(LimitError, match="the plan was unsound"):
+        transfers(ledger=ledger).read(Numbers(), 0, memoryview(bytearray(10)), Purpose.EXPERT)
+
+
+def test_waits__follow_the_policy_and_end_with_it() -> None:
+    waits = Waits()
+    requests = transfers(waits, policy=RetryPolicy(most_attempts=99, most_seconds=10))
+    with pytest.raises(StorageError, match=r"6 attempts in \d s"):
+        requests.read(Numbers(*[UNAVAILABLE] * 99), 0, memoryview(bytearray(1)), Purpose.BASE)
+    assert sum(waits.seconds) <= 10
+    assert waits.seconds == sorted(waits.seconds)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer({"bucket/file": random.Random(1).randbytes(400_000)}, link=Link(latency_seconds=0.02)) as running:
+        set_environment(monkeypatch, running.url)
+        yield running
+
+
+@pytest.mark.parametrize("kind", ["s3", "az", "http"])
+def test_connections__bound_what_is_in_flight_from_all_threads(kind: str, server: BucketServer) -> None:
+    store = remote_store(kind, transfers(connections=3))
+    file = store.open(root_of(kind, server) / "file")
+    server.most_at_once = 0
+    parts = [bytearray(50_000) for _ in range(8)]
+    threads = [
+        threading.Thread(target=file.read_into, args=(i * 50_000, memoryview(part), Purpose.EXPERT))
+        for i, part in enumerate(parts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert b"".join(parts) == server.files["bucket/file"]
+    assert server.most_at_once == 3
+    assert store.counts.requests >= 8
+
+
+def test_counts__tell_retries_to_progress(server: BucketServer) -> None:
+    store = remote_store("s3")
+    file = store.open(root_of("s3", server) / "file")
+    server.faults = [status(503)]
+    file.read_into(0, memoryview(bytearray(10)), Purpose.EXPERT)
+    assert store.counts.retries == 1
+    assert store.counts.retried_bytes == 10
+
+
+def test_open_store__keeps_its_terms_and_refuses_other_schemes() -> None:
+    store = objects.open_store("s3", Ledger(), connections=7)
+    assert store.terms(WHERE) == StoreTerms(1, 7, REQUEST_COST_BYTES)
+    assert store.pin(WHERE) == WHERE
+    store.close()
+    web.open_store("https", Ledger()).close()
+    for module in (objects, web):
+        with pytest.raises(ValueError, match="has the scheme"):
+            module.open_store("ftp", Ledger())
