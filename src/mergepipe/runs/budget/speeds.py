@@ -15,7 +15,7 @@ import mergepipe
 from mergepipe.checkpoints.contract import files_of
 from mergepipe.core.sizes import MAX_SIZE_BYTES
 from mergepipe.errors import MergePipeError
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
