@@ -174,11 +174,11 @@ def test_calls__take_these_parameters(name: str) -> None:
 
 
 def test_options__have_these_fields() -> None:
-    common = ["threads", "memory_bytes", "home", "catalog"]
+    common = ["threads", "memory_bytes", "home", "catalog", "connections"]
     assert field_names(options.RunOptions) == common
     assert field_names(options.PlanOptions) == [
         "select", "where_omitted", "min_density", "block_elements", "price", "storage_speed",
-        "probe", "strict", "lenient",
+        "request_cost_bytes", "probe", "strict", "lenient",
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
@@ -201,7 +201,7 @@ def test_reports__keep_their_fields() -> None:
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices",
+        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices", "traffic",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

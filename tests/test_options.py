@@ -41,6 +41,8 @@ TABLE: list[Row] = [
     ("MergeOptions", MergeOptions, "threads", THREADS),
     ("MergeOptions", MergeOptions, "memory_bytes", SIZES),
     ("MergeOptions", MergeOptions, "shard_bytes", SIZES),
+    ("RunOptions", RunOptions, "connections", [(0, "option.not-positive"), (257, "option.too-large")]),
+    ("PlanOptions", PlanOptions, "request_cost_bytes", SIZES),
     ("PlanOptions", PlanOptions, "block_elements", BLOCKS),
     ("PlanOptions", PlanOptions, "min_density", [(v, "option.density") for v in (0.0, *SHARES)]),
     ("merge", partial(mergepipe.merge, X, X), "seed", SEEDS),

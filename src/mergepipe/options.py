@@ -16,6 +16,7 @@ from mergepipe.core.bounds import positive, shown_number
 from mergepipe.errors import LimitError, RecipeError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.storage.prices import Price
+from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 
 if TYPE_CHECKING:
     from mergepipe.engine.work import EngineOptions
@@ -36,8 +37,10 @@ class _CommonOptions:
     memory_bytes: int | None = None
     home: str | Path | None = None
     catalog: bool = True
+    connections: int = CONNECTIONS
 
     def __post_init__(self) -> None:
+        positive("--connections", self.connections, MAX_CONNECTIONS)
         if self.threads is not None:
             positive("--threads", self.threads, MAX_THREADS)
         if self.memory_bytes is not None:
@@ -53,6 +56,7 @@ class RunOptions(_CommonOptions):
         memory_bytes: cap on buffers; default, the lesser of 4 GiB and half of the machine's memory.
         home: the catalog's directory; default $MERGEPIPE_HOME, else the platform's user data folder.
         catalog: use the catalog, and record in it what is published. `analyze` and `sweep` need it.
+        connections: requests for remote files that are made at once.
 
     Raises:
         LimitError, RecipeError: a number that is not above zero, or too large.
@@ -72,6 +76,8 @@ class PlanOptions:
         price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.
+        request_cost_bytes: gaps of fewer bytes between what is read of a remote expert are read too, and merged, in
+            place of another request; by default measured once for each store, else 3 MB.
         probe: sample experts of which nothing is known, within the budget, and record the estimates.
         strict, lenient: as in `MergeOptions`; for merges those of `MergeOptions` count.
 
@@ -85,6 +91,7 @@ class PlanOptions:
     block_elements: int | None = None
     price: str = Price.BYTES.value
     storage_speed: str | None = None
+    request_cost_bytes: int | None = None
     probe: bool = True
     strict: bool = False
     lenient: bool = False
@@ -94,6 +101,8 @@ class PlanOptions:
         price = choice("--price", self.price, Price)
         if self.storage_speed is not None:
             _check_storage_speed(self.storage_speed, price)
+        if self.request_cost_bytes is not None:
+            positive("--request-cost", self.request_cost_bytes)
         density = self.min_density
         if density is not None and not 0.0 < density <= 1.0:
             raise RecipeError.of("option.density", "--min-density", f"{density:g} was given", "it is in (0, 1]")
@@ -108,7 +117,7 @@ class MergeOptions(_CommonOptions):
     """How `merge` runs, and what it does besides merging.
 
     Args:
-        threads, memory_bytes, home, catalog: see `RunOptions`.
+        threads, memory_bytes, home, catalog, connections: see `RunOptions`.
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
         shard_bytes: largest output file, in bytes of tensor data.
         statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
@@ -208,7 +217,7 @@ def engine_options(options: RunOptions | MergeOptions) -> EngineOptions:
     from mergepipe.engine.work import EngineOptions
 
     memory_bytes = default_memory_bytes() if options.memory_bytes is None else options.memory_bytes
-    return EngineOptions(n_threads, memory_bytes)
+    return EngineOptions(n_threads, memory_bytes, RemoteSettings(options.connections))
 
 
 def block_elements_of(value: int | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Progress:
     """How far a run is: its phase, and bytes read and written so far of all that are expected.
 
     `notices` are what the user should know before all else is done; each comes once. `earlier_bytes` of those done are
-    of an interrupted run that this one resumes.
+    of an interrupted run that this one resumes. `retries` are requests for remote files that were made again.
     """
 
     phase: str
@@ -26,6 +27,7 @@ class Progress:
     total_bytes: int
     notices: tuple[str, ...] = ()
     earlier_bytes: int = 0
+    retries: int = 0
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -116,6 +118,7 @@ class MergeReport(Displayed):
     sum_bytes: int = 0  # of the sums that this run kept, read back to round them
     verdict: BudgetVerdict | None = None  # of a merge under a budget
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
+    traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
 
     @property
     def read_bytes(self) -> int:

@@ -15,6 +15,7 @@ import mergepipe
 from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, RecipeError, StorageError, UnsupportedError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.local import LOCAL_TERMS
 from mergepipe.storage.location import Location
 from mergepipe.tailor import api as tailor
 from support.families import FamilyShape, write_family
@@ -114,7 +115,10 @@ def _version(bench: Bench, model: str) -> str:
     return status.version
 
 
-def test_budgeted_merge__of_objects_asks_for_no_more_than_the_budget(bench: Bench) -> None:
+def test_budgeted_merge__of_objects_asks_for_no_more_than_the_budget(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InMemoryStore, "terms", lambda _store, _location: LOCAL_TERMS)  # then plans are the same
     for root in (bench.local, str(BUCKET)):
         models = [f"{root}/{name}" for name in ("base", *EXPERTS)]
         mergepipe.analyze(models[0], models[1:], block_elements=BLOCK_ELEMENTS, options=bench.run_options(root))

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -138,6 +139,7 @@ class FaultServer:
         self.redirects: dict[str, str] = {}
         self.requests: list[Request] = []
         self.sent_bytes = 0
+        self.sent_by_path: Counter[str] = Counter()
         self.most_at_once = 0
         self.clients: set[tuple[str, int]] = set()
         self.hang_up_on_next_request = False
@@ -267,6 +269,8 @@ class FaultServer:
             return
         end = len(body) if answer.cut_after_bytes is None else min(answer.cut_after_bytes, len(body))
         self._send_body(handler, body[:end])
+        with self._lock:
+            self.sent_by_path[request.path] += end
         if answer.cut_after_bytes is not None:
             self._closing.wait(answer.stall_seconds)
             handler.close_connection = True

@@ -9,6 +9,7 @@ import typer
 
 from mergepipe.cli.sizes import optional_size
 from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.storage.traffic import CONNECTIONS
 
 BUDGET_PANEL = "Under a budget"
 WORK_PANEL = "Catalog and earlier work"
@@ -46,6 +47,15 @@ Memory: TypeAlias = Annotated[
         "--memory",
         metavar="SIZE",
         help="Cap on buffers, e.g. 4GiB.  [default: 4GiB, or half of the RAM if less]",
+        rich_help_panel=MACHINE_PANEL,
+    ),
+]
+Connections: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--connections",
+        metavar="N",
+        help="Requests for remote files at once.  [default: 32]",
         rich_help_panel=MACHINE_PANEL,
     ),
 ]
@@ -166,6 +176,16 @@ StorageSpeed: TypeAlias = Annotated[
         rich_help_panel=BUDGET_PANEL,
     ),
 ]
+RequestCost: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--request-cost",
+        metavar="SIZE",
+        help="Read gaps shorter than this in remote experts too, in place of another request.  "
+        "[default: measured once, else 3MB]",
+        rich_help_panel=BUDGET_PANEL,
+    ),
+]
 MinDensity: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -217,6 +237,7 @@ class PlanFlags:
     block_elements: BlockElements = None
     price: Price = None
     storage_speed: StorageSpeed = None
+    request_cost: RequestCost = None
     no_probe: NoProbe = False
 
     def options(self, *, strict: bool = False, lenient: bool = False) -> PlanOptions:
@@ -236,6 +257,7 @@ class PlanFlags:
             block_elements=self.block_elements,
             price=self.price or default.price,
             storage_speed=self.storage_speed,
+            request_cost_bytes=optional_size(self.request_cost, "--request-cost"),
             probe=not self.no_probe,
             strict=strict,
             lenient=lenient,
@@ -249,6 +271,12 @@ class RunFlags:
     threads: Threads = None
     memory: Memory = None
     home: Home = None
+    connections: Connections = None
+
+    @property
+    def n_connections(self) -> int:
+        """The number of connections that was given, or the default."""
+        return CONNECTIONS if self.connections is None else self.connections
 
     def options(self, *, catalog: bool = True) -> RunOptions:
         """Return these as options of the API.
@@ -261,4 +289,5 @@ class RunFlags:
             memory_bytes=optional_size(self.memory, "--memory"),
             home=self.home,
             catalog=catalog,
+            connections=self.n_connections,
         )

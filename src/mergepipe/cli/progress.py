@@ -39,6 +39,7 @@ class Reading:
     total_bytes: int
     bytes_per_second: float
     seconds_left: float | None
+    retries: int = 0
 
     def text(self) -> str:
         """As a plain line."""
@@ -46,10 +47,11 @@ class Reading:
         return ", ".join([f"{self.phase}: {self.fraction:.0%}", amount, *self.pace()])
 
     def pace(self) -> list[str]:
-        """Speed and time left, as far as they are known."""
+        """Speed and time left, as far as they are known, and retries, if there were any."""
         speed = [format_rate(self.bytes_per_second)] if self.bytes_per_second > 0 else []
         left = [f"{format_seconds(self.seconds_left)} left"] if self.seconds_left else []
-        return [*speed, *left]
+        retries = [f"{self.retries} retried"] if self.retries else []
+        return [*speed, *left, *retries]
 
 
 class Meter:
@@ -79,7 +81,8 @@ class Meter:
         fraction = done / progress.total_bytes if progress.total_bytes else 1.0
         steady = self._speed(now, STEADY_SECONDS)
         left = (progress.total_bytes - done) / steady if steady > 0 else None
-        return Reading(progress.phase, fraction, done, progress.total_bytes, self._speed(now, WINDOW_SECONDS), left)
+        speed = self._speed(now, WINDOW_SECONDS)
+        return Reading(progress.phase, fraction, done, progress.total_bytes, speed, left, progress.retries)
 
     def _speed(self, now: float, window_seconds: float) -> float:
         """Bytes a second since the first sample of the window; 0 before `SETTLING_SECONDS` of the phase."""

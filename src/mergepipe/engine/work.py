@@ -17,14 +17,16 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.snapshots.overlay.table import BaseFile, BlockPlace, OverlayTable
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest, TensorSpec, plan_shards
 from mergepipe.storage.ledger import Usage
+from mergepipe.storage.traffic import RemoteSettings
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options that never change the result: compute threads, and the cap on buffers in bytes."""
+    """Options that never change the result: compute threads, the cap on buffers in bytes, how remote files are read."""
 
     threads: int
     memory_bytes: int
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
 
 
 @dataclass(frozen=True, slots=True)

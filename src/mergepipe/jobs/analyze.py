@@ -61,7 +61,7 @@ def run_analysis(
     request: AnalysisRequest, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
 ) -> AnalyzeReport:
     """Analyse and record; see `api.analyze`. `started` is the `perf_counter` reading that time is taken from."""
-    store = Stores()
+    store = Stores(settings=engine.remote)
     base_checkpoint = open_path(store, request.base)
     checkpoints = [open_path(store, path, base_checkpoint) for path in request.experts]
     with closing(CatalogLink(request.home, required=True)) as link, Catalog.open(request.home, store=store) as catalog:

@@ -25,7 +25,7 @@ def run_merge(
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
-    store = Stores()
+    store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write, settings.strictness)
         if settings.keeps_accumulators:

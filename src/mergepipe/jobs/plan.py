@@ -242,7 +242,7 @@ def run_budgeted(
     Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
     without reuse, unless something was read of the experts already.
     """
-    store = Stores()
+    store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
@@ -273,7 +273,7 @@ def run_plan(
         ConflictError: `plan.input-changed`, an input is not what it was.
         NotFoundError: an input is gone.
     """
-    store = Stores()
+    store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link:
         inputs = _open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)

@@ -30,7 +30,7 @@ def replay_snapshot(
         ConflictError: `replay.input-changed`; `replay.differs`, what was made is not the same, and is not published.
         MergePipeError: as a merge.
     """
-    store = Stores()
+    store = Stores(settings=settings.engine.remote)
     manifest = read_manifest_value(store, Location.local(path))
     settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:

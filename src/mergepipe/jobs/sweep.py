@@ -108,7 +108,7 @@ class _Sweep:
         self._home = request.home
         self._directory = directory
         self._on_progress = on_progress
-        self._store = Stores()
+        self._store = Stores(settings=settings.engine.remote)
         self._speeds: Speeds | None = None
 
     def run(self) -> SweepReport:

@@ -37,6 +37,7 @@ from mergepipe.runs.records.manifest import (
     reuse_facts,
     tensor_bytes_read,
     tensor_records,
+    traffic_facts,
 )
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
@@ -60,6 +61,7 @@ from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 SIDECAR_MARGIN_BYTES = 16 << 20
 
@@ -249,7 +251,8 @@ class _Run:
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
         if plan is not None:
-            store.ledger.expert_limit_bytes = plan.planned_bytes
+            is_remote = request_counts(store).requests > 0  # then retries may use what the plan leaves of the budget
+            store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
 
     def fill(self, directory: Path, progress: MergeProgress, sources: ReuseSources, packer: ExpertPacker) -> Manifest:
         """Write all files of the snapshot; return the manifest that was written."""
@@ -338,7 +341,8 @@ class _Run:
         """Report progress."""
         if self._on_progress is not None:
             done_bytes = self._store.ledger.total_bytes()
-            self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes))
+            retries = request_counts(self._store).retries
+            self._on_progress(Progress(phase, done_bytes, self._total_bytes, notices, self._earlier_bytes, retries))
 
     def _manifest(
         self,
@@ -370,6 +374,7 @@ class _Run:
                 "threads": self._settings.engine.threads,
                 "memory_bytes": self._settings.engine.memory_bytes,
                 **reuse_facts(result, directory, usage),
+                **traffic_facts(traffic(self._store, usage)),
                 **_earlier_run_facts(progress),
                 **self._recipe_facts(),
             },
@@ -430,7 +435,8 @@ class _Run:
             seconds=time.perf_counter() - self._started,
             planned_bytes=None if self._plan is None else self._plan.planned_bytes,
             budget_bytes=None if self._plan is None else self._plan.budget_bytes,
-            notices=(*self._link.notices, *self._budget_notices()),
+            notices=(*self._link.notices, *store_notices(self._store), *self._budget_notices()),
+            traffic=traffic(self._store, by_purpose),
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.recipe_notices,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

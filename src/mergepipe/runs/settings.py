@@ -82,7 +82,7 @@ def resume_of(resume: bool | None) -> Resume:
 def price_request(options: PlanOptions) -> PriceRequest:
     """Return what the benefit of a read is divided by."""
     speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
-    return PriceRequest(Price(options.price), speed)
+    return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
 
 
 def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:

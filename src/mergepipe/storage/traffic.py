@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from mergepipe.core.bounds import positive
 from mergepipe.storage.contract import Store
@@ -14,6 +16,15 @@ from mergepipe.storage.location import Location
 
 CONNECTIONS: Final = 32
 MAX_CONNECTIONS: Final = 256
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class Map(Protocol):
+    """The built-in `map` of one iterable: results in order."""
+
+    def __call__(self, function: Callable[[X], Y], items: Iterable[X], /) -> Iterator[Y]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,17 @@ def request_counts(store: Store) -> RequestCounts:
 def store_notices(store: Store) -> tuple[str, ...]:
     """Return what a store has to say of how it found files."""
     return store.notices if isinstance(store, RemoteStore) else ()
+
+
+@contextmanager
+def concurrent_map(store: Store, location: Location) -> Iterator[Map]:
+    """Give a `map` that makes as many calls at once as the location's store takes requests; one where they are free."""
+    terms = store.terms(location)
+    if not terms.request_cost_bytes:
+        yield map
+        return
+    with ThreadPoolExecutor(terms.most_requests, thread_name_prefix="look-up") as pool:
+        yield pool.map
 
 
 def abort_requests(store: Store) -> None:

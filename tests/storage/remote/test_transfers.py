@@ -94,12 +94,13 @@ def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
 
 def test_refused_attempts__cost_what_the_refusal_was_long() -> None:
     ledger = Ledger()
-    ledger.expert_limit_bytes = 17
+    ledger.expert_limit_bytes = 10
     refusals = [Failure(FailureKind.STATUS, "503", 503, sent_bytes=n) for n in (3, 4)]
     unreachable = Failure(FailureKind.UNREACHABLE, "no route", sent_bytes=0)
     requests = transfers(ledger=ledger)
     requests.read(Numbers(*refusals, unreachable), 0, memoryview(bytearray(10)), Purpose.EXPERT)
-    assert ledger.usage()[Purpose.EXPERT] == 17
+    assert ledger.usage()[Purpose.EXPERT] == 10
+    assert ledger.usage()[Purpose.METADATA] == 7
     assert requests.counts == RequestCounts(4, 3, 7)
 
 

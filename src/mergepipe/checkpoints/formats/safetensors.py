@@ -17,6 +17,7 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
 MAX_HEADER_BYTES = 100_000_000
+FIRST_READ_BYTES = 8 << 10
 PREFIX_BYTES = 8
 METADATA_KEY = "__metadata__"
 _MAX_COUNT = 2**63 - 1
@@ -59,7 +60,9 @@ def read_header(store: Store, path: Location) -> SafetensorsHeader:
 
 def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, bytes]:
     """Return the length prefix and the header bytes."""
-    prefix = store.read_metadata(path, 0, PREFIX_BYTES)
+    is_dear = store.terms(path).request_cost_bytes > 0  # then one request for most headers, not two
+    start = store.read_metadata(path, 0, FIRST_READ_BYTES if is_dear else PREFIX_BYTES)
+    prefix, rest = start[:PREFIX_BYTES], start[PREFIX_BYTES:]
     if len(prefix) < PREFIX_BYTES:
         raise CorruptError.of(
             "checkpoint.header.too_short", path,
@@ -71,7 +74,9 @@ def _read_raw(store: Store, path: Location, size_bytes: int) -> tuple[bytes, byt
             "checkpoint.header.too_long", path,
             f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are allowed", _origin_hint(prefix),
         )  # fmt: skip
-    raw = store.read_metadata(path, PREFIX_BYTES, length) if PREFIX_BYTES + length <= size_bytes else b""
+    raw = rest[:length]
+    if len(raw) < length and PREFIX_BYTES + length <= size_bytes:
+        raw += store.read_metadata(path, PREFIX_BYTES + len(raw), length - len(raw))
     if len(raw) < length:
         raise CorruptError.of(
             "checkpoint.header.truncated", path,

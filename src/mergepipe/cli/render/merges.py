@@ -10,6 +10,7 @@ from mergepipe.cli.render.layout import Fact, facts_text
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
+from mergepipe.storage.traffic import Traffic
 
 MAX_PATTERNS = 4
 SHORT_SID = 12
@@ -34,6 +35,7 @@ def merge_table(report: MergeReport) -> str:
             *analysis,
             *_budget_facts(report),
             ("written", format_bytes(report.output_bytes)),
+            *_traffic_facts(report.traffic),
             ("time", format_seconds(report.seconds)),
             ("speed", format_rate(report.bytes_per_second)),
             ("peak memory", format_bytes(report.peak_rss_bytes)),
@@ -50,6 +52,17 @@ def _reused_text(report: MergeReport) -> str:
     sids = ", ".join(sid[:SHORT_SID] for sid in report.reused_from)
     source = f"{plural(len(report.reused_from), 'snapshot')} ({sids})"
     return f"{format_bytes(report.reused_bytes)} of {source}, which no expert was read for: equal by {report.reused_by}"
+
+
+def _traffic_facts(traffic: Traffic) -> list[Fact]:
+    """Requests for remote files, what retries cost, and the bytes of each host."""
+    counts = traffic.counts
+    if not counts.requests:
+        return []
+    retries = f", {counts.retries} of them retries" if counts.retries else ""
+    lost = f" ({format_bytes(counts.retried_bytes)} lost)" if counts.retried_bytes else ""
+    hosts = [("from", f"{host}: {format_bytes(nbytes)}") for host, nbytes in traffic.bytes_by_host.items()]
+    return [("requests", f"{counts.requests}{retries}{lost}"), *hosts]
 
 
 def _budget_facts(report: MergeReport) -> list[Fact]:

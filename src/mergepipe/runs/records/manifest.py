@@ -13,6 +13,7 @@ from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.traffic import Traffic
 
 _REUSED_BY = (
     "path, size, version (modification and change time, inode) and header digest of every file of the inputs, "
@@ -34,6 +35,18 @@ def reuse_facts(result: MergeResult, directory: Path, usage: Usage) -> dict[str,
         "reused_bytes": usage[Purpose.REUSE] - own_sum_bytes(directory, usage),
         "reused_from": ",".join(sids),
         "reused_by": _REUSED_BY,
+    }
+
+
+def traffic_facts(traffic: Traffic) -> dict[str, float | int | str]:
+    """Return the manifest's facts on remote inputs: requests, retries and what they cost, bytes by host."""
+    if not traffic.counts.requests:
+        return {}
+    return {
+        "requests": traffic.counts.requests,
+        "retries": traffic.counts.retries,
+        "retried_bytes": traffic.counts.retried_bytes,
+        "bytes_by_host": ",".join(f"{host}={nbytes}" for host, nbytes in traffic.bytes_by_host.items()),
     }
 
 

@@ -227,7 +227,8 @@ class MergeProgress:
         self.earlier_expert_bytes = self._reserved_bytes = totals.expert_bytes
         if self._plan is not None:
             planned = totals.expert_bytes + self._plan.planned_bytes
-            self._ledger.expert_limit_bytes = self._plan.budget_bytes if usage else planned
+            earlier_limit = self._ledger.expert_limit_bytes or 0
+            self._ledger.expert_limit_bytes = self._plan.budget_bytes if usage else max(planned, earlier_limit)
         for file, purpose, nbytes in usage:
             self._ledger.charge(file, purpose, nbytes)
         rest = totals.expert_bytes - expert_bytes_of(usage)

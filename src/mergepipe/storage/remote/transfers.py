@@ -19,6 +19,7 @@ from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, 
 from mergepipe.storage.traffic import CONNECTIONS, RequestCounts
 
 REQUEST_BYTES: Final = 8 << 20
+MOST_REFUSAL_BYTES: Final = 64 << 10
 REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
 _RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
 
@@ -180,12 +181,18 @@ class Transfers:
             raise LimitError.of(error.code, location, f"the budget was used up by retries: {message}", hint) from None
 
     def _settle(self, location: Location, purpose: Purpose, nbytes: int, error: RequestFailed) -> None:
-        """Take back what a failed attempt provably was not sent of the `nbytes` that were charged for it."""
-        sent_bytes = nbytes if error.failure.sent_bytes is None else min(nbytes, error.failure.sent_bytes)
-        self.ledger.refund(str(location), purpose, nbytes - sent_bytes)
+        """Take back the charge of a failed attempt if its answer proves that nothing of the file was sent.
+
+        The answer itself is then charged as metadata. One that is longer than refusals are leaves the charge as it is.
+        """
+        lost_bytes = nbytes - error.received_bytes
+        sent_bytes = error.failure.sent_bytes
+        if sent_bytes is not None and sent_bytes <= min(nbytes, MOST_REFUSAL_BYTES):
+            self.ledger.refund(str(location), purpose, nbytes)
+            self.ledger.charge(str(location), Purpose.METADATA, sent_bytes)
+            lost_bytes = sent_bytes
         with self._lock:
-            lost_bytes = self._counts.retried_bytes + sent_bytes - error.received_bytes
-            self._counts = replace(self._counts, retried_bytes=lost_bytes)
+            self._counts = replace(self._counts, retried_bytes=self._counts.retried_bytes + lost_bytes)
 
     def _renew(self, source: Source, failure: Failure, attempts: _Attempts) -> bool:
         """Find another address for a source whose address may have expired; once between bytes that arrived."""

@@ -79,7 +79,7 @@ Overlay = Annotated[
         "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
-_FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "no_probe")
+_FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
     "mergepipe merge recipe.yml merged/ --budget 25%",
@@ -137,6 +137,7 @@ def merge(
         memory_bytes=optional_size(machine.memory, "--memory"),
         home=machine.home,
         catalog=not no_catalog,
+        connections=machine.n_connections,
         plan=planning.options(strict=strict, lenient=lenient),
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         statistics=settings.statistics,

@@ -1,0 +1,219 @@
+"""Every fault on every kind of store: the bytes of a merge without faults, or one clear error, within the budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
+from mergepipe.errors import MergePipeError
+from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.remote import transfers
+from mergepipe.storage.remote.http_client import HttpClient
+from mergepipe.storage.remote.retry import RetryPolicy
+from support.families import TINY, FamilyPaths, write_family
+from support.fault_server import (
+    Answer,
+    BucketServer,
+    Fault,
+    FaultServer,
+    Request,
+    cut,
+    no_fault,
+    stall,
+    status,
+    with_headers,
+)
+from support.hub_server import hub_server
+from support.remote_stores import set_environment
+
+KINDS = ("s3", "http", "hub")
+RECIPE = """\
+merge_method: ties
+base_model: {at}/base
+models:
+- {{model: "{at}/expert-1", parameters: {{weight: 0.7, density: 0.5}}}}
+- {{model: "{at}/expert-2", parameters: {{weight: 0.5, density: 0.5}}}}
+dtype: bfloat16
+"""
+SHARD_BYTES = 40_000
+AFTER_READS = 12
+OPTIONS = MergeOptions(reuse=False, catalog=False, threads=1, plan=PlanOptions(probe=False))
+
+
+def whole_file(_request: Request, answer: Answer) -> Answer:
+    return Answer(200, bytes(answer.body) * 2, {"ETag": answer.headers.get("ETag", "")})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Faults of some answers in a row, and the codes of errors in which a merge may end; none: it must succeed."""
+
+    faults: list[Fault]
+    codes: frozenset[str] = frozenset()
+    on_hub: frozenset[str] | None = None  # where they differ: its addresses are renewed, its files have no ETag
+
+    def codes_of(self, kind: str) -> frozenset[str]:
+        return self.on_hub if kind == "hub" and self.on_hub is not None else self.codes
+
+
+CASES = {
+    "cut": Case([cut(100)]),
+    "cut again and again": Case([cut(10)] * 4),
+    "stall": Case([stall(50, 2.0)]),
+    "500": Case([status(500)]),
+    "503 with Retry-After": Case([status(503, Retry_After="0")] * 2),
+    "429": Case([status(429)]),
+    "wrong range": Case([with_headers(Content_Range="bytes 1-2/*")], frozenset({"storage.wrong-range"})),
+    "200 for a range": Case([whole_file], frozenset({"storage.no-ranges", "input.changed"})),
+    "another ETag": Case([with_headers(ETag='"other"')], frozenset({"input.changed"}), frozenset()),
+    "expired location": Case([status(403)], frozenset({"storage.permission"}), frozenset()),
+    "gone": Case([status(404)], frozenset({"storage.not-found"}), frozenset()),
+    "never again": Case([status(503)] * 1000, frozenset({"storage.unavailable"})),
+}  # fmt: skip
+IN_SHORT = [("s3", "expired location", "60%"), ("http", "cut", None), ("hub", "expired location", "60%")]
+
+
+@pytest.fixture(autouse=True)
+def _hub_settings(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", remote.hub_url)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+
+
+@dataclass(slots=True)
+class Remote:
+    """A family of models here, in a bucket and on the Hub, whose servers share a script of faults."""
+
+    folder: Path
+    family: FamilyPaths
+    bucket: BucketServer
+    hub: FaultServer
+    hub_url: str
+    clean: dict[tuple[str, str | None], dict[str, bytes]] = field(default_factory=dict)
+
+    def server(self, kind: str) -> FaultServer:
+        return self.hub if kind == "hub" else self.bucket
+
+    def recipe(self, kind: str) -> Path:
+        places = {
+            "local": str(self.folder),
+            "http": f"{self.bucket.url}/bucket",
+            "s3": "s3://bucket",
+            "hub": "hf://org",
+        }
+        path = self.folder / f"{kind}.yml"
+        path.write_text(RECIPE.format(at=places[kind]))
+        return path
+
+    def merge(self, kind: str, out: Path, budget: str | None) -> mergepipe.MergeReport:
+        return mergepipe.merge(self.recipe(kind), out, budget=budget, options=OPTIONS)
+
+    def clean_weights(self, kind: str, budget: str | None, out: Path) -> dict[str, bytes]:
+        """What a merge without faults makes: in full that of local files, under a budget that of the same store."""
+        key = ("local" if budget is None else kind, budget)
+        if key not in self.clean:
+            self.merge(key[0], out, budget)
+            self.clean[key] = weights(out)
+        return self.clean[key]
+
+    def sent_of_experts(self, kind: str) -> int:
+        """The bytes that the server sent of the experts' weights, their headers among them."""
+        server = self.server(kind)
+        server.all_sent_bytes()
+        files = [file for expert in self.family.experts for file in expert.glob("*.safetensors")]
+        if kind == "hub":
+            return sum(server.sent_by_path[sha256(file.read_bytes()).hexdigest()] for file in files)
+        return sum(server.sent_by_path[f"bucket/{file.relative_to(self.folder)}"] for file in files)
+
+    def header_bytes(self) -> int:
+        """What looking into the experts' files asks for, and looking again at a few of them."""
+        n_files = sum(len(list(expert.glob("*.safetensors"))) for expert in self.family.experts)
+        return (n_files + 3) * FIRST_READ_BYTES
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    folder = tmp_path_factory.mktemp("remote")
+    family = write_family(folder, TINY, 2, shard_bytes=SHARD_BYTES)
+    files = {f"bucket/{path.relative_to(folder)}": path for model in family.models for path in model.rglob("*")}
+    with ExitStack() as stack:
+        bucket = stack.enter_context(BucketServer({name: path.read_bytes() for name, path in files.items()}))
+        hub = stack.enter_context(hub_server())
+        for model in family.models:
+            hub.commit(f"org/{model.name}", {path.name: path.read_bytes() for path in model.iterdir()})
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        set_environment(monkeypatch, bucket.url)
+        monkeypatch.setattr(HttpClient.__init__, "__defaults__", (0.3, 2.0))
+        quick = partial(RetryPolicy, first_wait_seconds=0.001, longest_wait_seconds=0.01)
+        monkeypatch.setattr(transfers, "RetryPolicy", quick)
+        yield Remote(folder, family, bucket, hub.cdn, hub.url)
+
+
+def check_case(remote: Remote, name: str, kind: str, budget: str | None, out: Path) -> None:
+    case, server = CASES[name], remote.server(kind)
+    server.faults = []
+    clean = remote.clean_weights(kind, budget, out / "clean")
+    server.all_sent_bytes()
+    server.sent_by_path.clear()
+    server.faults = [no_fault] * AFTER_READS + case.faults
+    report, code = None, ""
+    try:
+        report = remote.merge(kind, out / "faulty", budget)
+    except MergePipeError as error:
+        code = error.code
+    assert len(server.faults) < len(case.faults)
+    expected = case.codes_of(kind) or {""}
+    assert code in (expected if budget is None else expected | {"budget.exceeded"})
+    if report is None:
+        assert not (out / "faulty").exists()
+        return
+    assert weights(out / "faulty") == clean
+    if report.budget_bytes is not None:
+        assert remote.sent_of_experts(kind) <= report.budget_bytes + remote.header_bytes()
+
+
+@pytest.mark.parametrize(("kind", "name", "budget"), IN_SHORT)
+def test_merge__survives_faults_or_says_why_in_short(
+    kind: str, name: str, budget: str | None, remote: Remote, tmp_path: Path
+) -> None:
+    check_case(remote, name, kind, budget, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [None, "60%"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_merge__survives_faults_or_says_why(
+    name: str, kind: str, budget: str | None, remote: Remote, tmp_path: Path
+) -> None:
+    check_case(remote, name, kind, budget, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_budget__is_kept_by_what_the_server_counts(kind: str, remote: Remote, tmp_path: Path) -> None:
+    server = remote.server(kind)
+    server.faults = [no_fault] * AFTER_READS + [status(503)] * 3
+    server.all_sent_bytes()
+    server.sent_by_path.clear()
+    report = remote.merge(kind, tmp_path / "out", "60%")
+    assert report.budget_bytes is not None
+    assert remote.sent_of_experts(kind) <= report.budget_bytes + remote.header_bytes()
+    assert report.traffic.counts.retries == 3
+    recipe_bytes = remote.recipe(kind).stat().st_size
+    assert sum(report.traffic.bytes_by_host.values()) + recipe_bytes == report.read_bytes
+    run = json.loads((tmp_path / "out" / MANIFEST_NAME).read_bytes())["run"]
+    assert run["retries"] == 3
+    assert 0 < run["requests"] <= report.traffic.counts.requests
