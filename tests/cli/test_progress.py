@@ -125,6 +125,14 @@ def test_line_display__writes_a_line_every_few_seconds_and_at_every_phase() -> N
     assert len(lines) == 4
 
 
+def test_line_display__tells_retries_once_there_are_any() -> None:
+    stream = io.StringIO()
+    with LineDisplay(stream, FakeClock()) as display:
+        display.update(Progress("merge", 10, 20))
+        display.update(Progress("publish", 10, 20, retries=3))
+    assert [line.endswith(", 3 retried") for line in stream.getvalue().splitlines()] == [False, True]
+
+
 def test_line_display__says_once_that_kernels_are_compiled() -> None:
     stream = io.StringIO()
     with LineDisplay(stream, FakeClock()) as display, listening(display.compile):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from pathlib import Path
 import pytest
 
 import mergepipe
+from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import MergePipeError
 from mergepipe.options import MergeOptions, PlanOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.location import Location
 from mergepipe.storage.remote import transfers
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.retry import RetryPolicy
+from mergepipe.storage.stores import Stores
 from support.families import TINY, FamilyPaths, write_family
 from support.fault_server import (
     Answer,
@@ -217,3 +221,81 @@ def test_budget__is_kept_by_what_the_server_counts(kind: str, remote: Remote, tm
     run = json.loads((tmp_path / "out" / MANIFEST_NAME).read_bytes())["run"]
     assert run["retries"] == 3
     assert 0 < run["requests"] <= report.traffic.counts.requests
+
+
+@pytest.mark.parametrize("kind", ["s3", "hub"])
+def test_merge__that_is_interrupted_waits_for_no_silent_server(
+    kind: str, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HttpClient.__init__, "__defaults__", (60.0, 2.0))
+    server, silent = remote.server(kind), threading.Event()
+
+    def fall_silent(request: Request, answer: Answer) -> Answer:
+        if silent.is_set() or request.range is None or request.range[0] == 0:
+            return answer  # headers are read from the start, before there is progress to report
+        silent.set()
+        return stall(0, 20.0)(request, answer)
+
+    def interrupt(_progress: mergepipe.Progress) -> None:
+        if silent.is_set():
+            raise KeyboardInterrupt
+
+    server.faults = [fall_silent] * 1000
+    with pytest.raises(KeyboardInterrupt):
+        mergepipe.merge(remote.recipe(kind), tmp_path / "out", options=OPTIONS, on_progress=interrupt)
+    assert server.is_answering  # the merge has ended, its silence has not
+    assert not (tmp_path / "out").exists()
+    server.stop_silence()
+
+
+BAD_INPUTS = {
+    "no such bucket": ("s3://elsewhere/base", None, "recipe.model.not-found"),
+    "no permission": ("s3://bucket/base", 403, "storage.permission"),
+    "a page, not a folder": ("{http}/bucket/expert-1/config.json", None, "checkpoint"),
+    "no such folder": ("{http}/bucket/nothing", None, "recipe.model.not-found"),
+    "no such model": ("hf://org/nothing", None, "recipe.model.not-found"),
+    "no such revision": ("hf://org/base@v9", None, "recipe.model.not-found"),
+    "no network": ("http://127.0.0.1:9/base", None, "storage.connection"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_check__says_what_is_wrong_with_a_remote_input(name: str, remote: Remote, tmp_path: Path) -> None:
+    text, refusal, code = BAD_INPUTS[name]
+    model = text.format(http=remote.bucket.url)
+    path = tmp_path / "recipe.yml"
+    path.write_text(RECIPE.format(at=remote.folder).replace(f"{remote.folder}/expert-2", model))
+    remote.bucket.faults = []
+    try:
+        if refusal is not None:
+            remote.bucket.listing_fault = status(refusal)
+        with pytest.raises(MergePipeError) as caught:
+            mergepipe.check(path)
+    finally:
+        remote.bucket.listing_fault = no_fault
+    assert caught.value.code.startswith(code)
+    assert model in str(caught.value) or "models[1].model" in str(caught.value)
+    assert all(problem.hint or name == "a page, not a folder" for problem in caught.value.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_of_a_thousand_shards__takes_one_read_a_shard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model-{i:05}-of-01000.safetensors" for i in range(1, 1001)]
+    header = b'{"%s":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    bodies = {name: header % name.encode() for name in names}
+    files = {name: len(body).to_bytes(8, "little") + body + bytes(4) for name, body in bodies.items()}
+    index = {"metadata": {}, "weight_map": {name: name for name in names}}
+    files |= {"model.safetensors.index.json": json.dumps(index).encode(), "config.json": b"{}"}
+    with BucketServer({f"bucket/m/{name}": content for name, content in files.items()}) as bucket, hub_server() as hub:
+        set_environment(monkeypatch, bucket.url)
+        hub.commit("org/m", files)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        place = {"s3": "s3://bucket/m", "http": f"{bucket.url}/bucket/m", "hub": "hf://org/m"}[kind]
+        store = Stores()
+        checkpoint = open_checkpoint(store, store.pin(Location.parse(place)))
+        requests = [*bucket.requests, *hub.requests, *hub.cdn.requests]
+        n_reads = sum(request.method == "GET" and "of-01000" in request.path for request in [*bucket.requests])
+    assert len(checkpoint.tensors) == 1000
+    assert len(requests) <= {"s3": 1010, "http": 2050, "hub": 2020}[kind]
+    assert kind == "hub" or n_reads == 1000

@@ -151,7 +151,7 @@ class FaultServer:
         self._link = link or Link()
         self._lock = threading.Lock()
         self._link_free_at = 0.0
-        self._closing = threading.Event()
+        self._silences = threading.Event()
         self._server = _Server(("127.0.0.1", 0), self)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
@@ -162,7 +162,7 @@ class FaultServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closing.set()
+        self._silences.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -179,6 +179,18 @@ class FaultServer:
     def reads(self) -> list[Request]:
         """The GET requests for ranges."""
         return [request for request in self.requests if request.method == "GET" and request.range is not None]
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is under way."""
+        return self._n_active > 0
+
+    def stop_silence(self) -> None:
+        """End all silences that are under way."""
+        self._silences.set()
+        while self.is_answering:
+            time.sleep(0.001)
+        self._silences.clear()
 
     def all_sent_bytes(self) -> int:
         """Return `sent_bytes` once no answer is under way."""
@@ -272,7 +284,7 @@ class FaultServer:
         with self._lock:
             self.sent_by_path[request.path] += end
         if answer.cut_after_bytes is not None:
-            self._closing.wait(answer.stall_seconds)
+            self._silences.wait(answer.stall_seconds)
             handler.close_connection = True
 
     def _send_body(self, handler: _Handler, body: memoryview) -> None:
