@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.contract import Checkpoint, Graded
+from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
@@ -189,7 +189,7 @@ def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
-    are_packed = all(any(isinstance(t, Graded) for t in expert.tensors.values()) for expert in experts)
+    are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
     return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
 
 

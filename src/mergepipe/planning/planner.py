@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.budget import BudgetRequest
@@ -141,7 +141,7 @@ def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[n
                 decoding_EB[e, inside] = 0.0 if ladder.decoding_KB is None else ladder.decoding_KB[-1]
                 continue
             source, n_B = columns.source(e, t), columns.n_B[inside]
-            if source is not None and isinstance(source, Graded) and len(n_B):
+            if source is not None and isinstance(source, LeveledTensor) and len(n_B):
                 seconds = pricing.of_decoding(source, source.last_level, 1).sum()
                 decoding_EB[e, inside] = seconds * n_B / n_B.sum()
     return decoding_EB
@@ -161,14 +161,14 @@ def _decoding_seconds(candidates: Candidates, selection: Selection) -> float:
 
 def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return the bytes of each index that is read to make the plan."""
-    sides = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.cost_bytes for side in sides], np.int64)
+    indices = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.cost_bytes for index in indices], np.int64)
 
 
 def _unread_lower_bounds(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return a lower bound on the full cost of each expert whose index is not read."""
-    sides = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.least_bytes for side in sides], np.int64)
+    indices = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.least_bytes for index in indices], np.int64)
 
 
 def _sample_costs(problem: PlanningProblem) -> NDArray[np.int64]:
@@ -255,8 +255,8 @@ class Ranking:
         Of an expert whose index is not read only that cost is known.
         """
         side_bytes = int(self.data.side_E.sum())
-        sides = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
-        least = [side_bytes + side.cost_bytes for side in sides if side is not None]
+        indices = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
+        least = [side_bytes + index.cost_bytes for index in indices if index is not None]
         if len(self.items):
             begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
             flat_S = self.items.flat_I[: self.items.n_single]

@@ -76,10 +76,10 @@ def probe_unknown(
     sampling = _affordable(pairs, int(most_bytes), block_elements, len(known)) if pairs else None
     if sampling is None:
         return ProbeResult(tuple(known), (0,) * len(known))
-    found = _sampled(prober, inputs, sampling, block_elements)
-    _record(link, inputs, sampling, found)
+    estimates = _sampled(prober, inputs, sampling, block_elements)
+    _record(link, inputs, sampling, estimates)
     statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in known]
-    for (e, task, _), estimate in zip(sampling.pairs, found, strict=True):
+    for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
         statistics[e][task.name] = estimate
     return ProbeResult(tuple(statistics), sampling.cost_bytes)
 
@@ -159,10 +159,10 @@ def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements
     return [statistics_by_place[place] for place in range(len(tasks))]
 
 
-def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, found: Sequence[TensorStatistics]) -> None:
+def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, estimates: Sequence[TensorStatistics]) -> None:
     """Record the estimates of pairs that the catalog has a name for."""
     by_pair: dict[tuple[int, int], dict[str, TensorStatistics]] = {}
-    for (_, task, name), statistics in zip(sampling.pairs, found, strict=True):
+    for (_, task, name), statistics in zip(sampling.pairs, estimates, strict=True):
         if name is not None:
             by_pair.setdefault((task.expert_models[0], task.base_model), {})[name] = statistics
 
