@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mergepipe.checkpoints.contract import EncodedSide
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.runs.inputs import Inputs
 
@@ -13,7 +12,7 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
     Of a share the least that everything can cost is taken, since what it does cost is in the indices.
     """
     sides = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
-    limit_bytes = budget.limit_bytes(_least_full_cost(inputs, sides))
+    limit_bytes = budget.limit_bytes(least_full_cost(inputs))
     used_bytes = sum(side.cost_bytes for side in sides if side is not None and side.is_read)
     unread = set()
     for e, side in enumerate(sides):
@@ -26,8 +25,9 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
     return frozenset(unread)
 
 
-def _least_full_cost(inputs: Inputs, sides: list[EncodedSide | None]) -> int:
+def least_full_cost(inputs: Inputs) -> int:
     """Compute a lower bound on the cost of reading all experts that needs no index."""
+    sides = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
     packed = {model for model, side in zip(inputs.expert_models, sides, strict=True) if side is not None}
     others = sum(
         source.nbytes
