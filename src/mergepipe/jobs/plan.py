@@ -39,9 +39,12 @@ from mergepipe.runs.inputs.opened import (
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packing.indices import find_unread
 from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
+from mergepipe.runs.stored_plan import plan_key, stored_plan
+from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
@@ -233,7 +236,7 @@ def run_budgeted(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Plan and run at once.
+    """Plan and run at once; an unfinished merge of this very request is resumed with the plan that it was begun with.
 
     Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
     without reuse, unless something was read of the experts already.
@@ -245,11 +248,16 @@ def run_budgeted(
 
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
+        key = plan_key(inputs, repr(wanted))
+        follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
+        plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
         with closing(CatalogLink(settings.home)) as link:
-            prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
-            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
+            if plan is None:
+                prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
+                plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
             planned = store.ledger.usage()
-            return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+            merged, kept = with_parameters(inputs, plan), replace(settings, plan_key=key)
+            return publish_merge(merged, plan, out, kept, store, link, started, on_progress)
 
     try:
         return attempt(request)

@@ -19,6 +19,7 @@ from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.packing.indices import least_full_cost
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
@@ -68,7 +69,7 @@ def probe_unknown(
 
     Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much.
     """
-    everything_bytes = inputs.resolution.expert_bytes
+    everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
     is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
     pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, known)
