@@ -101,7 +101,7 @@ def run_analysis(
                 tap = None if request.probe_fraction else digests.beside(packer.tap)
                 work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
                 observer = Observer(lambda _: report_progress(), recorder.take, tap)
-                analysis.run_analysis(work, files, engine, observer)
+                analysis.run_analysis(work, files, store, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
             packer.finish()

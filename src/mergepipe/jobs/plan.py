@@ -141,9 +141,12 @@ def make_plan(
         known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, known)
+    request_bytes = request.pricing.request_bytes(inputs, store, link.home)
     statistics, probe_bytes = known.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
-        probe = probe_unknown(prober, inputs, known.statistics, request.budget, block_elements, link)
+        probe = probe_unknown(
+            prober, inputs, known.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
+        )
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
@@ -156,6 +159,7 @@ def make_plan(
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
         probe_bytes=probe_bytes if any(probe_bytes) else (),
+        request_bytes=request_bytes if any(request_bytes) else (),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.budget import BudgetRequest
@@ -121,11 +121,16 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     for e, t in by_rows:  # cut between rows: no block is free alone, a page at each cut may be read twice
         inside = columns.of_tensor(t)
         known_statistics.free_EB[e, inside] = known_statistics.free_EB[e, inside].all()
-        cost_EB[e, inside] += PAGE_BYTES
+        source = columns.source(e, t)
+        step = source.granularity_bytes if isinstance(source, TensorEntry) else PAGE_BYTES
+        cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
     decoding_EB = _decoding(columns, ladders, pricing)
-    candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB)
+    candidates = replace(
+        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB),
+        request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
+    )
     sample_E, index_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
     side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
