@@ -85,7 +85,7 @@ def verify_snapshot(
         return verify_composite(store, Location.local(path), engine.threads, started=started, on_progress=on_progress)
     found = examine(path, engine.threads, on_progress)
     names = sampled_tensors(found.manifest, deep_fraction) if deep_fraction > 0 else ()
-    replayed = tuple(_replayed(found, names, engine)) if names else ()
+    replayed = tuple(_replayed(store, found, names, engine)) if names else ()
     return VerifyReport(
         path=path,
         sid=found.manifest.sid,
@@ -304,11 +304,11 @@ def _notices(scan: Scan) -> Iterator[str]:
 # --- from the inputs ---
 
 
-def _replayed(found: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
+def _replayed(store: Store, found: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
     """Recompute tensors from the inputs, and compare them with the manifest."""
     by_name = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
     with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
-        for made in rebuild_tensors(found.manifest, names, Path(work), engine):
+        for made in rebuild_tensors(store, found.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
                 message = "made again from the inputs it is another"
