@@ -43,6 +43,7 @@ from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
+from mergepipe.runs.statistics_files import StatisticsBeside
 from mergepipe.runs.stored_plan import plan_key, stored_plan
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store
@@ -136,9 +137,8 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    known = link.use(lambda catalog: _lookup_known(catalog, inputs))
-    if known is None:
-        known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
+    beside = StatisticsBeside(store, link.notices)
+    known = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, known)
     request_bytes = request.pricing.request_bytes(inputs, store, link.home)
@@ -208,16 +208,16 @@ class _KnownFacts:
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
-    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
-    rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
+def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
+    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE), beside)
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
             found = pairs.of(task, slot)
             if found is not None:
                 by_model[model][task.name] = found
-    return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
+    content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
+    return _KnownFacts(content_ids, tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
@@ -291,14 +291,14 @@ def _no_tick() -> None:
     """Samples are read in moments: nothing is reported."""
 
 
-def read_plan(path: Location) -> Plan:
+def read_plan(store: Store, path: Location) -> Plan:
     """Read a stored plan.
 
     Raises:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    return parse_plan(Stores().read_small(path, PLAN_BYTES), path)
+    return parse_plan(store.read_small(path, PLAN_BYTES), path)
 
 
 def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
