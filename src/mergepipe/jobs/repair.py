@@ -17,7 +17,7 @@ from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
 from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
 from mergepipe.runs.reuse.keys import KEYS_NAME
-from mergepipe.runs.sidecars import sidecar_contents
+from mergepipe.runs.sidecars import planned_sidecars, sidecar_contents
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, block_digest
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
@@ -134,7 +134,7 @@ def _small_files(examination: Examination) -> dict[str, bytes]:
     store = Stores()
     inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
-    contents = sidecar_contents(inputs, store, bare)
+    contents = sidecar_contents(planned_sidecars(inputs, store), bare)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
         contents[KEYS_NAME] = rebuild_keys(manifest, inputs, store)

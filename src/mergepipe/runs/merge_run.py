@@ -41,7 +41,7 @@ from mergepipe.runs.records.manifest import (
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
-from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
+from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, planned_sidecars, sidecar_contents
 from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
@@ -145,12 +145,14 @@ def publish_merge(
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
-    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs, store) + SIDECAR_MARGIN_BYTES)
+    sidecars = planned_sidecars(inputs, store)
+    sidecar_bytes = sum(map(len, sidecars.values())) + SIDECAR_MARGIN_BYTES
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
-    run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
+    run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
@@ -240,13 +242,14 @@ def _reuse_sources(
 
 
 class _Run:
-    """Writes one snapshot into a staging directory."""
+    """Writes one snapshot into a staging directory. Holds its planned small files until they are written."""
 
     def __init__(
         self,
         inputs: Inputs,
         plan: Plan | None,
         output: OutputPlan,
+        sidecars: Mapping[str, bytes],
         store: Store,
         link: CatalogLink,
         settings: MergeSettings,
@@ -256,6 +259,7 @@ class _Run:
         self._inputs = inputs
         self._plan = plan
         self._output = output
+        self._sidecars = sidecars
         self._store = store
         self._link = link
         self._settings = settings
@@ -304,9 +308,7 @@ class _Run:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
         unfinished = self._manifest(directory, result, ids, progress, record_of(BLOCKS_NAME, blocks))
-        small_files = self._settings.small_files.of(
-            sidecar_contents(self._inputs, self._store, unfinished), self._inputs
-        )
+        small_files = self._settings.small_files.of(sidecar_contents(self._sidecars, unfinished), self._inputs)
         contents = {**small_files, **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)

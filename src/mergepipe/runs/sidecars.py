@@ -95,10 +95,9 @@ class SmallFileChoice:
 EVERY_SMALL_FILE = SmallFileChoice()
 
 
-def sidecar_contents(inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
-    """Return every small file but the manifest and the index, by name."""
-    small = {CARD_NAME: model_card(manifest), MERGEKIT_CONFIG_NAME: manifest.recipe.encode()}
-    return {**planned_sidecars(inputs, store), **small}
+def sidecar_contents(planned: Mapping[str, bytes], manifest: Manifest) -> dict[str, bytes]:
+    """Add the files made from the manifest to the `planned` small files; the manifest and the index are not in it."""
+    return {**planned, CARD_NAME: model_card(manifest), MERGEKIT_CONFIG_NAME: manifest.recipe.encode()}
 
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:
@@ -108,11 +107,6 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
     for layers in inputs.resolution.layer_counts:
         config = with_layers(config, layers, where=inputs.base.root / CONFIG_NAME)
     return config
-
-
-def sidecar_bytes(inputs: Inputs, store: Store) -> int:
-    """Estimate the bytes of the small files of a merge, manifest and tables excluded."""
-    return sum(map(len, planned_sidecars(inputs, store).values()))
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
