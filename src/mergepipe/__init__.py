@@ -166,6 +166,9 @@ def __getattr__(name: str) -> object:
         return import_module(f"mergepipe.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'mergepipe' has no attribute {name!r}")
+    from mergepipe.core.platforms import check_platform
+
+    check_platform()
     home = _OTHER_HOMES.get(name, "reports" if name in _REPORTS else "api")
     return getattr(import_module(f"mergepipe.{home}"), name)
 

@@ -14,6 +14,7 @@ import pytest
 from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
 from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.cli.render.json import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.planning.plan_json import parse_plan
@@ -514,7 +515,7 @@ def test_sweep__measures_each_budget_beside_random(work: Workplace, run: Runner)
     assert errors[5] == 0
     assert all(point["expert_bytes"] <= point["planned_bytes"] for point in found["points"])
     assert work.names() == before | {"home"}
-    assert run("ls", "--json").json() == {"snapshots": []}
+    assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
 
 
 def test_sweep__prints_a_table_and_says_what_errors_are_taken_from(work: Workplace, run: Runner) -> None:

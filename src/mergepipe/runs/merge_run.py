@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -61,6 +60,7 @@ from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.system_calls import peak_memory_bytes
 
 SIDECAR_MARGIN_BYTES = 16 << 20
 
@@ -451,5 +451,5 @@ class _Run:
             notices=(*self._link.notices, *self._budget_notices()),
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.recipe_notices,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=peak_memory_bytes(),
         )

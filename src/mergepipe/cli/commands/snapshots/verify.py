@@ -61,9 +61,9 @@ def verify(
             on_progress=on_progress,
         )
     if printing.as_json:
-        from mergepipe.cli.render.json import to_json
+        from mergepipe.cli.render.json import report_json
 
-        print(to_json({"is_sound": report.is_sound, "report": report}))
+        print(report_json({"is_sound": report.is_sound, "report": report}))
     elif not printing.quiet or not report.is_sound:
         from mergepipe.cli.render.snapshots import verify_table
 
