@@ -437,8 +437,8 @@ class SnapshotReport(Displayed):
 class Damage:
     """One thing that is wrong with a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
 
-    `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`. The file
-    of a block that an overlay takes from its base is an absolute path.
+    `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`, of a
+    packed expert `pack`. The file of a block that an overlay takes from its base is an absolute path.
     """
 
     kind: str
@@ -456,7 +456,7 @@ class VerifyReport(Displayed):
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
 
-    path: Path
+    path: Path | Location
     sid: str
     files: int
     tensors: int

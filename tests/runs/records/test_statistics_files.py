@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reuse_cases import RECIPES, Bench, make_bench
 
 import mergepipe
 from mergepipe import api
@@ -17,6 +16,7 @@ from mergepipe.errors import CorruptError
 from mergepipe.options import PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.hub_server import HubServer, hub_server
+from support.reuse_cases import RECIPES, Bench, make_bench
 
 NAMES = ("base", "expert1", "expert2")
 RECIPE = RECIPES["ties"]
