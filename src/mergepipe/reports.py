@@ -129,11 +129,16 @@ class MergeReport(Displayed):
         return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
 
 
+IMPORTED_STATISTICS: Final = "imported statistics"
+"""Stands for the model elsewhere where a file of statistics told of its content."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
 
-    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used.
+    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used; `imported statistics`
+    where a file told of it.
     """
 
     model: str
