@@ -106,7 +106,7 @@ def test_analyze__carries_statistics_to_another_home(work: Workplace, run: Runne
 
 
 @pytest.mark.parametrize(("given", "missing"), [((), "BASE"), (("base",), "EXPERT...")])
-def test_analyze__names_an_argument_that_is_missing(work: Workplace, run: Runner, given: Any, missing: str) -> None:
+def test_analyze__names_an_argument_that_is_missing(run: Runner, given: tuple[str, ...], missing: str) -> None:
     ran = run("analyze", *given)
     assert ran.exit_code == 2
     assert any(f"Missing argument '{missing}'" in line for line in ran.error_lines)

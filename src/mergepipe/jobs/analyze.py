@@ -78,25 +78,27 @@ def run_analysis(
         imported = None if request.import_from is None else import_statistics(catalog, store, request.import_from)
         recogniser = Recogniser(catalog, link, store, engine.threads, report_progress)
         recognised = recogniser.recognise(
-            catalog.with_known_digests(base_checkpoint), [catalog.with_known_digests(each) for each in checkpoints]
+            catalog.with_known_digests(base_checkpoint),
+            [catalog.with_known_digests(c) for c in checkpoints],
         )
         base_checkpoint, checkpoints = recognised.base, list(recognised.experts)
         base_row = catalog.register_model(base_checkpoint)
-        subjects = [_subject(catalog, base_checkpoint, base_row, each, request) for each in checkpoints]
+        subjects = [_subject(catalog, base_checkpoint, base_row, checkpoint, request) for checkpoint in checkpoints]
         evidence = Evidence.PROBE if request.probe_fraction else Evidence.EXACT
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=request.probe_fraction > 0)
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
-        candidates = [PackCandidate(str(path), each) for path, each in zip(request.experts, checkpoints, strict=True)]
+        candidates = [PackCandidate(str(path), c) for path, c in zip(request.experts, checkpoints, strict=True)]
         pack_request = request_packs(base_checkpoint, candidates, tasks, request.pack)
 
         report_progress(refusal_notices(pack_request))
-        everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
-        opening = open_files(store, files_of(everything), (base_checkpoint, *checkpoints))
+        inputs = (base_checkpoint, *checkpoints)
+        tensors = (tensor for checkpoint in inputs for tensor in checkpoint.tensors.values())
+        opening = open_files(store, files_of(tensors), inputs)
         with pack_request.open_packer(engine.threads, report_progress) as packer, opening as files:
-            for checkpoint in (base_checkpoint, *checkpoints):
+            for checkpoint in inputs:
                 known_content_id(link, checkpoint, files)
             read_whole = () if request.probe_fraction else tasks
             digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
@@ -104,7 +106,7 @@ def run_analysis(
                 tap = None if request.probe_fraction else digests.beside(packer.tap)
                 work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
                 observer = Observer(lambda _: report_progress(), recorder.take, tap)
-                analysis.run_analysis(work, files, engine, observer)
+                analysis.run_analysis(work, files, store, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
             packer.finish()

@@ -73,7 +73,7 @@ class Inputs:
     @property
     def recipe_text(self) -> str:
         """The documents that this merge depends on as YAML, each after those it needs."""
-        texts = [text for each in self.intermediates.values() for text in each.inputs.recipe_text.split(DOCUMENT_MARK)]
+        texts = [text for made in self.intermediates.values() for text in made.inputs.recipe_text.split(DOCUMENT_MARK)]
         return DOCUMENT_MARK.join(dict.fromkeys((*texts, self.recipe.source_text)))
 
     def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
@@ -84,7 +84,7 @@ class Inputs:
             if made is None:
                 yield self.role(index), model, checkpoint
             else:
-                yield from ((self.role(index), leaf, found) for _, leaf, found in made.inputs.leaves())
+                yield from ((self.role(index), leaf, source) for _, leaf, source in made.inputs.leaves())
 
     @property
     def base(self) -> Checkpoint:
@@ -99,7 +99,7 @@ class Inputs:
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""
         models = self.recipe.inputs()
-        lost = {each.model: each.n_tokens for each in self.alignment.dropped} if self.alignment else {}
+        lost = {dropped.model: dropped.n_tokens for dropped in self.alignment.dropped} if self.alignment else {}
         for task in (task for task in self.resolution.tasks if embedding_ending(task.name)):
             for model in dict.fromkeys((task.base_model, *task.expert_models)):
                 stored = self.checkpoints[model].tensors.get(task.name)
@@ -219,7 +219,7 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
-    is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.inputs) for each in tensors.values()))
+    is_staged = not (lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values()))
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base
@@ -227,8 +227,8 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
 
 
 def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
-    own = task.parameters
-    inputs = OperatorInput(own.globals, own.anchor, own.experts, task.base.n_elements, (), shape=task.shape)
+    stated = task.parameters
+    inputs = OperatorInput(stated.globals, stated.anchor, stated.experts, task.base.n_elements, (), shape=task.shape)
     return MergedTensor(task, operator_name, inputs)
 
 

@@ -64,15 +64,15 @@ class Recogniser:
             rows = self._candidates(expert)
             if len(base_rows) + len(rows) == 2:
                 continue  # neither looks like another one
-            own = set(self.catalog.evidence(rows[0], base_rows[0]))
-            pair = next((pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - own), None)
+            known = set(self.catalog.evidence(rows[0], base_rows[0]))
+            pair = next((pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - known), None)
             if pair is None:
                 continue
             base = self._digested(base) if pair[1] is not base_rows[0] else base
             checked[index] = self._digested(expert) if pair[0] is not rows[0] else expert
             base_rows = self._candidates(base)
-            found = self.catalog.register_model(checked[index]).content_digest
-            if pair[0] is not rows[0] and found == pair[0].content_digest:
+            content_digest = self.catalog.register_model(checked[index]).content_digest
+            if pair[0] is not rows[0] and content_digest == pair[0].content_digest:
                 twins[index] = IMPORTED_STATISTICS if is_transferred(pair[0]) else str(pair[0].path)
         return Recognised(base, tuple(checked), twins)
 
