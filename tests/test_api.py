@@ -89,7 +89,7 @@ CALLS = {
     "show": ("snapshot", "home"),
     "lineage": ("snapshot", "home"),
     "diff": ("a b", "reads_tensors home on_progress"),
-    "verify": ("snapshot", "deep_fraction options on_progress"),
+    "verify": ("snapshot", "deep_fraction base options on_progress"),
     "repair": ("snapshot", "options on_progress"),
     "replay": ("snapshot out", "force options on_progress"),
     "materialise": ("overlay out", "base force options on_progress"),

@@ -28,6 +28,7 @@ from mergepipe.options import (
     block_elements_of,
     catalog_home,
     engine_options,
+    folder_of_packs,
     home_of,
     needed_home,
     threads_of,
@@ -187,7 +188,7 @@ def analyze(
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction=probe_fraction,
-        pack=None if pack is None else Path(pack),
+        pack=None if pack is None else folder_of_packs(pack),
         import_from=None if import_from is None else Location.of(import_from),
         export_to=None if export_to is None else Path(export_to),
     )
@@ -388,7 +389,7 @@ def pack(
 
     paths = [Location.of(expert) for expert in experts]
     return pack_experts(
-        Location.of(base), paths, Path(out), replaces=replace, threads=n_threads, on_progress=on_progress
+        Location.of(base), paths, folder_of_packs(out), replaces=replace, threads=n_threads, on_progress=on_progress
     )
 
 
@@ -477,14 +478,18 @@ def verify(
     snapshot: str | Path,
     *,
     deep_fraction: float = 0.0,
+    base: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """Read a whole snapshot and compare every block, digest and file with its manifest; damage is in the report.
 
+    A packed expert is decoded, and every block compared with the digest of the original.
+
     Args:
         snapshot: its directory, its sid, or first digits of it.
         deep_fraction: make tensors with this share of the bytes again from the inputs and compare.
+        base: where the base of a packed expert is now, if not where it was.
         options: threads, memory, the catalog's home, where sids are looked up.
 
     Raises:
@@ -494,6 +499,14 @@ def verify(
     options = options or RunOptions()
     if not 0.0 <= deep_fraction <= 1.0:
         raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
+    pack = _pack_location(snapshot)
+    if pack is not None:
+        from mergepipe.jobs.unpack import verify_pack
+
+        place, threads = None if base is None else Location.of(base), threads_of(options.threads)
+        return verify_pack(pack, base=place, threads=threads, started=started, on_progress=on_progress)
+    if base is not None:
+        raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot
 
     engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
@@ -621,6 +634,15 @@ def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.runs.snapshots import find_snapshot_path
 
     return find_snapshot_path(str(snapshot), home_of(home))
+
+
+def _pack_location(snapshot: str | Path) -> Location | None:
+    """Return where a packed expert is; None if it is something else."""
+    from mergepipe.deltastore.header import is_store
+    from mergepipe.storage.stores import Stores
+
+    location, store = Location.of(snapshot), Stores()
+    return location if is_store(store, location) else None
 
 
 def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:

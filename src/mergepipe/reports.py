@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
@@ -129,11 +130,16 @@ class MergeReport(Displayed):
         return (self.read_bytes + self.output_bytes) / max(self.seconds, 1e-9)
 
 
+IMPORTED_STATISTICS: Final = "imported statistics"
+"""Stands for the model elsewhere where a file of statistics told of its content."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.
 
-    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used.
+    `same_as` is the model elsewhere that it proved to be equal to, and whose statistics are used; `imported statistics`
+    where a file told of it.
     """
 
     model: str
@@ -437,8 +443,8 @@ class SnapshotReport(Displayed):
 class Damage:
     """One damaged range of a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
 
-    `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`. The file
-    of a block that an overlay takes from its base is an absolute path.
+    `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`, of a
+    packed expert `pack`. The file of a block that an overlay takes from its base is an absolute path.
     """
 
     kind: str
@@ -456,7 +462,7 @@ class VerifyReport(Displayed):
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
 
-    path: Path
+    path: Path | Location
     sid: str
     files: int
     tensors: int

@@ -95,6 +95,24 @@ def test_analyze__home_says_where(work: Workplace, run: Runner, home: Path) -> N
     assert not home.exists()
 
 
+def test_analyze__carries_statistics_to_another_home(work: Workplace, run: Runner) -> None:
+    file, other = work.root / "mergepipe.stats", work.root / "other"
+    exported = run("analyze", work.family.base, *work.family.experts, "--export", file, "--json").json()["exported"]
+    assert (exported["pairs"], exported["file_bytes"]) == (2, file.stat().st_size)
+    imported = run("analyze", "--import", file, "--home", other, "--json").json()
+    assert (imported["pairs"], imported["new_tensors"]) == (2, exported["tensors"])
+    ran = run("analyze", work.family.base, *work.family.experts, "--import", file, "--home", other)
+    assert {"imported", "statistics"} <= labels(ran.out)
+    assert "known by content: imported statistics are used" in " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(("given", "missing"), [((), "BASE"), (("base",), "EXPERT...")])
+def test_analyze__names_an_argument_that_is_missing(run: Runner, given: tuple[str, ...], missing: str) -> None:
+    ran = run("analyze", *given)
+    assert ran.exit_code == 2
+    assert any(f"Missing argument '{missing}'" in line for line in ran.error_lines)
+
+
 @pytest.mark.parametrize("share", ["1%", "0.01"])
 def test_analyze__a_probe_reads_less(work: Workplace, run: Runner, share: str) -> None:
     ran = run("analyze", work.family.base, *work.family.experts, "--probe", share, "--json").json()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mergepipe.catalog import contents, models, snapshots, statistics_transfer, tensor_statistics
+from mergepipe.catalog.contents import FileDigest
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database
 from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
 from mergepipe.catalog.rows import (
@@ -136,6 +137,16 @@ class Catalog:
         """Remove models with all their statistics; return how many there were."""
         with self._database.write_transaction() as connection:
             return models.forget(connection, rows)
+
+    def gone_digests(self) -> tuple[FileDigest, ...]:
+        """Return the digests of files of this machine that are gone or changed, and that no snapshot was made from."""
+        with self._database.read_transaction() as connection:
+            return models.gone_digests(connection, self._store)
+
+    def forget_digests(self, digests: Iterable[FileDigest]) -> None:
+        """Forget the digests of files."""
+        with self._database.write_transaction() as connection:
+            contents.forget_digests(connection, digests)
 
     @staticmethod
     def _share(connection: sqlite3.Connection, model: ModelRow, digest: str) -> None:

@@ -24,7 +24,7 @@ from mergepipe.runs.inputs.opened import open_path
 from mergepipe.runs.packing.request import PackCandidate, refusal_notices, request_packs
 from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
 from mergepipe.runs.records.known_content import DigestTap, Recogniser, complete_digests
-from mergepipe.runs.statistics_files import export_statistics, import_statistics
+from mergepipe.runs.records.statistics_files import export_statistics, import_statistics
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

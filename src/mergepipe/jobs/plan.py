@@ -39,11 +39,11 @@ from mergepipe.runs.inputs.opened import (
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packing.indices import find_unread
 from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.records.statistics_files import StatisticsBeside
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
-from mergepipe.runs.statistics_files import StatisticsBeside
 from mergepipe.runs.stored_plan import plan_key, stored_plan
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store

@@ -10,6 +10,7 @@ from mergepipe.cli.render.layout import Fact, facts_text
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import (
+    IMPORTED_STATISTICS,
     AnalyzedExpert,
     AnalyzeReport,
     CheckReport,
@@ -106,7 +107,8 @@ def _analyzed_text(expert: AnalyzedExpert) -> str:
     known = expert.comparable_tensors - expert.analyzed_tensors
     parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
     if expert.same_as is not None:
-        parts.append(f"known by content: statistics of {expert.same_as} are used")
+        source = expert.same_as if expert.same_as == IMPORTED_STATISTICS else f"statistics of {expert.same_as}"
+        parts.append(f"known by content: {source} are used")
     if expert.incomparable:
         parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
     return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"

@@ -30,7 +30,7 @@ from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Re
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
 from mergepipe.runs.inputs.models import open_model
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.statistics_files import StatisticsBeside
+from mergepipe.runs.records.statistics_files import StatisticsBeside
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 

@@ -19,6 +19,7 @@ from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAIT
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask
+from mergepipe.reports import IMPORTED_STATISTICS
 from mergepipe.runs.records.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
@@ -72,7 +73,7 @@ class Recogniser:
             base_rows = self._candidates(base)
             content_digest = self.catalog.register_model(checked[index]).content_digest
             if pair[0] is not rows[0] and content_digest == pair[0].content_digest:
-                twins[index] = "imported statistics" if is_transferred(pair[0]) else str(pair[0].path)
+                twins[index] = IMPORTED_STATISTICS if is_transferred(pair[0]) else str(pair[0].path)
         return Recognised(base, tuple(checked), twins)
 
     def _candidates(self, checkpoint: Checkpoint) -> tuple[ModelRow, ...]:

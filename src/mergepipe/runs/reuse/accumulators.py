@@ -283,6 +283,7 @@ class KeptTotals:
         first = min(entry.offset for entry in self.entries.values())
         file = PlacedFile(0, self.path.name, self.store.size_bytes(self.path), first, tensors)
         layout = SnapshotLayout((file,), self.table.block_elements)
+        # a store of its own: what a scan reads is charged as analysis, which a budget counts, and this is reuse
         scan = scan_snapshot(Stores(), self.path.parent, layout, threads, lambda _: None)
         ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
         expected = dict(zip(self.entries, self.table.tensors, strict=True))
