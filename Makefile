@@ -5,6 +5,8 @@ VENV := .venv
 PEER_VENV := .venv-peer
 TRAIN_VENV := .venv-train
 WHEEL_VENV := .venv-wheel
+PYTHONS := 3.11 3.12 3.13 3.14
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -33,14 +35,15 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
 	@echo "make test        install what tests need (torch and transformers too), run them"
 	@echo "make test-peers  compare with mergekit, in an environment of its own"
 	@echo "make test-slow   the long proofs that need nothing but this environment"
-	@echo "make test-wheel  every command of the built wheel once, in an environment with nothing else"
+	@echo "make test-wheel  the source archive, and every command of the wheel built from it, in an environment with nothing else"
+	@echo "make test-pythons  the same with every installed Python from 3.11 on"
 	@echo "make test-benchmarks  the benchmarks, in small"
 	@echo "make test-faults crashes at every operation, power loss, many processes at once"
 	@echo "make test-fuzz   a million damaged inputs of every format"
@@ -77,6 +80,11 @@ $(VENV)/.test: $(VENV)/.package $(VENV)/.torch
 $(VENV)/.lint: $(VENV)/.package
 	@echo "installing ruff and mypy into $(VENV)"
 	@$(PIP) -e ".[test,lint]"
+	@touch $@
+
+$(VENV)/.build: $(VENV)/.made
+	@echo "installing build into $(VENV)"
+	@$(PIP) "build>=1.2"
 	@touch $@
 
 $(PEER_VENV)/.peer: requirements/peer.txt
@@ -118,14 +126,31 @@ test-slow: $(VENV)/.test
 test-benchmarks: $(VENV)/.test
 	$(PYTEST) -n 2 -m slow tests/benchmarks
 
-# The wheel alone: built here, installed with what it requires and nothing more.
-test-wheel: $(VENV)/.package
+# The wheel alone: built from the source archive, installed with what it requires and nothing more.
+test-wheel: build/wheel/.made
+	@$(MAKE) --no-print-directory check-wheel
+
+# The same with every Python of the machine that the package may run on.
+test-pythons: build/wheel/.made
+	@for version in $(PYTHONS); do \
+		python=$$(ls $(PYENV)/versions/$$version.*/bin/python$$version 2>/dev/null | tail -1); \
+		python=$${python:-python$$version}; \
+		$$python --version >/dev/null 2>&1 || { echo "python$$version is not installed: not tested"; continue; }; \
+		$(MAKE) --no-print-directory check-wheel PYTHON=$$python WHEEL_VENV=$(WHEEL_VENV)-$$version || exit 1; \
+	done
+
+check-wheel:
 	$(call MAKE_VENV,$(WHEEL_VENV))
-	@rm -rf build/wheel
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps build/wheel/*.whl
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/*.whl
 	PYTHONPATH=tests $(WHEEL_VENV)/bin/python tests/wheel/every_command.py
+
+build/wheel/.made: $(VENV)/.build FORCE
+	@rm -rf build/wheel
+	@$(BIN)/python -m build --sdist --outdir build/wheel . >/dev/null
+	@$(BIN)/python tests/wheel/source_archive.py build/wheel/mergepipe-*.tar.gz
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel build/wheel/mergepipe-*.tar.gz
+	@touch $@
 
 test-peers: $(VENV)/.test $(PEER_VENV)/.peer
 	MERGEPIPE_REQUIRE_PEERS=1 $(PYTEST) -m peer tests/peer
@@ -160,5 +185,5 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(DOCS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
 """The demonstration behind `make demo`: a small family, merged three ways by the command line, and one table."""
 
 from __future__ import annotations
-from mergepipe.storage.location import Location
 
 import json
 import subprocess
@@ -19,6 +18,7 @@ from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.units import format_bytes, format_rate, format_seconds
 from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.families import DEMO, FamilyPaths, family_paths, write_family
 
 N_EXPERTS = 3

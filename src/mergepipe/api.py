@@ -1,6 +1,7 @@
 """The public calls: each checks its arguments, runs one job, and returns a report.
 
-Making models: `check`, `merge`; under a budget `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Making models: `check`, `merge`.
+Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 Packing experts: `pack`, `unpack`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
@@ -27,6 +28,7 @@ from mergepipe.options import (
     block_elements_of,
     catalog_home,
     engine_options,
+    folder_of_packs,
     home_of,
     needed_home,
     threads_of,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         CheckReport,
         Explanation,
         GcReport,
+        ImportedStatistics,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -141,6 +144,8 @@ def analyze(
     densities: Sequence[float] = (),
     block_elements: int | None = None,
     pack: str | Path | None = None,
+    import_from: str | Path | None = None,
+    export_to: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
@@ -154,6 +159,10 @@ def analyze(
         block_elements: elements of a block; default 256 Ki.
         pack: pack the experts that are read in full into this directory on the way; see `MergeOptions`. Not with a
             probe.
+        import_from: first take in the statistics of this file, as `import_statistics` does; models that look like those
+            it tells of are read once for their digests.
+        export_to: write what is known of the experts to this file, for other machines; see `import_statistics`.
+            Models of unknown digest are read once more for it.
         options: threads, memory, the catalog's home.
         on_progress: see `merge`.
 
@@ -179,9 +188,29 @@ def analyze(
         block_elements=block_elements_of(block_elements),
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction=probe_fraction,
-        pack=None if pack is None else Path(pack),
+        pack=None if pack is None else folder_of_packs(pack),
+        import_from=None if import_from is None else Location.of(import_from),
+        export_to=None if export_to is None else Path(export_to),
     )
     return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
+
+
+def import_statistics(file: str | Path, *, home: str | Path | None = None) -> ImportedStatistics:
+    """Record the statistics that `analyze` exported elsewhere, for whichever models have the same content.
+
+    Nothing is read of models: one whose digest is not known yet is recognised by the next `analyze`. What is recorded
+    is used like an analysis of one's own: import files of people whom you trust with the result.
+
+    Args:
+        file: a path, or a location in a store.
+        home: the catalog's home.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was recorded.
+    """
+    from mergepipe.jobs.analyze import import_file
+
+    return import_file(Location.of(file), home_of(home))
 
 
 def plan(
@@ -258,8 +287,9 @@ def run(
     from mergepipe.jobs.plan import read_plan, run_plan
     from mergepipe.planning.plan import Plan as PlanValue
     from mergepipe.runs.settings import run_settings
+    from mergepipe.storage.stores import Stores
 
-    value = plan if isinstance(plan, PlanValue) else read_plan(Location.of(plan))
+    value = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
     settings = run_settings(options or RunOptions(), value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
 
@@ -359,7 +389,7 @@ def pack(
 
     paths = [Location.of(expert) for expert in experts]
     return pack_experts(
-        Location.of(base), paths, Path(out), replaces=replace, threads=n_threads, on_progress=on_progress
+        Location.of(base), paths, folder_of_packs(out), replaces=replace, threads=n_threads, on_progress=on_progress
     )
 
 
@@ -448,14 +478,18 @@ def verify(
     snapshot: str | Path,
     *,
     deep_fraction: float = 0.0,
+    base: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """Read a whole snapshot and compare every block, digest and file with its manifest; damage is in the report.
 
+    A packed expert is decoded, and every block compared with the digest of the original.
+
     Args:
         snapshot: its directory, its sid, or first digits of it.
         deep_fraction: make tensors with this share of the bytes again from the inputs and compare.
+        base: where the base of a packed expert is now, if not where it was.
         options: threads, memory, the catalog's home, where sids are looked up.
 
     Raises:
@@ -465,6 +499,14 @@ def verify(
     options = options or RunOptions()
     if not 0.0 <= deep_fraction <= 1.0:
         raise LimitError.of("option.sample", "--sample", f"{deep_fraction:g} was given", "give a share from 0 to 1")
+    pack = _pack_location(snapshot)
+    if pack is not None:
+        from mergepipe.jobs.unpack import verify_pack
+
+        place, threads = None if base is None else Location.of(base), threads_of(options.threads)
+        return verify_pack(pack, base=place, threads=threads, started=started, on_progress=on_progress)
+    if base is not None:
+        raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot
 
     engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
@@ -592,6 +634,15 @@ def _snapshot_path(snapshot: str | Path, home: str | Path | None) -> Path:
     from mergepipe.runs.snapshots import find_snapshot_path
 
     return find_snapshot_path(str(snapshot), home_of(home))
+
+
+def _pack_location(snapshot: str | Path) -> Location | None:
+    """Return where a packed expert is; None if it is something else."""
+    from mergepipe.deltastore.header import is_store
+    from mergepipe.storage.stores import Stores
+
+    location, store = Location.of(snapshot), Stores()
+    return location if is_store(store, location) else None
 
 
 def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:

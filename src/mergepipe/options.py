@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mergepipe.core.bounds import positive, shown_number
-from mergepipe.errors import LimitError, RecipeError, did_you_mean
+from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Price
 from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 
@@ -168,7 +169,7 @@ class MergeOptions(_CommonOptions):
     @property
     def pack_path(self) -> Path | None:
         """Where experts are packed, if they are."""
-        return None if self.pack is None else Path(self.pack)
+        return None if self.pack is None else folder_of_packs(self.pack)
 
 
 def default_memory_bytes() -> int:
@@ -291,3 +292,16 @@ def _refuse_with_overlay(given: dict[str, bool]) -> None:
     for option in (option for option, is_given in given.items() if is_given):
         message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
         raise RecipeError.of("option.pair", option, message, "merge without --overlay")
+
+
+def folder_of_packs(place: str | Path) -> Path:
+    """Return the folder of this machine that experts are packed into.
+
+    Raises:
+        UnsupportedError: `pack.remote`, the place is in a store.
+    """
+    location = Location.of(place)
+    if not location.is_local:
+        hint = "pack into a folder, then copy the stores there, each one's mergepipe-store.json last"
+        raise UnsupportedError.of("pack.remote", location, "packed experts are written to this machine only", hint)
+    return location.local_path

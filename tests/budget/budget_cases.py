@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mergepipe import api as session
+from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, GRAIN, TensorPlanOf, forget_statistics, make_budget_models
@@ -101,3 +102,13 @@ def make_setting(
     family = write_family(folder / "models", make_budget_models(len(case.weights), seed, plans), layout)
     recipe = write_recipe(folder / "recipe.yml", case, family, out_dtype)
     return Setting(folder, case, family, recipe, folder / "home")
+
+
+def useful_plan(make_plan: Callable[[], Plan]) -> Plan | None:
+    """Make a plan; None where the budget holds no block or index at all, which is refused."""
+    try:
+        return make_plan()
+    except LimitError as error:
+        if error.code not in ("plan.budget-useless", "plan.budget-index"):
+            raise
+        return None

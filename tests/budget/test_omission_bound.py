@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from budget_cases import CASES, POLICIES, Setting, make_setting
+from budget_cases import CASES, POLICIES, Setting, make_setting, useful_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,4 +126,6 @@ def test_omission_bound__of_any_family_is_never_smaller_than_the_error(
             Path(folder), case[0], plans=plans, seed=data.draw(st.integers(0, 999)), out_dtype="float32"
         )
         setting.analyze()
-        check_bound(setting, setting.plan(f"{share}%", policy, on_omit=case[1]), "out")
+        plan = useful_plan(lambda: setting.plan(f"{share}%", policy, on_omit=case[1]))
+        if plan is not None:
+            check_bound(setting, plan, "out")

@@ -240,7 +240,8 @@ def _content(home: Path) -> str:
 def test_catalog__that_is_locked_stops_plans_but_not_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = make_setting(tmp_path, CASES["linear"])
     setting.analyze()
-    monkeypatch.setattr("mergepipe.catalog.catalog.Catalog.open.__func__.__kwdefaults__", {"timeout_seconds": 0.1})
+    defaults = "mergepipe.catalog.catalog.Catalog.open.__func__.__kwdefaults__"
+    monkeypatch.setattr(defaults, {"store": None, "timeout_seconds": 0.1})
     with closing(sqlite3.connect(setting.home / CATALOG_NAME, isolation_level=None)) as holder:
         holder.execute("PRAGMA locking_mode = EXCLUSIVE")
         holder.execute("BEGIN EXCLUSIVE")

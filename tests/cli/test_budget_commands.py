@@ -14,6 +14,7 @@ import pytest
 from command_line import Ran, Runner, Workplace, file_bytes, make_workplace
 
 from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.cli.render.json import REPORT_FORMAT
 from mergepipe.options import SWEEP_BUDGETS, PlanOptions
 from mergepipe.planning.choices import OnOmit, Policy
 from mergepipe.planning.plan_json import parse_plan
@@ -92,6 +93,24 @@ def test_analyze__home_says_where(work: Workplace, run: Runner, home: Path) -> N
     assert run("analyze", work.family.base, work.family.experts[0], "--home", other, "-q").exit_code == 0
     assert (other / CATALOG_NAME).is_file()
     assert not home.exists()
+
+
+def test_analyze__carries_statistics_to_another_home(work: Workplace, run: Runner) -> None:
+    file, other = work.root / "mergepipe.stats", work.root / "other"
+    exported = run("analyze", work.family.base, *work.family.experts, "--export", file, "--json").json()["exported"]
+    assert (exported["pairs"], exported["file_bytes"]) == (2, file.stat().st_size)
+    imported = run("analyze", "--import", file, "--home", other, "--json").json()
+    assert (imported["pairs"], imported["new_tensors"]) == (2, exported["tensors"])
+    ran = run("analyze", work.family.base, *work.family.experts, "--import", file, "--home", other)
+    assert {"imported", "statistics"} <= labels(ran.out)
+    assert "known by content: imported statistics are used" in " ".join(ran.out.split())
+
+
+@pytest.mark.parametrize(("given", "missing"), [((), "BASE"), (("base",), "EXPERT...")])
+def test_analyze__names_an_argument_that_is_missing(run: Runner, given: tuple[str, ...], missing: str) -> None:
+    ran = run("analyze", *given)
+    assert ran.exit_code == 2
+    assert any(f"Missing argument '{missing}'" in line for line in ran.error_lines)
 
 
 @pytest.mark.parametrize("share", ["1%", "0.01"])
@@ -514,7 +533,7 @@ def test_sweep__measures_each_budget_beside_random(work: Workplace, run: Runner)
     assert errors[5] == 0
     assert all(point["expert_bytes"] <= point["planned_bytes"] for point in found["points"])
     assert work.names() == before | {"home"}
-    assert run("ls", "--json").json() == {"snapshots": []}
+    assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
 
 
 def test_sweep__prints_a_table_and_says_what_errors_are_taken_from(work: Workplace, run: Runner) -> None:

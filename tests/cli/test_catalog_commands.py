@@ -15,6 +15,7 @@ from command_line import Ran, Runner, Workplace, make_workplace
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.cli.render.json import REPORT_FORMAT
 
 NEEDING = [
     ("analyze", "family/base", "family/expert-1", "--quiet"),
@@ -61,7 +62,7 @@ def sid_of(out: Path) -> str:
 
 def test_ls__an_empty_home_stays_empty(work: Workplace, run: Runner) -> None:
     assert run("ls").out == "no snapshots\n"
-    assert run("ls", "--json").json() == {"snapshots": []}
+    assert run("ls", "--json").json() == {"format": REPORT_FORMAT, "snapshots": []}
     assert not (work.root / "home").exists()
 
 

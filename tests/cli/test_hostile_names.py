@@ -17,11 +17,15 @@ import yaml
 from command_line import Ran
 from safetensors.numpy import save_file
 
+from mergepipe import cli
 from mergepipe.cli import main
+from mergepipe.cli.render.json import REPORT_FORMAT
 from mergepipe.cli.render.sweep_page import sweep_page
+from mergepipe.planning.plan import PLAN_FORMAT
 from mergepipe.reports import SweepPoint, SweepReport
 from mergepipe.storage.location import Location
 
+CLI = Path(cli.__file__).parent
 NASTY = "\u202ex\u2028y\x1b[31mz\nINJECTED|`<b>&\x85[bold]\u2066"
 FOLDER = "expert\u202ex\u2028y\nINJECTED|`<b>&\x85[bold]\u2066"  # recipes hold no other control characters
 TENSOR = "layers.\u202e0\u2028x.<b>|`[bold]\u2066.weight"  # control characters are refused in headers
@@ -115,9 +119,20 @@ def test_outputs__succeed_or_fail_by_name(ran: dict[str, tuple[Ran, Ran]]) -> No
     assert failing == {"check-dropped": 5, "merge-dropped": 5, "missing": 3, "option": 2}
 
 
-def test_outputs__json_is_strict(ran: dict[str, tuple[Ran, Ran]]) -> None:
-    for name, (_, as_json) in ran.items():
-        assert isinstance(json.loads(as_json.out, cls=Strict), dict), name
+def test_outputs__json_is_strict_and_names_its_format_first(ran: dict[str, tuple[Ran, Ran]]) -> None:
+    documents = {name: json.loads(as_json.out, cls=Strict) for name, (_, as_json) in ran.items()}
+    assert documents.pop("plan")["format"] == PLAN_FORMAT
+    assert {next(iter(document.items())) for document in documents.values()} == {("format", REPORT_FORMAT)}
+
+
+def test_commands__print_json_through_the_one_function_that_names_the_format() -> None:
+    """So that what holds of the commands above holds of all: `plan` prints a file format, the page a script's text."""
+    users = {
+        str(path.relative_to(CLI))
+        for path in CLI.rglob("*.py")
+        if re.search(r"\b(json_line|json\.dumps)\b", path.read_text(encoding="utf-8"))
+    }
+    assert users == {"render/json.py", "commands/budgets/plan.py", "render/snapshots.py"}
 
 
 def test_model_card__front_matter_gives_the_names_back(ran: dict[str, tuple[Ran, Ran]], place: Path) -> None:

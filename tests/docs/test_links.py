@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *SITE]
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 
 
@@ -41,4 +42,4 @@ def test_links__that_lead_nowhere_are_found(tmp_path: Path) -> None:
 
 def test_site__lists_every_page() -> None:
     listed = set(re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in SITE}

@@ -36,6 +36,8 @@ take:
   - {from: run/checkpoint-3, units: ["layers 0", embed]}
 """
 COMMANDS = """
+--version
+--completion bash
 check recipe.yml
 analyze family/base family/expert-1 family/expert-2
 merge recipe.yml merged
@@ -63,6 +65,10 @@ tailor check composition.yml
 tailor compose composition.yml composite
 tailor diff run/checkpoint-3 run/checkpoint-7
 verify composite
+""".strip()
+MERGEKIT_COMMANDS = """
+mergepipe-yaml --help
+mergepipe-yaml recipe.yml by-other-flags --allow-crimes
 """.strip()
 
 
@@ -96,15 +102,21 @@ def write_inputs(root: Path) -> None:
 
 
 def run_all(root: Path) -> Iterator[str]:
-    """Run every line; yield what went wrong."""
-    for line in COMMANDS.splitlines():
-        command = [sys.executable, "-m", "mergepipe", *line.split()]
+    """Run every line by the installed programs; yield what went wrong."""
+    for line in all_lines():
+        program, *arguments = line.split()
+        command = [str(Path(sys.executable).with_name(program)), *arguments]
         done = subprocess.run(
             command, cwd=root, capture_output=True, text=True, check=False, env={"MERGEPIPE_HOME": str(root / "home")}
         )
-        print(f"{done.returncode:3d}  mergepipe {line}", flush=True)
+        print(f"{done.returncode:3d}  {line}", flush=True)
         if done.returncode:
-            yield f"mergepipe {line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+            yield f"{line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def all_lines() -> list[str]:
+    """What is run, as it is typed in a shell."""
+    return [f"mergepipe {line}" for line in COMMANDS.splitlines()] + MERGEKIT_COMMANDS.splitlines()
 
 
 def main() -> int:
@@ -120,7 +132,7 @@ def main() -> int:
         write_inputs(Path(folder))
         problems += run_all(Path(folder))
     print(
-        "\n".join(problems) or f"{len(COMMANDS.splitlines())} commands passed",
+        "\n".join(problems) or f"{len(all_lines())} commands passed",
         file=sys.stderr if problems else sys.stdout,
     )
     return bool(problems)

@@ -13,6 +13,10 @@ _HEAD = """# Command line
 Every command has `--help`. Paths in a recipe are relative to the recipe. Errors are lines on standard error with a
 stable code in brackets ([errors](errors.md)), and the exit code tells their class.
 
+With `--json` a command prints one JSON object, on success and on failure (then with the key `error`). Its first field,
+`format`, is `REPORT_FORMAT`: the number grows when a field goes away or changes its meaning; new fields may come at any
+time. `plan --json` prints the plan itself ([its format](../internals/formats/plan.md)).
+
 """
 _DEFAULT = re.compile(r"\s*\[(default: .*|required)\]$")
 
@@ -20,10 +24,13 @@ _DEFAULT = re.compile(r"\s*\[(default: .*|required)\]$")
 def command_line_page() -> str:
     """Return the page, one section a command, in the order of `mergepipe --help`."""
     from mergepipe.cli.app import build_command
+    from mergepipe.cli.render.json import REPORT_FORMAT
 
     commands = list(_commands(build_command(), "mergepipe"))
     contents = [f"- [`{path}`](#{path.replace(' ', '-')}): {_summary(command)}" for path, command in commands]
-    return _HEAD + "\n".join([*contents, "", *(line for each in commands for line in _section(*each))])
+    return _HEAD.replace("REPORT_FORMAT", REPORT_FORMAT) + "\n".join(
+        [*contents, "", *(line for each in commands for line in _section(*each))]
+    )
 
 
 def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from mergepipe.catalog.contents import (
     FileDigest,
     add_content,
+    all_digests,
     content_of,
     content_with_digest,
     drop_unused,
@@ -24,7 +25,7 @@ from mergepipe.checkpoints.file_digests import content_digest, with_digests
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, StorageError, UnsupportedError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.contract import Store, is_file, is_folder
 from mergepipe.storage.location import Location
 from mergepipe.storage.places import resolved
 
@@ -69,7 +70,7 @@ def model_row(store: Store, checkpoint: Checkpoint, content_id: str | None) -> M
     path = location_text(store, checkpoint.path)
     files = tuple(sorted(checkpoint.files, key=lambda file: file.name))
     return ModelRow(
-        id=_model_id(path, files),
+        id=row_id(path, files),
         path=Location.parse(path),
         kind=_kind_of(store, checkpoint),
         content_id=content_id,
@@ -106,7 +107,8 @@ def _file_text(store: Store, checkpoint: Checkpoint, file: FileFingerprint) -> s
     return location_text(store, checkpoint.root / file.name)
 
 
-def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
+def row_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
+    """Digest a resolved path and what the files there look like, sorted by name."""
     return digest_of([path, [[f.name, f.size_bytes, f.version, f.header_digest] for f in files]])
 
 
@@ -120,7 +122,7 @@ def _kind_of(store: Store, checkpoint: Checkpoint) -> ModelKind:
 
 def has_its_id(model: ModelRow) -> bool:
     """Whether path and files digest to the id: false for a damaged row."""
-    return model.id == _model_id(str(model.path), model.files)
+    return model.id == row_id(str(model.path), model.files)
 
 
 def register(connection: sqlite3.Connection, model: ModelRow, digests: Iterable[FileDigest] = ()) -> ModelRow:
@@ -272,6 +274,28 @@ def staleness(store: Store, model: ModelRow) -> StaleModel | None:
         if (status.size_bytes, status.version) != (file.size_bytes, file.version):
             return StaleModel(model, Staleness.CHANGED)
     return None
+
+
+def gone_digests(connection: sqlite3.Connection, store: Store) -> tuple[FileDigest, ...]:
+    """Return the digests of local files that are gone or changed, and that no recorded snapshot was made from.
+
+    Those of a snapshot's inputs tell what its blocks were made from. Where the folder that held a model is not there
+    either, it may be on a disk that is not mounted: its digests are not returned.
+    """
+    paths = [Location.parse(str(path)) for (path,) in connection.execute("SELECT DISTINCT path FROM snapshot_inputs")]
+    inputs = {place for path in paths for place in (path, resolved(store, path))}
+    gone = []
+    for digest in all_digests(connection):
+        location = Location.parse(digest.location)
+        if (
+            location.is_local
+            and inputs.isdisjoint((location, *location.parents))
+            and is_folder(store, location.parent.parent)
+        ):
+            status = store.stat(location)
+            if status is None or (status.size_bytes, status.version) != (digest.size_bytes, digest.version):
+                gone.append(digest)
+    return tuple(gone)
 
 
 def check_rows(connection: sqlite3.Connection) -> None:

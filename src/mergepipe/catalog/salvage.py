@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mergepipe.catalog import models
@@ -16,6 +16,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.database import catalog_os_error
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import Evidence, ModelRow
+from mergepipe.catalog.statistics_transfer import is_transferred
 from mergepipe.catalog.tensor_statistics import PackedRow
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
@@ -28,12 +29,20 @@ class Salvage:
     """Sound index rows of the damaged catalog; contents and names by their primary keys.
 
     Of a content its id and one of its models are used; what it is known by elsewhere is not, for no checksum proves it.
+    Where it has no other model, that of an import tells its digest, which is part of the row's id.
     """
 
     contents: dict[int, tuple[str, ModelRow]] = field(default_factory=dict)
     pairs: dict[int, tuple[int, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     snapshot_paths: list[Path] = field(default_factory=list)
+
+    def add(self, key: int, content: str, model: ModelRow) -> None:
+        """Note a model of a content."""
+        if is_transferred(model):
+            self.contents.setdefault(key, (content, replace(model, content_digest=model.path.root)))
+        elif key not in self.contents or is_transferred(self.contents[key][1]):
+            self.contents[key] = (content, model)
 
 
 def salvage(damaged: Path, catalog: Catalog) -> tuple[int, tuple[Path, ...]]:
@@ -72,7 +81,7 @@ def _indexes(connection: sqlite3.Connection) -> Salvage:
         with contextlib.suppress(CorruptError):
             row = models.from_columns((model, path, kind, None, *rest, None))
             if models.has_its_id(row) and _key(content) in ids:
-                sound_rows.contents.setdefault(_key(content), (ids[_key(content)], row))
+                sound_rows.add(_key(content), ids[_key(content)], row)
     for pk, expert, base in _readable(connection, "pairs", "expert, base"):
         sound_rows.pairs[_key(pk)] = (_key(expert), _key(base))
     for pk, name in _readable(connection, "tensor_names", "name"):

@@ -76,21 +76,21 @@ def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection
         for tensor in tensors:
             homes.setdefault(tensor, []).append(shard)
     for tensor in sorted(weight_map.keys() | homes.keys()):
-        found, listed = homes.get(tensor, []), weight_map.get(tensor)
-        if found != [listed]:
-            yield _disagreement(tensor, listed, found)
+        homes_of_tensor, listed = homes.get(tensor, []), weight_map.get(tensor)
+        if homes_of_tensor != [listed]:
+            yield _disagreement(tensor, listed, homes_of_tensor)
 
 
-def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
+def _disagreement(tensor: str, listed: str | None, homes: list[str]) -> Problem:
     what = f"tensor {shown(tensor)}"
-    if len(found) > 1:
-        code, message = "tensor_twice", f"{what} is stored in {len(found)} shards: {names_shown(found)}"
+    if len(homes) > 1:
+        code, message = "tensor_twice", f"{what} is stored in {len(homes)} shards: {names_shown(homes)}"
     elif listed is None:
-        code, message = "tensor_unlisted", f"{what} is stored in {shown(found[0])}, but the index does not list it"
-    elif not found:
+        code, message = "tensor_unlisted", f"{what} is stored in {shown(homes[0])}, but the index does not list it"
+    elif not homes:
         code, message = "tensor_missing", f"{what} is listed in {shown(listed)}, which does not hold it"
     else:
-        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(found[0])}"
+        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(homes[0])}"
     return Problem(f"checkpoint.index.{code}", "", message)
 
 

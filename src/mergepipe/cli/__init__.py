@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mergepipe.core.platforms import check_platform
+from mergepipe.errors import UnsupportedError
+
 
 def mergekit_main(argv: Sequence[str] | None = None) -> int:
     """Run `mergepipe-yaml`, which takes the flags of mergekit-yaml, and return its exit code."""
@@ -19,6 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_program(program: str, argv: Sequence[str] | None) -> int:
+    try:
+        check_platform()
+    except UnsupportedError as error:
+        print(f"error: {error} [{error.code}]", file=sys.stderr)
+        return error.exit_code
     arguments = list(sys.argv[1:] if argv is None else argv)
     _occupy_standard_descriptors()
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
 from mergepipe.cli.render.terminal import coloured_failure
-from mergepipe.core.escaping import json_line, printable_lines
+from mergepipe.core.escaping import printable_lines
 from mergepipe.core.outcome import committed_places, published_error
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
 
@@ -56,7 +56,9 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str =
     if failure is not None:
         _write(sys.stderr, coloured_failure("".join(f"{line}\n" for line in failure.lines())))
         if "--json" in options:
-            printed.write(json_line(failure.to_json()) + "\n")
+            from mergepipe.cli.render.json import report_json
+
+            printed.write(report_json(failure.to_json()) + "\n")
     refusal = _write(sys.stdout, printed.getvalue())
     if refusal is not None:
         exit_code = _without_report(refusal, exit_code, is_committed=bool(committed))

@@ -22,9 +22,9 @@ def print_text(text: str) -> None:
 def print_report(report: Report, table: Callable[[Report], str], *, as_json: bool, quiet: bool = False) -> None:
     """Tell what was found or done: as JSON, as `table` shows it, or not at all."""
     if as_json:
-        from mergepipe.cli.render.json import to_json
+        from mergepipe.cli.render.json import report_json
 
-        print(to_json(report))
+        print(report_json(report))
     elif not quiet:
         print_text(table(report))
 

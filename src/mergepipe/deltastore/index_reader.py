@@ -38,8 +38,8 @@ def as_expert(store: Store, path: Location, nbytes: int) -> bytes:
         file.close()
 
 
-class StoreSide:
-    """The index of one store, read at most once, and what its size tells before. Safe to use from many threads.
+class StoreIndexReader:
+    """Reads the index of one store when first needed, once; its cost is known before. Safe to use from many threads.
 
     It pickles with its index: that is read and charged once, however many processes read the store's tensors.
 
@@ -69,7 +69,7 @@ class StoreSide:
         return _with_index, (self._root, self._header, dict(self._sizes), rows, self.granularity_bytes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreSide) and (self._root, self._header) == (other._root, other._header)
+        return isinstance(other, StoreIndexReader) and (self._root, self._header) == (other._root, other._header)
 
     def __hash__(self) -> int:
         return hash((self._root, self._header.index_blake3))
@@ -151,8 +151,8 @@ class StoreSide:
 
 def _with_index(
     root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
-) -> StoreSide:
+) -> StoreIndexReader:
     """Unpickle: the rows were checked when they were read."""
-    side = StoreSide(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
-    side.granularity_bytes = granularity_bytes
-    return side
+    reader = StoreIndexReader(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader.granularity_bytes = granularity_bytes
+    return reader

@@ -12,7 +12,7 @@ from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
 from mergepipe.runs.inputs.opened import Inputs, open_inputs
-from mergepipe.runs.sidecars import sidecar_bytes
+from mergepipe.runs.sidecars import planned_sidecars
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -35,7 +35,7 @@ def check_recipe(
         base_bytes=resolution.base_bytes,
         expert_bytes=resolution.expert_bytes,
         output_bytes=resolution.output_bytes,
-        disk_bytes=output.total_bytes + sidecar_bytes(inputs, store),
+        disk_bytes=output.total_bytes + sum(map(len, planned_sidecars(inputs, store).values())),
         shards=len(output.shards),
         notices=inputs.notices,
         recipe_notices=inputs.recipe_notices,

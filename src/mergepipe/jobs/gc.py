@@ -9,6 +9,7 @@ from pathlib import Path
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow, Staleness
+from mergepipe.core.units import plural
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
@@ -38,6 +39,7 @@ def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcRe
         garbage.extend(_staging(_folders(catalog.snapshots(), roots), living, dry_run=dry_run))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
         garbage.extend(_model_rows(catalog, dry_run=dry_run))
+        garbage.extend(_digest_rows(catalog, dry_run=dry_run))
     return GcReport(tuple(garbage), tuple(living), dry_run)
 
 
@@ -53,18 +55,18 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
     for folder in folders:
-        for found in find_staging(folder):
-            if found.owner is not None:
-                living.append(f"{found.directory}: {found.owner}")
+        for staging in find_staging(folder):
+            if staging.owner is not None:
+                living.append(f"{staging.directory}: {staging.owner}")
                 continue
-            nbytes = _allocated_bytes(found.directory)
-            state = read_journal(found.directory / JOURNAL_NAME)
+            nbytes = _allocated_bytes(staging.directory)
+            state = read_journal(staging.directory / JOURNAL_NAME)
             durable = len(state.digests) if state is not None else 0
             reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
-            is_removed = not dry_run and remove_dead(found.directory)
-            if not is_removed and not is_dead(found.directory):
+            is_removed = not dry_run and remove_dead(staging.directory)
+            if not is_removed and not is_dead(staging.directory):
                 continue  # another process removed it, or works there by now
-            yield Garbage("staging", str(found.directory), reason, nbytes, is_removed)
+            yield Garbage("staging", str(staging.directory), reason, nbytes, is_removed)
 
 
 def _allocated_bytes(directory: Path) -> int:
@@ -93,3 +95,13 @@ def _model_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
             catalog.forget_models([stale.model])
         reason = "its files have changed" if stale.staleness is Staleness.CHANGED else "its files are gone"
         yield Garbage("model-row", str(stale.model.path), reason, 0, not dry_run)
+
+
+def _digest_rows(catalog: Catalog, *, dry_run: bool) -> Iterator[Garbage]:
+    """Find digests of files that no longer exist in that version, where no snapshot was made from them."""
+    gone = catalog.gone_digests()
+    if not gone:
+        return
+    if not dry_run:
+        catalog.forget_digests(gone)
+    yield Garbage("model-row", plural(len(gone), "digest"), "files that are gone or have changed", 0, not dry_run)

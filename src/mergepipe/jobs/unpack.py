@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,8 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.header import HEADERS_NAME, PackedEntry
 from mergepipe.deltastore.index import digest
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
-from mergepipe.errors import NotFoundError
-from mergepipe.reports import Progress, ProgressCallback, UnpackReport
+from mergepipe.errors import CorruptError, NotFoundError
+from mergepipe.reports import Damage, Progress, ProgressCallback, UnpackReport, VerifyReport
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -73,13 +75,73 @@ def verify_store(store: Store, path: Location, base: Checkpoint, threads: int) -
     opened = read_store(store, path)
     reader = _Reader(opened, open_store(store, path, base), threads)
     with open_files(store, _inputs(opened, base), (base,)) as files:
-        for number in range(len(opened.header.files)):
-            reader.file_header(files, number)
-        for entry in opened.header.tensors:
-            reader.read(files, entry, lambda _: None)
-    for kept in opened.header.kept:
-        for _ in _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store):
-            pass
+        for check in _checks(reader, files, store):
+            check.run()
+
+
+def verify_pack(
+    path: Location,
+    *,
+    base: Location | None,
+    threads: int,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> VerifyReport:
+    """Decode a packed expert and compare it with the digests of the original, tensor by tensor; see `api.verify`.
+
+    Raises:
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
+        CorruptError: header or index are damaged.
+    """
+    store = Stores()
+    opened = read_store(store, path)
+    base_checkpoint = _open_base(store, opened, base)
+    checkpoint = open_store(store, path, base_checkpoint)
+    reader = _Reader(opened, checkpoint, threads)
+    progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
+    damages: list[Damage] = []
+    with open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint)) as files:
+        for check in _checks(reader, files, store):
+            try:
+                check.run()
+            except CorruptError as error:
+                damages.append(Damage("pack", check.file, check.tensor, 0, 0, error.problems[0].message))
+            progress.add(check.nbytes)
+        check_unchanged(store, (base_checkpoint, checkpoint))
+    usage = store.ledger.usage()
+    return VerifyReport(
+        path=path.local_path if path.is_local else path,
+        sid=opened.header.content_id,
+        files=len(opened.header.files) + len(opened.header.kept),
+        tensors=len(opened.header.tensors),
+        blocks=len(opened.index.rows),
+        read_bytes=usage.total_bytes,
+        seconds=time.perf_counter() - started,
+        damages=tuple(damages),
+        notices=(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One comparison with the original: of the headers, of a tensor with `nbytes`, or of a kept file."""
+
+    file: str
+    tensor: str
+    nbytes: int
+    run: Callable[[], object]
+
+
+def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) -> Iterator[_Check]:
+    header = reader.opened.header
+    for number in range(len(header.files)):
+        yield _Check(HEADERS_NAME, "", 0, partial(reader.file_header, files, number))
+    for entry in header.tensors:
+        name = header.files[entry.file].name
+        yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, entry, lambda _: None))
+    for kept in header.kept:
+        parts = _kept_parts(reader.opened, kept.name, kept.size_bytes, kept.blake3, store)
+        yield _Check(kept.name, "", 0, partial(deque, parts, 0))
 
 
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
@@ -97,23 +159,24 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Chec
 
 
 def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Location]:
-    own = {kept.name for kept in opened.header.kept}
-    yield from (opened.root / fingerprint.name for fingerprint in opened.fingerprints if fingerprint.name not in own)
+    sidecars = {kept.name for kept in opened.header.kept}
+    yield from (opened.root / file.name for file in opened.fingerprints if file.name not in sidecars)
     yield from (base.root / file.name for file in base.files)
 
 
 class _Counter:
-    """Reports restored bytes as progress."""
+    """Reports restored or compared bytes as progress."""
 
-    def __init__(self, on_progress: ProgressCallback | None, total_bytes: int) -> None:
+    def __init__(self, on_progress: ProgressCallback | None, total_bytes: int, phase: str = "unpack") -> None:
         self._on_progress = on_progress
+        self._phase = phase
         self._total_bytes = total_bytes
         self._done_bytes = 0
 
     def add(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._on_progress is not None:
-            self._on_progress(Progress("unpack", self._done_bytes, self._total_bytes))
+            self._on_progress(Progress(self._phase, self._done_bytes, self._total_bytes))
 
 
 class _Reader:
@@ -127,7 +190,7 @@ class _Reader:
     def file_header(self, files: Mapping[Location, RangeFile], number: int) -> RawBytes:
         """Read and check the header of weight file `number`."""
         packed = self.opened.header.files
-        start = sum(each.header_bytes for each in packed[:number])
+        start = sum(file.header_bytes for file in packed[:number])
         path = self.opened.root / HEADERS_NAME
         content = read_exact(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
         if digest(content).hex() != packed[number].header_blake3:

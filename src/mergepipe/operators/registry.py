@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from mergepipe.errors import UnsupportedError
 from mergepipe.operators.base import Operator
-from mergepipe.operators.rules import linear, passthrough, ranked, slerp, sparse, spherical
-from mergepipe.operators.rules import selective as selecting
+from mergepipe.operators.rules import linear, passthrough, ranked, selective, slerp, sparse, spherical
 from mergepipe.operators.spec import OperatorSpec
 
 _FAMILIES: tuple[Iterable[Operator], ...] = (
@@ -17,7 +16,7 @@ _FAMILIES: tuple[Iterable[Operator], ...] = (
     ranked.OPERATORS,
     slerp.OPERATORS,
     spherical.OPERATORS,
-    selecting.OPERATORS,
+    selective.OPERATORS,
     passthrough.OPERATORS,
 )
 _BUILT_IN: dict[str, Operator] = {operator.spec.name: operator for family in _FAMILIES for operator in family}

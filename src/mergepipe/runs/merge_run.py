@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -42,7 +41,8 @@ from mergepipe.runs.records.manifest import (
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
-from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
+from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, planned_sidecars, sidecar_contents
+from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
@@ -59,8 +59,9 @@ from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.output import make_folders, write_durably
+from mergepipe.storage.system_calls import peak_memory_bytes
 from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -75,7 +76,8 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
-    `strictness` says whether what has no effect in a recipe is refused.
+    `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
+    unfinished output, see `stored_plan`.
     """
 
     engine: EngineOptions
@@ -92,6 +94,7 @@ class MergeSettings:
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
+    plan_key: str = ""
 
 
 class IntermediateWriter:
@@ -144,21 +147,28 @@ def publish_merge(
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
-    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs, store) + SIDECAR_MARGIN_BYTES)
+    sidecars = planned_sidecars(inputs, store)
+    sidecar_bytes = sum(map(len, sidecars.values())) + SIDECAR_MARGIN_BYTES
+    check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
-    run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
+    run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
-    progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
+    probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
+    progress = MergeProgress(
+        run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes
+    )
     with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
         ):
             link.notices.extend(progress.notices)
+            if plan is not None and settings.plan_key and not staging.is_continued:
+                store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
             manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
@@ -175,6 +185,14 @@ def publish_merge(
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
+
+
+def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
+    """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
+    if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+        return 0
+    models = zip(plan.models, inputs.checkpoints, strict=True)
+    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
@@ -226,13 +244,14 @@ def _reuse_sources(
 
 
 class _Run:
-    """Writes one snapshot into a staging directory."""
+    """Writes one snapshot into a staging directory. Holds its planned small files until they are written."""
 
     def __init__(
         self,
         inputs: Inputs,
         plan: Plan | None,
         output: OutputPlan,
+        sidecars: Mapping[str, bytes],
         store: Store,
         link: CatalogLink,
         settings: MergeSettings,
@@ -242,6 +261,7 @@ class _Run:
         self._inputs = inputs
         self._plan = plan
         self._output = output
+        self._sidecars = sidecars
         self._store = store
         self._link = link
         self._settings = settings
@@ -291,9 +311,7 @@ class _Run:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
         unfinished = self._manifest(directory, result, ids, progress, record_of(BLOCKS_NAME, blocks))
-        small_files = self._settings.small_files.of(
-            sidecar_contents(self._inputs, self._store, unfinished), self._inputs
-        )
+        small_files = self._settings.small_files.of(sidecar_contents(self._sidecars, unfinished), self._inputs)
         contents = {**small_files, **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
@@ -439,5 +457,5 @@ class _Run:
             traffic=traffic(self._store, by_purpose),
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.recipe_notices,
-            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_rss_bytes=peak_memory_bytes(),
         )

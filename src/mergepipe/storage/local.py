@@ -15,6 +15,7 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.page_cache import resident_fraction
 from mergepipe.storage.ranges import read_descriptor_range
 from mergepipe.storage.regular import open_regular, os_error, read_small, regular_status
+from mergepipe.storage.system_calls import read_at, stop_read_ahead, switch_direct
 
 __all__ = ["DIRECT_ALIGNMENT_BYTES", "LocalFile", "LocalStore", "os_error"]
 
@@ -79,13 +80,14 @@ class LocalFile:
     def _read_part(self, offset: int, buffer: memoryview) -> int:
         """Read as much as the system gives at a time, directly where it can."""
         try:
-            return os.preadv(self._descriptor, [buffer], offset)
+            return read_at(self._descriptor, buffer, offset)
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
         self._reads_directly = False
-        _switch_from_direct(self._descriptor)
-        return os.preadv(self._descriptor, [buffer], offset)
+        switch_direct(self._descriptor, wanted=False)
+        stop_read_ahead(self._descriptor)
+        return read_at(self._descriptor, buffer, offset)
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
@@ -163,10 +165,10 @@ class LocalStore:
                 direct
                 and size > 0
                 and not (cached and resident_fraction(descriptor, size) >= RESIDENT_ENOUGH_FRACTION)
-                and _switch_to_direct(descriptor)
+                and switch_direct(descriptor, wanted=True)
             )
             if not use_direct:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+                stop_read_ahead(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise os_error(error, path, "opening it") from error
@@ -178,7 +180,7 @@ class LocalStore:
         descriptor = open_regular(path)
         try:
             wanted = max(0, min(nbytes, os.fstat(descriptor).st_size - offset))
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            stop_read_ahead(descriptor)
             data = read_descriptor_range(descriptor, path, offset, wanted)
         except OSError as error:
             raise os_error(error, path, "reading it") from error
@@ -211,25 +213,3 @@ def _kind_listed(entry: os.DirEntry[str]) -> FileKind:
         return FileKind.FOLDER if entry.is_dir() else FileKind.OTHER
     except OSError:  # a link in a circle
         return FileKind.OTHER
-
-
-def _switch_to_direct(descriptor: int) -> bool:
-    """Set O_DIRECT on an open file; False where the file system refuses the flag. Nothing is read to try it."""
-    import fcntl
-
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return False
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | flag)
-    except OSError:
-        return False
-    return True
-
-
-def _switch_from_direct(descriptor: int) -> None:
-    """Clear O_DIRECT on an open file and keep read-ahead off."""
-    import fcntl
-
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

@@ -12,12 +12,8 @@ from urllib.parse import quote, unquote
 from mergepipe.core.escaping import WrittenAsText
 from mergepipe.errors import MergePipeError, RecipeError
 
-__all__ = ["REMOTE_SCHEMES", "Location", "is_remote"]
-
-OBJECT_SCHEMES = ("s3", "gs", "az")
 WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf"
-REMOTE_SCHEMES = (*OBJECT_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
 FORMS = (
     "hf://org/name[@revision][/folder], s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
     "https://host/folder"

@@ -17,6 +17,7 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,7 @@ from blake3 import blake3
 
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.storage.regular import read_up_to
+from mergepipe.storage.system_calls import switch_direct
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
 _NEW_SUFFIX = ".mergepipe-new"
@@ -193,6 +195,9 @@ def truncate_file(path: Path, size_bytes: int, root: Path | None = None) -> None
 
 def reserve(descriptor: int, size_bytes: int) -> None:
     """Reserve the space of a new file; where the file system cannot, give it its size only."""
+    if not hasattr(os, "posix_fallocate"):
+        os.ftruncate(descriptor, size_bytes)
+        return
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
@@ -203,11 +208,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
 
 def bypass_page_cache(descriptor: int, *, wanted: bool = True) -> bool:
     """Switch direct writes on or off; whether they are on then."""
-    direct = getattr(os, "O_DIRECT", 0)
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):  # the file system has none
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct)
+    return switch_direct(descriptor, wanted=wanted)
 
 
 def write_all(descriptor: int, content: bytes) -> None:
@@ -218,7 +219,11 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Make an open file durable."""
+    """Make an open file durable; on macOS, `fsync` leaves bytes in the disk's cache, and another call does not."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError):  # the file system has none
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
     os.fsync(descriptor)
 
 

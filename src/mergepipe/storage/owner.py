@@ -34,6 +34,8 @@ _HEAD = json.dumps({"format": RECORD_FORMAT}, allow_nan=False).encode()[:-1]
 SILENCE_SECONDS = 900.0
 """A process of another machine, of which nothing can be known, is taken for dead after so long without a write."""
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc")
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
@@ -189,12 +191,23 @@ def _newest_change(directory: Path) -> float:
 
 def _boot_id() -> str:
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+        return _BOOT_ID.read_text().strip()
+    return f"host {socket.gethostname()}"
 
 
 def _start_time(pid: int) -> str:
     """When a process started, in ticks since the boot; empty if there is none of that number."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+        return (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
+    return "" if (_PROCESSES / "self").exists() else _running(pid)
+
+
+def _running(pid: int) -> str:
+    """What stands for the time of start where the system tells none: only whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:  # it is another user's
+        pass
+    return "running"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.regular import read_up_to
+from mergepipe.storage.system_calls import read_at
 
 SHRUNK = "storage.shrunk"
 """The code of the error for a file that ends before a range that it should hold."""
@@ -80,7 +80,7 @@ def fill_from_descriptor(descriptor: int, path: object, offset: int, out: NDArra
     """Fill all of `out` (uint8) from `offset` of an open file of this machine, as `read_descriptor_range` reads."""
     done = 0
     while done < len(out):
-        count = os.preadv(descriptor, [out.data[done:]], offset + done)
+        count = read_at(descriptor, out.data[done:], offset + done)
         if count == 0:
             raise shrunk(path, offset, len(out), done)
         done += count

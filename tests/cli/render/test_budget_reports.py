@@ -13,7 +13,7 @@ from mergepipe import __version__
 from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.catalog import lineage_tree
 from mergepipe.cli.render.charts import Line, draw_chart
-from mergepipe.cli.render.json import to_json
+from mergepipe.cli.render.json import REPORT_FORMAT, report_json
 from mergepipe.cli.render.layout import columns_text
 from mergepipe.cli.render.levels import error_table
 from mergepipe.cli.render.plans import plan_table
@@ -154,12 +154,12 @@ def test_columns_text__aligns() -> None:
     ]
 
 
-def test_to_json__knows_paths_times_and_nothing_else() -> None:
-    assert to_json({"at": datetime(2026, 1, 2, tzinfo=UTC), "p": [Path("/a")]}) == (
-        '{"at": "2026-01-02T00:00:00+00:00", "p": ["/a"]}'
+def test_report_json__knows_paths_times_and_nothing_else() -> None:
+    assert report_json({"at": datetime(2026, 1, 2, tzinfo=UTC), "p": [Path("/a")]}) == (
+        f'{{"format": "{REPORT_FORMAT}", "at": "2026-01-02T00:00:00+00:00", "p": ["/a"]}}'
     )
     with pytest.raises(TypeError):
-        to_json({"x": object()})
+        report_json({"x": object()})
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])

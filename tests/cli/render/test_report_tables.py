@@ -117,7 +117,11 @@ def test_shorten_names__groups_by_layer_and_lists_a_few() -> None:
 
 def test_merge_json__holds_every_field_and_what_follows_from_them() -> None:
     content = json.loads(merge_json(MERGED))
-    assert content.keys() == {field.name for field in fields(MergeReport)} | {"read_bytes", "bytes_per_second"}
+    assert content.keys() == {field.name for field in fields(MergeReport)} | {
+        "format",
+        "read_bytes",
+        "bytes_per_second",
+    }
     assert content["out"] == "/models/merged"
     assert content["read_bytes"] == 1_191_000_000 + 7_150_000_000 + 100_000
     assert content["bytes_per_second"] == round((content["read_bytes"] + 1_191_000_000) / 8)
@@ -125,7 +129,7 @@ def test_merge_json__holds_every_field_and_what_follows_from_them() -> None:
 
 def test_check_json__holds_every_field_and_the_free_bytes() -> None:
     content = json.loads(check_json(CHECKED, 77))
-    assert content.keys() == {field.name for field in fields(CheckReport)} | {"free_bytes"}
+    assert content.keys() == {field.name for field in fields(CheckReport)} | {"format", "free_bytes"}
     assert content["free_bytes"] == 77
     assert content["copied"][0] == {"tensor": "layers.0.steps", "reason": "integer or boolean buffer"}
     assert content["dropped"] == [{"model": "tuned", "tensor": "extra.weight", "reason": "not in the base"}]

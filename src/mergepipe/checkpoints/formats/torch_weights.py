@@ -51,13 +51,13 @@ def read_torch_weights(store: Store, path: Location) -> TorchWeights:
 
 def _state_of(archive: TorchArchive) -> Mapping[object, object]:
     """The mapping of names to tensors: what was saved, or what a trainer wrapped it in."""
-    found = archive.root
+    state = archive.root
     for _ in range(_MOST_WRAPPERS):
-        if isinstance(found, dict) and any(isinstance(value, PickledTensor) for value in found.values()):
-            return found
-        if not isinstance(found, dict):
+        if isinstance(state, dict) and any(isinstance(value, PickledTensor) for value in state.values()):
+            return state
+        if not isinstance(state, dict):
             break
-        found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), dict)), None)
+        state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
     raise UnsupportedError.of(
         "torch.weights.none", archive.file,
         f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}",
@@ -85,4 +85,4 @@ def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
 
 def _digest(archive: TorchArchive) -> str:
     members = sorted((m.offset, m.nbytes, m.crc32) for m in archive.members.values())
-    return blake3(canonical_json([archive.pickle.crc32, [list(each) for each in members]])).hexdigest(length=16)
+    return blake3(canonical_json([archive.pickle.crc32, [list(member) for member in members]])).hexdigest(length=16)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from mergepipe.core.escaping import json_line
 from mergepipe.reports import CheckReport, MergeReport
+
+REPORT_FORMAT = "mergepipe-report/1"
+"""The first field of everything that `--json` prints but plans, which have a format of their own.
+
+The number grows when a field goes away or changes its meaning; new fields may come at any time.
+"""
 
 
 def merge_json(report: MergeReport) -> str:
@@ -16,7 +24,7 @@ def merge_json(report: MergeReport) -> str:
         "bytes_per_second": round(report.bytes_per_second),
         "seconds": round(report.seconds, 3),
     }
-    return json_line(content)
+    return report_json(content)
 
 
 def check_json(report: CheckReport, free_bytes: int) -> str:
@@ -25,13 +33,16 @@ def check_json(report: CheckReport, free_bytes: int) -> str:
         "copied": [{"tensor": name, "reason": reason} for name, reason in report.copied],
         "free_bytes": free_bytes,
     }
-    return json_line(content)
+    return report_json(content)
 
 
-def _fields(report: MergeReport | CheckReport) -> dict[str, object]:
+def _fields(report: Any) -> dict[str, object]:
     return {field.name: getattr(report, field.name) for field in fields(report)}
 
 
-def to_json(value: object) -> str:
-    """One line: a report's fields, or a list of such; paths as strings, times in ISO 8601."""
-    return json_line(value)
+def report_json(report: object) -> str:
+    """Return one line: the format, then the fields of a report or the items of a mapping."""
+    content = _fields(report) if is_dataclass(report) else report
+    if not isinstance(content, Mapping):
+        raise TypeError(f"a report has named fields: {type(report).__name__}")
+    return json_line({"format": REPORT_FORMAT} | dict(content))

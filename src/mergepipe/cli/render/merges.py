@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from mergepipe.cli.render.layout import Fact, facts_text
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
+from mergepipe.reports import (
+    IMPORTED_STATISTICS,
+    AnalyzedExpert,
+    AnalyzeReport,
+    CheckReport,
+    ExportedStatistics,
+    ImportedStatistics,
+    MergeReport,
+)
 from mergepipe.storage.traffic import Traffic
 
 MAX_PATTERNS = 4
@@ -85,17 +93,35 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
             *packing_facts(report.packed, report.not_packed),
+            *([("imported", _imported_text(report.imported))] if report.imported else []),
+            *([("exported", _exported_text(report.exported))] if report.exported else []),
             ("time", format_seconds(report.seconds)),
             ("catalog", str(report.home)),
         ]
     )
 
 
+def import_table(report: ImportedStatistics) -> str:
+    """What a file of statistics brought."""
+    return facts_text([("imported", _imported_text(report))])
+
+
+def _imported_text(report: ImportedStatistics) -> str:
+    counts = f"{plural(report.tensors, 'tensor')}, {report.new_tensors} of them new"
+    return f"{plural(report.pairs, 'expert')} ({counts}) from {report.file}"
+
+
+def _exported_text(report: ExportedStatistics) -> str:
+    counts = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.file_bytes)}"
+    return f"{plural(report.pairs, 'expert')} ({counts}) to {report.file}"
+
+
 def _analyzed_text(expert: AnalyzedExpert) -> str:
     known = expert.comparable_tensors - expert.analyzed_tensors
     parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
     if expert.same_as is not None:
-        parts.append(f"known by content: statistics of {expert.same_as} are used")
+        source = expert.same_as if expert.same_as == IMPORTED_STATISTICS else f"statistics of {expert.same_as}"
+        parts.append(f"known by content: {source} are used")
     if expert.incomparable:
         parts.append(f"not comparable: {shorten_names(expert.incomparable)}")
     return f"{expert.model} ({plural(expert.comparable_tensors, 'tensor')}: {', '.join(parts)})"

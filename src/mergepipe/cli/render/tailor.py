@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mergepipe.core.escaping import json_line, printable
+from mergepipe.cli.render.json import report_json
+from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def composition_json(report: CompositionReport) -> str:
         "seconds": round(report.seconds, 3),
         "units": [unit.to_json() for unit in plan.staleness],
     }
-    return json_line(content)
+    return report_json(content)
 
 
 def diff_table(report: DiffReport) -> str:

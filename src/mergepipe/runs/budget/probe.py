@@ -19,6 +19,7 @@ from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.packing.indices import least_full_cost
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
@@ -71,7 +72,7 @@ def probe_unknown(
     eighth of what reading the budget does, as long as each tensor is sampled once.
     Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much.
     """
-    everything_bytes = inputs.resolution.expert_bytes
+    everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
     is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
     pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, known)
@@ -82,10 +83,10 @@ def probe_unknown(
     sampling = _affordable(pairs, int(most_bytes), most_requests, block_elements, len(known)) if pairs else None
     if sampling is None:
         return ProbeResult(tuple(known), (0,) * len(known))
-    found = _sampled(prober, inputs, sampling, block_elements)
-    _record(link, inputs, sampling, found)
+    estimates = _sampled(prober, inputs, sampling, block_elements)
+    _record(link, inputs, sampling, estimates)
     statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in known]
-    for (e, task, _), estimate in zip(sampling.pairs, found, strict=True):
+    for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
         statistics[e][task.name] = estimate
     return ProbeResult(tuple(statistics), sampling.cost_bytes)
 
@@ -175,10 +176,10 @@ def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements
     return [statistics_by_place[place] for place in range(len(tasks))]
 
 
-def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, found: Sequence[TensorStatistics]) -> None:
+def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, estimates: Sequence[TensorStatistics]) -> None:
     """Record the estimates of pairs that the catalog has a name for."""
     by_pair: dict[tuple[int, int], dict[str, TensorStatistics]] = {}
-    for (_, task, name), statistics in zip(sampling.pairs, found, strict=True):
+    for (_, task, name), statistics in zip(sampling.pairs, estimates, strict=True):
         if name is not None:
             by_pair.setdefault((task.expert_models[0], task.base_model), {})[name] = statistics
 

@@ -93,7 +93,8 @@ def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, s
         StorageError, NotFoundError: the base cannot be read.
     """
     kept = _SpeedCache(home)
-    decoding = _measured_decode_speed(kept) if any(each.encoded is not None for each in inputs.checkpoints) else None
+    are_packed = any(checkpoint.encoded is not None for checkpoint in inputs.checkpoints)
+    decoding = _measured_decode_speed(kept) if are_packed else None
     prices = NO_DECODING if decoding is None else decoding.prices
     words = [] if decoding is None else [f"decoding measured on {decoding.date}"]
     if storage_speed is None:
@@ -106,15 +107,16 @@ def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, s
 
 def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: Store) -> _ReadMeasurement:
     sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
-    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, inputs.base.path))
+    size_bytes, path = max(sized, key=lambda pair: pair[0], default=(0, inputs.base.path))
     if size_bytes < DIRECT_ALIGNMENT_BYTES:
         return _ReadMeasurement(two_digits(1e9), _utc_date(), 0)  # too small to measure, and to matter
     place, measured_bytes = mount_of(path), min(size_bytes, MOST_BYTES)
-    found = kept.reading(place)
-    if found is None or found.measured_bytes < measured_bytes:
-        found = _ReadMeasurement(two_digits(measure_reading(store, path, Purpose.BASE)), _utc_date(), measured_bytes)
-        kept.keep_reading(place, found)
-    return found
+    measurement = kept.reading(place)
+    if measurement is None or measurement.measured_bytes < measured_bytes:
+        bytes_per_second = two_digits(measure_reading(store, path, Purpose.BASE))
+        measurement = _ReadMeasurement(bytes_per_second, _utc_date(), measured_bytes)
+        kept.keep_reading(place, measurement)
+    return measurement
 
 
 def _measured_request_cost(kept: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
@@ -133,13 +135,13 @@ def _measured_request_cost(kept: _SpeedCache, inputs: Inputs, store: Store, path
 
 
 def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
-    found = kept.decoding()
-    if found is None:
+    measurement = kept.decoding()
+    if measurement is None:
         from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: imported only when needed
 
-        found = _DecodeMeasurement(measure_decoding(), _utc_date())
-        kept.keep_decoding(found)
-    return found
+        measurement = _DecodeMeasurement(measure_decoding(), _utc_date())
+        kept.keep_decoding(measurement)
+    return measurement
 
 
 def mount_of(location: Location) -> str:
@@ -166,10 +168,10 @@ class _SpeedCache:
 
     def reading(self, place: str) -> _ReadMeasurement | None:
         """Look up the read speed of a mount point; None if it is missing."""
-        found = _inside(self._of_machine(), "storage", place)
+        record = _inside(self._of_machine(), "storage", place)
         try:
-            speed, size = float(str(found["bytes_per_second"])), int(str(found["measured_bytes"]))
-            reading = _ReadMeasurement(speed, str(found["measured"]), size)
+            speed, size = float(str(record["bytes_per_second"])), int(str(record["measured_bytes"]))
+            reading = _ReadMeasurement(speed, str(record["measured"]), size)
             Speeds(reading.bytes_per_second, NO_DECODING, 1, "")
         except (KeyError, ValueError):
             return None
@@ -194,16 +196,16 @@ class _SpeedCache:
 
     def decoding(self) -> _DecodeMeasurement | None:
         """Look up the decoding speeds of this version of the program; None if they are missing."""
-        found = _inside(self._of_machine(), "decoding", mergepipe.__version__)
+        record = _inside(self._of_machine(), "decoding", mergepipe.__version__)
         try:
             prices = DecodingPrices(
                 {
-                    kind: tuple(float(str(value)) for value in each)
-                    for kind, each in _inside(found, "nanoseconds").items()
-                    if isinstance(each, list)
+                    kind: tuple(float(str(value)) for value in nanoseconds)
+                    for kind, nanoseconds in _inside(record, "nanoseconds").items()
+                    if isinstance(nanoseconds, list)
                 }
             )
-            return _DecodeMeasurement(prices, str(found["measured"])) if prices.nanoseconds else None
+            return _DecodeMeasurement(prices, str(record["measured"])) if prices.nanoseconds else None
         except (KeyError, ValueError):
             return None
 
@@ -218,16 +220,16 @@ class _SpeedCache:
 
     def keep_decoding(self, decoding: _DecodeMeasurement) -> None:
         """Store decoding speeds, if there is a cache file, in place of those of other versions."""
-        table = {kind: list(each) for kind, each in decoding.prices.nanoseconds.items()}
+        table = {kind: list(nanoseconds) for kind, nanoseconds in decoding.prices.nanoseconds.items()}
         self._keep("decoding", mergepipe.__version__, {"nanoseconds": table, "measured": decoding.date}, alone=True)
 
     def _keep(self, part: str, key: str, said: Mapping[str, object], *, alone: bool = False) -> None:
         if self._path is None:
             return
         machines = dict(_inside(self._document(), "machines"))
-        own = dict(_inside(machines, self._machine))
-        own[part] = {key: said} if alone else {**_inside(own, part), key: said}
-        content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
+        machine = dict(_inside(machines, self._machine))
+        machine[part] = {key: said} if alone else {**_inside(machine, part), key: said}
+        content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: machine}}
         with contextlib.suppress(OSError, MergePipeError):  # the next run measures again
             owned.make_folders(self._path.parent)
             owned.replace_file(
@@ -251,6 +253,6 @@ class _SpeedCache:
 def _inside(document: Mapping[str, object], *keys: str) -> Mapping[str, object]:
     """Return the JSON object at a path of keys; empty where there is none."""
     for key in keys:
-        found = document.get(key)
-        document = found if isinstance(found, dict) else {}
+        value = document.get(key)
+        document = value if isinstance(value, dict) else {}
     return document

@@ -15,6 +15,7 @@ from mergepipe.storage.remote.hub_api import HubSource
 from mergepipe.storage.remote.hub_errors import changed
 from mergepipe.storage.remote.hub_listing import HubFile
 from mergepipe.storage.remote.transfers import Transfers
+from mergepipe.storage.system_calls import stop_read_ahead
 
 
 class RemoteFile:
@@ -62,7 +63,7 @@ class CachedFile:
         self._descriptor = open_regular(path)
         try:
             size_bytes = os.fstat(self._descriptor).st_size
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            stop_read_ahead(self._descriptor)
         except OSError as error:
             self.close()
             raise os_error(error, path, "opening it") from error

@@ -36,9 +36,9 @@ def lineage(
 
     nodes = api.lineage(snapshot, home=home)
     if printing.as_json:
-        from mergepipe.cli.render.json import to_json
+        from mergepipe.cli.render.json import report_json
 
-        print(to_json({"nodes": nodes}))
+        print(report_json({"nodes": nodes}))
     elif dot:
         from mergepipe.cli.render.snapshots import lineage_dot
 

@@ -26,9 +26,9 @@ def list_snapshots(
 
     snapshots = api.list_snapshots(home=home)
     if printing.as_json:
-        from mergepipe.cli.render.json import to_json
+        from mergepipe.cli.render.json import report_json
 
-        print(to_json({"snapshots": snapshots}))
+        print(report_json({"snapshots": snapshots}))
     else:
         from mergepipe.cli.render.catalog import snapshots_table
 

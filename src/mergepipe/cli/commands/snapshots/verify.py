@@ -20,9 +20,14 @@ Sample = Annotated[
 ]
 
 
+BaseNow = Annotated[
+    str | None,
+    typer.Option("--base", metavar="BASE", help="Where the base of a packed expert is now.  [default: where it was]"),
+]
 EXAMPLES = (
     "mergepipe verify merged/",
     "mergepipe verify merged/ --deep --sample 0.2",
+    "mergepipe verify packs/math --base models/base",
 )
 
 
@@ -37,10 +42,11 @@ def verify(
     *,
     deep: Deep = False,
     sample: Sample = None,
+    base: BaseNow = None,
     machine: RunFlags,
     printing: ReportFlags,
 ) -> None:
-    """Compare every byte of a snapshot with its manifest.
+    """Compare every byte of a snapshot with its manifest, or of a packed expert with what its original was.
 
     Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
     """
@@ -57,13 +63,14 @@ def verify(
         report = api.verify(
             snapshot,
             deep_fraction=fraction,
+            base=base,
             options=options,
             on_progress=on_progress,
         )
     if printing.as_json:
-        from mergepipe.cli.render.json import to_json
+        from mergepipe.cli.render.json import report_json
 
-        print(to_json({"is_sound": report.is_sound, "report": report}))
+        print(report_json({"is_sound": report.is_sound, "report": report}))
     elif not printing.quiet or not report.is_sound:
         from mergepipe.cli.render.snapshots import verify_table
 

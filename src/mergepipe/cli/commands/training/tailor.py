@@ -11,7 +11,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import Debug, PrintFlags, RecipePath, ReportFlags
 from mergepipe.cli.registration import SectionedGroup, add_command
 from mergepipe.cli.sizes import parse_size
-from mergepipe.core.escaping import json_line, printable_lines
+from mergepipe.core.escaping import printable_lines
 
 if TYPE_CHECKING:
     from mergepipe.tailor.composition.compose import CompositionReport
@@ -67,11 +67,12 @@ def inspect(
 
     Reads no tensor data.
     """
+    from mergepipe.cli.render.json import report_json
     from mergepipe.cli.render.tailor import inspect_table
     from mergepipe.tailor import api
 
     report = api.inspect(*checkpoints)
-    print(json_line(report.to_json()) if printing.as_json else printable_lines(inspect_table(report)))
+    print(report_json(report.to_json()) if printing.as_json else printable_lines(inspect_table(report)))
 
 
 def check(
@@ -166,11 +167,12 @@ def diff(
     Relative changes `|B - A| / |A|`. Reads every byte of both once, in bounded memory.
     """
     session: Session = context.obj
+    from mergepipe.cli.render.json import report_json
     from mergepipe.cli.render.tailor import diff_table
     from mergepipe.tailor import api
 
     report = api.diff(first, second, on_bytes=lambda *_: session.interrupts.report())
-    print(json_line(report.to_json()) if printing.as_json else printable_lines(diff_table(report)))
+    print(report_json(report.to_json()) if printing.as_json else printable_lines(diff_table(report)))
 
 
 def _print(report: CompositionReport, *, as_json: bool) -> None:

@@ -1,0 +1,101 @@
+"""Command that compares budgeted TIES merges of analysed experts with those of experts of which nothing is known."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mergepipe
+from mergepipe.checkpoints.contract import TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
+from mergepipe.core.blocks import DType
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.storage.location import Location
+from mergepipe.storage.stores import Stores
+from support.families import QWEN3_0_6B, FamilyPaths, write_family
+from support.rounding import decode
+
+BUDGETS = ("10%", "25%", "50%")
+_TILE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where the family lies, and the recipe that merges it."""
+
+    root: Path
+    family: FamilyPaths
+    recipe: Path
+
+    def merge(self, name: str, home: Path, budget: str | None, *, probe: bool = True) -> Path:
+        """Merge into `root/name`."""
+        options = MergeOptions(home=home, reuse=False, statistics=False, resume=False, plan=PlanOptions(probe=probe))
+        out = self.root / name
+        mergepipe.merge(self.recipe, out, budget=budget, force=True, options=options)
+        return out
+
+    def error(self, out: Path, full: Path) -> float:
+        """Compute the distance to the full merge over that of the full merge to the base."""
+        lost = whole = 0.0
+        for merged_N, wanted_N, base_N in zip(_tiles(out), _tiles(full), _tiles(self.family.base), strict=True):
+            lost += float(np.square(merged_N - wanted_N).sum())
+            whole += float(np.square(wanted_N - base_N).sum())
+        return float(np.sqrt(lost / whole))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=Path(".bench/unprepared"))
+    parser.add_argument("--layers", type=int, default=QWEN3_0_6B.layers, help="fewer need less disk")
+    parser.add_argument("--experts", type=int, default=4)
+    options = parser.parse_args()
+    bench = _prepare(options.root, options.layers, options.experts)
+    analysed = options.root / "analysed"
+    mergepipe.analyze(bench.family.models[0], bench.family.models[1:], options=RunOptions(home=analysed))
+    full = bench.merge("full", options.root / "none", None)
+    print("| budget | analysed | unprepared | of it | `--no-probe` |\n|---|---|---|---|---|")
+    for budget in BUDGETS:
+        errors = []
+        for kind in ("analysed", "unprepared", "blind"):
+            home = analysed if kind == "analysed" else options.root / f"{kind}-{budget}"
+            out = bench.merge("budgeted", home, budget, probe=kind != "blind")
+            errors.append(bench.error(out, full))
+            shutil.rmtree(out)
+        known, sampled, blind = errors
+        print(f"| {budget} | {known:.3f} | {sampled:.3f} | {sampled / known - 1:+.1%} | {blind:.3f} |", flush=True)
+    return 0
+
+
+def _prepare(root: Path, layers: int, n_experts: int) -> Bench:
+    family = write_family(root / "family", replace(QWEN3_0_6B, layers=layers), n_experts)
+    models = "".join(f"  - {{model: {place}, parameters: {{weight: 1.0}}}}\n" for place in family.models[1:])
+    text = f"merge_method: ties\nbase_model: {family.models[0]}\nmodels:\n{models}"
+    recipe = root / "recipe.yml"
+    recipe.write_text(f"{text}parameters: {{density: 0.2}}\ndtype: bfloat16\n")
+    return Bench(root, family, recipe)
+
+
+def _tiles(model: Path) -> Iterator[NDArray[np.float32]]:
+    """Yield a model's tensors by name, decoded, some megabytes at a time."""
+    tensors = open_checkpoint(Stores(), Location.of(str(model))).tensors
+    for name in sorted(tensors):
+        entry = tensors[name]
+        if isinstance(entry, TensorEntry):
+            raw = np.memmap(entry.file.local_path, np.uint8, "r", entry.offset, (entry.nbytes,))
+            for start in range(0, entry.nbytes, _TILE):
+                yield _decoded(raw[start : start + _TILE], entry.dtype)
+
+
+def _decoded(raw: NDArray[np.uint8], dtype: DType) -> NDArray[np.float32]:
+    return decode(raw.tobytes(), dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Every example runs from an empty folder, and the notebook shows its values as tables."""
+
+from __future__ import annotations
+
+import ast
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mergepipe
+from mergepipe.operators.registry import has_operator, remove_operator
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RUNNABLE = {"first_merge.py": "merged", "budgeted_merge.py": "half", "own_operator.py": "largest"}
+"""The scripts, and the output of each."""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr("sys.argv", ["example"])
+    monkeypatch.setenv("MERGEPIPE_HOME", str(tmp_path / "home"))
+
+
+def test_examples__are_all_run_here() -> None:
+    others = {"demo.py", "small_models.py", "first_merge.ipynb"}  # `make demo`; what the others import; below
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == others | RUNNABLE.keys()
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_example__runs_and_makes_a_sound_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        if has_operator("largest_change"):
+            remove_operator("largest_change")
+    assert len(capsys.readouterr().out.splitlines()) in (1, 2, 3)
+    assert mergepipe.verify(Path("example") / RUNNABLE[name]).is_sound
+
+
+def test_notebook__has_no_outputs_and_its_cells_run_in_order() -> None:
+    notebook = json.loads((EXAMPLES / "first_merge.ipynb").read_text(encoding="utf-8"))
+    codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in codes if cell["outputs"] or cell["execution_count"] is not None] == []
+    names: dict[str, Any] = {}
+    shown = [run_cell("".join(cell["source"]), names) for cell in codes]
+    tables = [value._repr_html_() for value in shown if hasattr(value, "_repr_html_")]
+    assert len(tables) == 4
+    assert all("<table" in table for table in tables)
+    assert names["report"].merged_tensors == 8
+
+
+def run_cell(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does; the value of its last line, if that is an expression."""
+    tree = ast.parse(source)
+    last = tree.body[-1]
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, "<cell>", "exec"), names)
+        return None
+    exec(compile(ast.Module(tree.body[:-1], []), "<cell>", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)

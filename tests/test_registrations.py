@@ -1,0 +1,95 @@
+"""Adding an operator, a training format or a store touches its own module and one registration, nothing else in src."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.errors import RecipeError
+from mergepipe.operators.registry import operator_specs
+from mergepipe.storage.location import Location
+from mergepipe.tailor.formats.registry import TRAINING_FORMATS
+from support.families import FamilyShape, write_family
+from support.stores import InMemoryStore, memory_scheme
+
+SRC = Path(mergepipe.__file__).parent
+SHAPE = FamilyShape(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=257, tied=True)
+RECIPE = "merge_method: linear\nmodels:\n  - {{model: {root}/base, parameters: {{weight: 1.0}}}}\n"
+
+
+@cache
+def places_of_texts() -> dict[str, set[str]]:
+    """The modules that hold each string as a whole literal."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                places[node.value].add(path.relative_to(SRC).as_posix())
+    return places
+
+
+@cache
+def importers_of(package: str, module: str) -> set[str]:
+    """The modules that import `module` from `package`, or a name from it."""
+    importers = set()
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                is_module = node.module == package and module in {alias.name for alias in node.names}
+                if is_module or node.module == f"{package}.{module}":
+                    importers.add(path.relative_to(SRC).as_posix())
+    return importers
+
+
+@pytest.mark.parametrize("name", sorted(operator_specs()))
+def test_operator__is_named_in_its_family_alone(name: str) -> None:
+    places = {place for place in places_of_texts()[name] if not place.startswith("tailor/")}  # `passthrough` recipes
+    assert len(places) == 1
+    assert places.pop().startswith("operators/rules/")
+
+
+def test_operator_families__are_imported_by_the_registry_alone() -> None:
+    families = {
+        place for name in operator_specs() for place in places_of_texts()[name] if place.startswith("operators")
+    }
+    for family in families:
+        outside = {
+            place
+            for place in importers_of("mergepipe.operators.rules", Path(family).stem)
+            if not place.startswith("operators/rules/")
+        }
+        assert outside == {"operators/registry.py"}, family
+
+
+@pytest.mark.parametrize("name", [training_format.name for training_format in TRAINING_FORMATS])
+def test_training_format__is_named_in_its_module_alone(name: str) -> None:
+    assert len(places_of_texts()[name]) == 1
+
+
+@pytest.mark.parametrize("training_format", TRAINING_FORMATS, ids=lambda training_format: training_format.name)
+def test_training_format__is_registered_by_one_line(training_format: object) -> None:
+    kind = type(training_format)
+    module = Path(str(kind.__module__).replace(".", "/")).name
+    users = {
+        place
+        for place in importers_of("mergepipe.tailor.formats", module)
+        if kind.__name__ in (SRC / place).read_text()
+    }
+    assert users == {"tailor/formats/registry.py"}
+
+
+def test_store__of_a_new_scheme_is_read_after_one_registration(tmp_path: Path) -> None:
+    write_family(tmp_path, SHAPE, experts=0)
+    root = Location.parse("memory://bucket")
+    objects = {root / f"base/{path.name}": path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(RECIPE.format(root=root))
+    with pytest.raises(RecipeError, match="no store is known for 'memory://'"):
+        mergepipe.check(recipe)
+    with memory_scheme(InMemoryStore(objects)):
+        assert mergepipe.check(recipe).models[0].tensors > 0
