@@ -80,7 +80,10 @@ def test_merge__the_bound_of_these_tests_is_one(tmp_path: Path) -> None:
         run_capped(tmp_path, "linear", body, MEMORY_BYTES + OVERHEAD_BYTES)
 
 
-@pytest.mark.parametrize("spare_bytes", [4 << 20, 20 << 20, 40 << 20, 70 << 20])
+@pytest.mark.parametrize(
+    "spare_bytes",
+    [4 << 20, 40 << 20, pytest.param(20 << 20, marks=pytest.mark.slow), pytest.param(70 << 20, marks=pytest.mark.slow)],
+)
 def test_merge__with_less_than_it_needs_says_so_and_publishes_nothing(tmp_path: Path, spare_bytes: int) -> None:
     models = write_family(tmp_path, {"large.weight": (5000, 5000)}, 2)
     recipe = write_recipe(tmp_path / "recipe.yml", "linear", models[0], models[1:])
