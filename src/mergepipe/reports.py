@@ -144,8 +144,28 @@ class AnalyzedExpert:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class ImportedStatistics(Displayed):
+    """Statistics that a file brought: pairs of contents, tensors of all of them, and those that were not on record."""
+
+    file: Location
+    pairs: int
+    tensors: int
+    new_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedStatistics:
+    """Statistics that were written to a file: pairs of contents, tensors of all of them, and the file's size."""
+
+    file: Path
+    pairs: int
+    tensors: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class AnalyzeReport(Displayed):
-    """A finished analysis. `analysis_bytes` were read a second time, for want of memory."""
+    """A finished analysis. `analysis_bytes` were read a second time, for want of memory, or for digests."""
 
     base: Location
     experts: tuple[AnalyzedExpert, ...]
@@ -157,6 +177,8 @@ class AnalyzeReport(Displayed):
     is_probe: bool
     packed: tuple[PackedExpert, ...] = ()  # on the way
     not_packed: tuple[NotPacked, ...] = ()
+    imported: ImportedStatistics | None = None
+    exported: ExportedStatistics | None = None
 
 
 # --- delta stores ---

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
+from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
@@ -40,6 +41,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     is_delta: bool = False  # the stored values are differences from the base
+    granularity_bytes: int = PAGE_BYTES  # reads of its file are charged in multiples of this: see `StoreTerms`
 
     def __post_init__(self) -> None:
         if self.nbytes != self.n_elements * self.dtype.itemsize:

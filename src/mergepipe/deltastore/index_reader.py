@@ -14,6 +14,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, 
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
+from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -61,9 +62,11 @@ class StoreIndexReader:
         self._read = read
         self._lock = threading.Lock()
         self._index = index
+        self.granularity_bytes = PAGE_BYTES if store is None else store.terms(root).granularity_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _with_index, (self._root, self._header, dict(self._sizes), self.index.rows.tobytes())
+        rows = self.index.rows.tobytes()
+        return _with_index, (self._root, self._header, dict(self._sizes), rows, self.granularity_bytes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StoreIndexReader) and (self._root, self._header) == (other._root, other._header)
@@ -78,7 +81,7 @@ class StoreIndexReader:
     @property
     def cost_bytes(self) -> int:
         """Bytes requested to read the index, in whole pages."""
-        return range_cost_bytes(0, self.n_rows * ROW_BYTES)
+        return range_cost_bytes(0, self.n_rows * ROW_BYTES, self.granularity_bytes)
 
     @property
     def stored_bytes(self) -> int:
@@ -146,6 +149,10 @@ class StoreIndexReader:
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
 
 
-def _with_index(root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes) -> StoreIndexReader:
+def _with_index(
+    root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
+) -> StoreIndexReader:
     """Unpickle: the rows were checked when they were read."""
-    return StoreIndexReader(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader = StoreIndexReader(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader.granularity_bytes = granularity_bytes
+    return reader

@@ -64,7 +64,8 @@ class PlainTensor:
         if last - first != self.nbytes:
             raise corrupt(self.root, f"tensor {shown(self.name)} has {last - first} bytes, {self.nbytes} are needed")
         file = self.root / PIECE_NAMES[Piece.WHOLE]
-        return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes)
+        granularity = self.index_reader.granularity_bytes
+        return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes, granularity_bytes=granularity)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:

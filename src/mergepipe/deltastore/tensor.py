@@ -104,7 +104,11 @@ class PackedTensor:
             start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
             if stop > start:
                 size = stop - start
-                entries.append(TensorEntry(self.name, DTYPES["U8"], (size,), self._path(piece), start, size))
+                step = self.index_reader.granularity_bytes
+                entry = TensorEntry(
+                    self.name, DTYPES["U8"], (size,), self._path(piece), start, size, granularity_bytes=step
+                )
+                entries.append(entry)
         return tuple(entries)
 
     @property
@@ -133,8 +137,9 @@ class PackedTensor:
 
     def level_cost_bytes(self, span: Span, level: int) -> int:
         """`cost_bytes` at another level."""
+        step = self.index_reader.granularity_bytes
         return sum(
-            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop))
+            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop), step)
             for first, stop in block_groups(span)
             for piece in PIECES_OF[Level(level)]
         )
@@ -146,11 +151,12 @@ class PackedTensor:
             first_B = np.arange(self.n_blocks)
         last_B = np.append(first_B[1:], self.n_blocks)
         cost_B = np.zeros(len(first_B), np.int64)
+        step = self.index_reader.granularity_bytes
         for piece in PIECES_OF[Level(level)]:
             start_B = self.index.offsets_PR[piece, self.first_row + first_B]
             stop_B = self.index.offsets_PR[piece, self.first_row + last_B]
-            pages_B = -(-stop_B // PAGE_BYTES) - start_B // PAGE_BYTES
-            cost_B += np.where(stop_B > start_B, pages_B, 0) * PAGE_BYTES
+            steps_B = -(-stop_B // step) - start_B // step
+            cost_B += np.where(stop_B > start_B, steps_B, 0) * step
         if len(cost_B) == -(-self.n_blocks // stretches):
             return cost_B
         return np.add.reduceat(cost_B, np.arange(0, self.n_blocks, stretches))

@@ -76,7 +76,7 @@ def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
     """
     store, place = Stores(), Location.of(asked)
     if place.name != MANIFEST_NAME and is_file(store, place):
-        subject = _Subject(Path(asked), read_plan(place), None)
+        subject = _Subject(Path(asked), read_plan(store, place), None)
     else:
         subject = _snapshot(store, find_snapshot_path(asked, home))
     return explanation_of(subject.path, subject.plan, subject.manifest, pattern)

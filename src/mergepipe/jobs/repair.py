@@ -66,7 +66,8 @@ def repair_snapshot(
         message = f"is a link to {path.resolve()}, and nothing is written through links"
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
-    refuse_overlay(path, read_manifest_value(Stores(), Location.local(path)), "mended")
+    store = Stores()
+    refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
     examination = examine(path, engine.threads, on_progress)
     written = 0
     names = examination.damaged
@@ -74,7 +75,7 @@ def repair_snapshot(
         sizes = {tensor.name: tensor.nbytes for tensor in examination.layout.tensors}
         check_free_space(path, sum(sizes[name] for name in names))
         with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
-            rebuilt = rebuild_tensors(examination.manifest, names, staging.path, engine) if names else ()
+            rebuilt = rebuild_tensors(store, examination.manifest, names, staging.path, engine) if names else ()
             small = _small_files(examination)
             patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
             written = _apply(path, examination.layout, patches, staging.directory)

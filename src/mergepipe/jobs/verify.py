@@ -85,7 +85,7 @@ def verify_snapshot(
         return verify_composite(store, Location.local(path), engine.threads, started=started, on_progress=on_progress)
     examination = examine(path, engine.threads, on_progress)
     names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()
-    replayed = tuple(_replayed(examination, names, engine)) if names else ()
+    replayed = tuple(_replayed(store, examination, names, engine)) if names else ()
     return VerifyReport(
         path=path,
         sid=examination.manifest.sid,
@@ -304,11 +304,13 @@ def _notices(scan: Scan) -> Iterator[str]:
 # --- from the inputs ---
 
 
-def _replayed(examination: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
+def _replayed(
+    store: Store, examination: Examination, names: tuple[str, ...], engine: EngineOptions
+) -> Iterator[Damage]:
     """Recompute tensors from the inputs, and compare them with the manifest."""
     by_name = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
-        for made in rebuild_tensors(examination.manifest, names, Path(work), engine):
+        for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
                 message = "made again from the inputs it is another"

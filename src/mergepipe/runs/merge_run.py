@@ -42,6 +42,7 @@ from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, planned_sidecars, sidecar_contents
+from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
@@ -58,7 +59,7 @@ from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -73,7 +74,8 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
-    `strictness` says whether what has no effect in a recipe is refused.
+    `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
+    unfinished output, see `stored_plan`.
     """
 
     engine: EngineOptions
@@ -90,6 +92,7 @@ class MergeSettings:
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
+    plan_key: str = ""
 
 
 class IntermediateWriter:
@@ -152,13 +155,18 @@ def publish_merge(
     run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
-    progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
+    probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
+    progress = MergeProgress(
+        run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes
+    )
     with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
         ):
             link.notices.extend(progress.notices)
+            if plan is not None and settings.plan_key and not staging.is_continued:
+                store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
             manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
@@ -175,6 +183,14 @@ def publish_merge(
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
+
+
+def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
+    """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
+    if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+        return 0
+    models = zip(plan.models, inputs.checkpoints, strict=True)
+    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -43,6 +43,8 @@ def read_torch_weights(store: Store, path: Location) -> TorchWeights:
     archive = read_torch_zip(store, path)
     state = _state_of(archive)
     entries = [_entry(archive, name, value) for name, value in state.items() if not _is_nothing(value)]
+    granularity = store.terms(path).granularity_bytes
+    entries = [replace(entry, granularity_bytes=granularity) for entry in entries]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     return TorchWeights(tuple(entries), store.size_bytes(path), _digest(archive))
 

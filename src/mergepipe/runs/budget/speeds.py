@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
+from mergepipe.core.sizes import MAX_SIZE_BYTES
 from mergepipe.errors import MergePipeError
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
@@ -20,12 +21,14 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import SPEEDS_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
-from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
+from mergepipe.storage.read_speed import MOST_BYTES, REQUESTS_BYTES, measure_reading, measure_requests
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.traffic import host_of
 
 SPEEDS_NAME = "speeds.json"
+HUB_PLACE = f"{HUB_SCHEME}://"
 SPEEDS_FORMAT = "mergepipe-speeds/1"
 
 
@@ -44,16 +47,36 @@ class _DecodeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class PriceRequest:
-    """The unit that the planner prices reads in. With a `storage_speed` (bytes a second) storage is not measured."""
+    """The unit that the planner prices reads in, and what a request is worth in bytes.
+
+    With a `storage_speed` (bytes a second) storage is not measured, with `request_cost_bytes` requests are not.
+    """
 
     price: Price = Price.BYTES
     storage_speed: float | None = None
+    request_cost_bytes: int | None = None
 
     def speeds(self, inputs: Inputs, store: Store, home: Path | None, threads: int) -> Speeds | None:
         """Return the speeds to price with; None where reads are priced in bytes."""
         if self.price is Price.BYTES:
             return None
         return find_speeds(inputs, store, home, threads, self.storage_speed)
+
+    def request_bytes(self, inputs: Inputs, store: Store, home: Path | None) -> tuple[int, ...]:
+        """Return the bytes that a request of each expert's files is worth: 0 where they are local.
+
+        Where it was not given it is measured once a store and machine, on the base if that lies in the same place, and
+        kept in `home`; else the store's terms say it.
+        """
+        costs = []
+        for model in inputs.expert_models:
+            path = inputs.checkpoints[model].path
+            cost = store.terms(path).request_cost_bytes
+            if cost:
+                measured = _measured_request_cost(_SpeedCache(home), inputs, store, path)
+                cost = measured if self.request_cost_bytes is None else self.request_cost_bytes
+            costs.append(cost)
+        return tuple(costs)
 
 
 BY_BYTES = PriceRequest()
@@ -96,6 +119,21 @@ def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: Store) -> _Re
     return measurement
 
 
+def _measured_request_cost(kept: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
+    """Return what a request is worth at the place of an expert, measured on the base's largest file of that place."""
+    place, default = mount_of(path), store.terms(path).request_cost_bytes
+    found = kept.request_cost(place)
+    if found is not None or not kept.is_kept:
+        return found or default
+    files = [file for file in sorted(files_of(inputs.base.tensors.values())) if mount_of(file) == place]
+    size_bytes, file = max(((store.size_bytes(file), file) for file in files), default=(0, path))
+    if size_bytes < REQUESTS_BYTES:
+        return default
+    measured = max(1, int(two_digits(measure_requests(store, file, Purpose.BASE))))
+    kept.keep_request_cost(place, measured)
+    return measured
+
+
 def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
     measurement = kept.decoding()
     if measurement is None:
@@ -107,9 +145,12 @@ def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
 
 
 def mount_of(location: Location) -> str:
-    """Name what is measured as one: the mount point of a local file's file system, elsewhere the bucket or host."""
+    """Name what is measured as one: the mount point of a local file's file system, elsewhere the bucket or host.
+
+    All models of the Hub come from the same hosts.
+    """
     if not location.is_local:
-        return f"{location.scheme}://{location.root}"
+        return HUB_PLACE if location.scheme == HUB_SCHEME else host_of(location)
     real = location.local_path.resolve()
     return str(next((parent for parent in real.parents if os.path.ismount(parent)), real.parent))
 
@@ -135,6 +176,23 @@ class _SpeedCache:
         except (KeyError, ValueError):
             return None
         return reading
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a cache file to write to."""
+        return self._path is not None
+
+    def request_cost(self, place: str) -> int | None:
+        """Look up what a request is worth at a place, in bytes; None if it is missing."""
+        try:
+            cost = int(str(_inside(self._of_machine(), "requests", place)["worth_bytes"]))
+        except (KeyError, ValueError):
+            return None
+        return cost if 0 < cost <= MAX_SIZE_BYTES else None
+
+    def keep_request_cost(self, place: str, worth_bytes: int) -> None:
+        """Store what a request is worth at a place, if there is a cache file."""
+        self._keep("requests", place, {"worth_bytes": worth_bytes, "measured": _utc_date()})
 
     def decoding(self) -> _DecodeMeasurement | None:
         """Look up the decoding speeds of this version of the program; None if they are missing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mergepipe.checkpoints.contract import PackedIndex
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.runs.inputs.opened import Inputs
 
@@ -13,7 +12,7 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
     Of a share the least that everything can cost is taken, since what it does cost is in the indices.
     """
     indices = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
-    limit_bytes = budget.limit_bytes(_least_full_cost(inputs, indices))
+    limit_bytes = budget.limit_bytes(least_full_cost(inputs))
     used_bytes = sum(index.cost_bytes for index in indices if index is not None and index.is_read)
     unread = set()
     for e, index in enumerate(indices):
@@ -26,8 +25,9 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
     return frozenset(unread)
 
 
-def _least_full_cost(inputs: Inputs, indices: list[PackedIndex | None]) -> int:
+def least_full_cost(inputs: Inputs) -> int:
     """Compute a lower bound on the cost of reading all experts that needs no index."""
+    indices = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
     packed = {model for model, index in zip(inputs.expert_models, indices, strict=True) if index is not None}
     others = sum(
         source.nbytes

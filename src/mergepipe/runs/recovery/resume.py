@@ -94,8 +94,11 @@ class MergeProgress:
         ledger: Ledger,
         resume: Resume,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        probed_bytes: int = 0,
     ) -> None:
         self._key = key
+        self._probed_bytes = probed_bytes  # of the plan's bytes those that are not read again
         self._output = output
         self._plan = plan
         self._ledger = ledger
@@ -208,7 +211,7 @@ class MergeProgress:
         """Refuse to run if the budget does not cover the bytes already read plus those still to be read."""
         if self._plan is None or not used_bytes:
             return
-        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable])
+        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable]) - self._probed_bytes
         budget = self._plan.budget_bytes
         if used_bytes + left <= budget:
             return
