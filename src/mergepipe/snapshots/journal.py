@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from blake3 import blake3
-
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import MergePipeError
 from mergepipe.snapshots.block_digests import DIGEST_BYTES, root_of
@@ -19,13 +17,11 @@ from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose
 from mergepipe.storage.limits import JOURNAL_BYTES
-from mergepipe.storage.local import os_error
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.sealed_lines import APPENDING, SealedFile, payload_of, seal_of, sealed
 
 JOURNAL_NAME = "journal"
 JOURNAL_FORMAT = "mergepipe-journal/2"
-_CHECK_DIGITS = 16
-_DOING = "writing the journal"
 
 FileUse = tuple[str, Purpose, int]
 
@@ -59,19 +55,8 @@ class Journal:
 
     def __init__(self, path: Path, state: JournalState | None = None) -> None:
         """Create a journal, or continue one after its last valid record."""
-        self._path = path
         self._check = "" if state is None else state.check
-        self._descriptor = -1
-        try:
-            make = owned.create_file if state is None else owned.open_file
-            self._descriptor = make(path, flags=os.O_WRONLY | os.O_APPEND)
-            if state is not None:
-                os.ftruncate(self._descriptor, state.valid_bytes)
-        except BaseException as error:  # an interrupt too: nobody else would close it
-            self.close()
-            if isinstance(error, OSError):
-                raise os_error(error, path, _DOING) from error
-            raise
+        self._file = SealedFile(path, "writing the journal", lambda: _opened(path, state))
 
     def begin(self, key: str, content: tuple[int, int]) -> None:
         """Write the first record."""
@@ -87,20 +72,13 @@ class Journal:
         self._append({"kind": "stop", "usage": [list(use) for use in usage]})
 
     def _append(self, record: Mapping[str, object]) -> None:
-        payload = canonical_json(record)
-        self._check = _checksum(self._check, payload)
-        line = self._check.encode() + b" " + payload + b"\n"
-        try:
-            owned.write_all(self._descriptor, line)
-            owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._path, _DOING) from error
+        line = sealed(canonical_json(record), self._check)
+        self._check = seal_of(line)
+        self._file.append(line + b"\n")
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> Journal:
         return self
@@ -109,6 +87,18 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _opened(path: Path, state: JournalState | None) -> int:
+    if state is None:
+        return owned.create_file(path, flags=APPENDING)
+    descriptor = owned.open_file(path, flags=APPENDING)
+    try:
+        os.ftruncate(descriptor, state.valid_bytes)
+    except BaseException:  # an interrupt too: nobody else would close it
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_journal(path: Path) -> JournalState | None:
@@ -123,14 +113,14 @@ def read_journal(path: Path) -> JournalState | None:
     state: JournalState | None = None
     check, position = "", 0
     while (end := raw.find(b"\n", position)) >= 0:
-        payload = raw[position + _CHECK_DIGITS + 1 : end]
-        check = _checksum(check, payload)
-        if raw[position : end - len(payload)] != check.encode() + b" ":
+        line = raw[position:end]
+        payload = payload_of(line, check)
+        if payload is None:
             break
         state = _read(state, payload)
         if state is None:
             return None
-        position = end + 1
+        position, check = end + 1, seal_of(line)
         state = replace(state, valid_bytes=position, check=check)
     return state
 
@@ -144,11 +134,6 @@ def _read(state: JournalState | None, payload: bytes) -> JournalState | None:
         return _begun(record) if state is None else _advanced(state, record)
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None
-
-
-def _checksum(previous: str, payload: bytes) -> str:
-    """Chained, so that a record is valid only at its position."""
-    return blake3(previous.encode() + payload).hexdigest(_CHECK_DIGITS // 2)
 
 
 def _begun(record: Mapping[str, object]) -> JournalState | None:

@@ -31,7 +31,6 @@ RECIPE_BYTES: Final = 1 * _MIB  # written by hand
 PLAN_BYTES: Final = 256 * _MIB  # one record a tensor, with the blocks that are read
 MANIFEST_BYTES: Final = 256 * _MIB  # one record a tensor
 BLOCK_TABLE_BYTES: Final = 1024 * _MIB  # 16 bytes a block of 256 KiB or so: 10**13 elements
-DELTA_RECORD_BYTES: Final = 256 * _MIB  # one record a tensor
 STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
 PACK_PROGRESS_BYTES: Final = 16 * _MIB  # one cut a group of tensors
 JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block

@@ -20,8 +20,6 @@ TOKEN_KEYS = ("source", "force")
 MODEL_TOKEN_KEYS = ("kind", "model", "token", "token_id")
 EMBEDDING_KINDS = ("zero", "model_token")
 
-_NAMED_SOURCES = ("union", "base")
-
 
 def read_tokenizer(
     reader: DocumentReader, root: dict[str, Value], inputs: Sequence[ModelInput], *, has_base: bool

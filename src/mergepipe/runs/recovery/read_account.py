@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from blake3 import blake3
 
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import CorruptError
@@ -17,10 +14,9 @@ from mergepipe.storage.limits import ACCOUNT_BYTES
 from mergepipe.storage.local import os_error
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import ACCOUNT_NAME
+from mergepipe.storage.sealed_lines import APPENDING, SealedFile, payload_of, sealed
 
 ACCOUNT_FORMAT: Final = "mergepipe-reads/1"
-_CHECK_DIGITS = 16
-_DOING = "writing the account of what is read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +41,9 @@ class ReadAccount:
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
         """Open or create the account in a staging directory; with `is_durable` every record survives a power loss."""
-        self._path = directory / ACCOUNT_NAME
         self._is_durable = is_durable
-        flags = os.O_WRONLY | os.O_APPEND
-        try:
-            try:
-                self._descriptor = owned.open_file(self._path, flags=flags)
-            except FileNotFoundError:
-                self._descriptor = owned.create_file(self._path, flags=flags)
-        except OSError as error:
-            raise os_error(error, self._path, _DOING) from error
+        path = directory / ACCOUNT_NAME
+        self._file = SealedFile(path, "writing the account of what is read", lambda: _opened(path))
         try:
             if is_durable:
                 sync_directory(directory)
@@ -73,18 +62,18 @@ class ReadAccount:
             {"expert_bytes": totals.expert_bytes, "forgiven_bytes": totals.forgiven_bytes, "format": ACCOUNT_FORMAT}
         )
         # A record begins with a newline: one that was torn before it spoils no other.
-        try:
-            owned.write_all(self._descriptor, b"\n" + _checksum(payload) + b" " + payload + b"\n")
-            if self._is_durable:
-                owned.sync_file(self._descriptor)
-        except OSError as error:
-            raise os_error(error, self._path, _DOING) from error
+        self._file.append(b"\n" + sealed(payload) + b"\n", is_durable=self._is_durable)
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
+
+
+def _opened(path: Path) -> int:
+    try:
+        return owned.open_file(path, flags=APPENDING)
+    except FileNotFoundError:
+        return owned.create_file(path, flags=APPENDING)
 
 
 def read_totals(directory: Path) -> ReadTotals:
@@ -115,14 +104,10 @@ def read_totals(directory: Path) -> ReadTotals:
 
 
 def _parsed(line: bytes) -> ReadTotals | None:
-    payload = line[_CHECK_DIGITS + 1 :]
-    if line[: _CHECK_DIGITS + 1] != _checksum(payload) + b" ":
+    payload = payload_of(line)
+    if payload is None:
         return None
     record = json.loads(payload)
     if not isinstance(record, dict) or record.get("format") != ACCOUNT_FORMAT:
         return None
     return ReadTotals(int(record["expert_bytes"]), int(record["forgiven_bytes"]))
-
-
-def _checksum(payload: bytes) -> bytes:
-    return blake3(payload).hexdigest(_CHECK_DIGITS // 2).encode()
