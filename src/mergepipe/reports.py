@@ -90,7 +90,7 @@ class BudgetVerdict:
 class MergeReport(Displayed):
     """What a merge did. Bytes are those requested from storage, page rounding included."""
 
-    out: Path
+    out: Path | Location
     sid: str
     operator: str
     merged_tensors: int
@@ -434,7 +434,7 @@ class VerifyReport(Displayed):
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
 
-    path: Path
+    path: Path | Location
     sid: str
     files: int
     tensors: int
@@ -480,7 +480,7 @@ class MaterialiseReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something that nobody needs: `kind` is `staging`, `snapshot-row` or `model-row`; `is_removed` if it is gone."""
+    """Something that nobody needs: `kind` is `staging`, `upload`, `snapshot-row` or `model-row`."""
 
     kind: str
     what: str

@@ -37,6 +37,13 @@ from mergepipe.runs.manifest_records import (
     tensor_records,
 )
 from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
+from mergepipe.runs.publication import (
+    BucketTarget,
+    FolderPublication,
+    Publication,
+    check_apart,
+    most_staged_bytes,
+)
 from mergepipe.runs.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
@@ -55,10 +62,11 @@ from mergepipe.snapshots.manifest import (
     record_of,
 )
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
-from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
+from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -73,7 +81,8 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
-    `strictness` says whether what has no effect in a recipe is refused.
+    `strictness` says whether what has no effect in a recipe is refused. With a `destination` in a bucket the output
+    goes there, and is staged on this machine.
     """
 
     engine: EngineOptions
@@ -90,6 +99,7 @@ class MergeSettings:
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
+    destination: Location | None = None
 
 
 class IntermediateWriter:
@@ -99,7 +109,7 @@ class IntermediateWriter:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
-            keeps_accumulators=False, overlay=False, pack=None,
+            keeps_accumulators=False, overlay=False, pack=None, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -135,13 +145,16 @@ def publish_merge(
 ) -> MergeReport:
     """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
 
-    An exception that `before_publish` raises for the finished manifest prevents publishing.
+    With a destination in the settings it is published there, and `out` is where it is staged. An exception that
+    `before_publish` raises for the finished manifest prevents publishing.
     """
     inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
-    weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
+    bucket = _bucket_target(settings.destination, inputs)
+    weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
+    weight_bytes = 0 if settings.overlay else weight_bytes  # how many blocks will differ is unknown
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes(inputs, store) + SIDECAR_MARGIN_BYTES)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
@@ -151,28 +164,57 @@ def publish_merge(
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
-    with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
+    with (
+        published_but(settings.destination or out),
+        packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer,
+    ):
         with (
-            Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
+            Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
             progress.recorded(staging),
+            _publication(bucket, staging, progress, output) as publication,
         ):
             link.notices.extend(progress.notices)
             if progress.done:
                 run.resume_at(progress.durable_share)
-            manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
+            sources = _reuse_sources(plan, out, settings, store, link)
+            manifest = run.fill(staging.path, progress, publication.durable, sources, packer)
             packer.finish()
             if before_publish is not None:
                 before_publish(manifest)
-            staging.publish()
-        link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+            publication.publish(manifest)
+        if bucket is None:
+            link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
         packed = packer.publish()
         return replace(
-            run.report(out, staging.path, manifest),
+            run.report(settings.destination or out, staging.path, manifest),
             packed=packed,
             not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
+
+
+def _bucket_target(destination: Location | None, inputs: Inputs) -> BucketTarget | None:
+    """Return what publishes in a bucket, if the output goes to one."""
+    if destination is None:
+        return None
+    check_apart(destination, [checkpoint.root for checkpoint in inputs.checkpoints])
+    return BucketTarget(destination)
+
+
+def _continuation(bucket: BucketTarget | None, progress: MergeProgress) -> Callable[[Path], bool]:
+    """Return what decides whether an interrupted run is resumed."""
+    if bucket is None:
+        return progress.can_continue
+    return lambda directory: bucket.can_continue(directory, progress)
+
+
+def _publication(
+    bucket: BucketTarget | None, staging: Staging, progress: MergeProgress, output: OutputPlan
+) -> contextlib.AbstractContextManager[Publication]:
+    if bucket is None:
+        return contextlib.nullcontext(FolderPublication(staging, progress))
+    return bucket.publication(staging, progress, output)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
@@ -251,8 +293,15 @@ class _Run:
         if plan is not None:
             store.ledger.expert_limit_bytes = plan.planned_bytes
 
-    def fill(self, directory: Path, progress: MergeProgress, sources: ReuseSources, packer: ExpertPacker) -> Manifest:
-        """Write all files of the snapshot; return the manifest that was written."""
+    def fill(
+        self,
+        directory: Path,
+        progress: MergeProgress,
+        durable: DurableProgress,
+        sources: ReuseSources,
+        packer: ExpertPacker,
+    ) -> Manifest:
+        """Write all files of the snapshot, reporting what is `durable`; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         observer = Observer(
@@ -268,7 +317,7 @@ class _Run:
         )  # fmt: skip
         if self._settings.overlay:
             work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
-        result = execution.run(work, sources, progress)
+        result = execution.run(work, sources, durable)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
@@ -406,7 +455,7 @@ class _Run:
         notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
         return (*notices, *analysis_advice(self._plan))
 
-    def report(self, out: Path, directory: Path, manifest: Manifest) -> MergeReport:
+    def report(self, out: Path | Location, directory: Path, manifest: Manifest) -> MergeReport:
         """What was done in the staging directory, up to now."""
         by_purpose = self._store.ledger.usage()
         usage, sum_bytes = realized(by_purpose), own_sum_bytes(directory, by_purpose)
