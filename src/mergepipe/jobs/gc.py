@@ -11,7 +11,7 @@ from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import Garbage, GcReport
-from mergepipe.runs.publication import UPLOADS_NAME
+from mergepipe.runs.output_place import UPLOADS_NAME
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import find_uploads

@@ -37,7 +37,7 @@ from mergepipe.runs.manifest_records import (
     tensor_records,
 )
 from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
-from mergepipe.runs.publication import (
+from mergepipe.runs.output_place import (
     BucketTarget,
     FolderPublication,
     Publication,

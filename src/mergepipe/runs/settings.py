@@ -19,7 +19,7 @@ from mergepipe.options import (
 from mergepipe.planning.budget import parse_speed
 from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.publication import check_destination, staging_place
+from mergepipe.runs.output_place import check_destination, staging_place
 from mergepipe.runs.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
 from mergepipe.runs.speeds import PriceRequest
