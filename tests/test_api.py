@@ -201,7 +201,7 @@ def test_reports__keep_their_fields() -> None:
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "recipe_notices",
+        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reuse_cases import RECIPES, SHAPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 from mergepipe import api as keeping
 from mergepipe import api as session
@@ -22,6 +21,7 @@ from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from support.flat_options import call_flat
+from support.reuse_cases import RECIPES, SHAPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 NAMES = ("linear", "task_arithmetic", "ties", "ties_rescaled", "dare_linear", "slerp")
 

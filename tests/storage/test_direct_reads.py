@@ -49,10 +49,10 @@ ALLOWED = {
     "kernels/compilation/compiled.py": ("read_bytes rglob", "the kernels' own source"),
     "planning/plan_file.py": ("exists is_file is_symlink regular.read_head", OWN),
     "runs/merge_run.py": ("resolve", OWN),
-    "runs/resume.py": ("is_dir is_file stat", OWN),
+    "runs/recovery/resume.py": ("is_dir is_file stat", OWN),
     "runs/sidecars.py": ("read_text", "a template of the package"),
     "runs/snapshots.py": ("exists is_dir is_file", OWN),
-    "runs/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),
+    "runs/budget/speeds.py": ("os.path.ismount regular.read_small resolve", "which disk a file is on"),
     "snapshots/journal.py": ("regular.read_small", OWN),
     "snapshots/staging.py": (
         "exists glob is_dir is_file is_symlink iterdir lstat os.fstat os.path.samestat os.walk resolve stat",

@@ -20,10 +20,10 @@ from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
-from mergepipe.runs.inputs import open_path
-from mergepipe.runs.known_content import DigestTap, Recogniser, complete_digests
-from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
+from mergepipe.runs.inputs.opened import open_path
+from mergepipe.runs.packing.request import PackCandidate, refusal_notices, request_packs
+from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.runs.records.known_content import DigestTap, Recogniser, complete_digests
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

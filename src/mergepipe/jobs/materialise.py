@@ -13,7 +13,7 @@ from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
 from mergepipe.core.blocks import DTYPES
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError
 from mergepipe.reports import Damage, MaterialiseReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, block_digest, root_of
 from mergepipe.snapshots.layout import SnapshotLayout, read_table

@@ -22,7 +22,7 @@ from mergepipe.deltastore.pack.originals import (
 from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
-from mergepipe.runs.packed_facts import packed_facts
+from mergepipe.runs.packing.facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose

@@ -26,15 +26,22 @@ from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
+from mergepipe.runs.budget.probe import Prober, probe_unknown
+from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
+from mergepipe.runs.inputs.opened import (
+    Inputs,
+    PairStatistics,
+    open_inputs,
+    open_recipes,
+    with_known_digests,
+    with_parameters,
+)
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.packed_indices import find_unread
-from mergepipe.runs.probe import Prober, probe_unknown
+from mergepipe.runs.packing.indices import find_unread
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
-from mergepipe.runs.speeds import BY_BYTES, PriceRequest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES

@@ -17,7 +17,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Storag
 from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
-from mergepipe.runs.config_check import config_findings
+from mergepipe.runs.inputs.configuration import config_findings
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_NAME, read_totals
 from mergepipe.runs.snapshots import read_manifest_value

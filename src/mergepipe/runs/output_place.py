@@ -20,8 +20,8 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
-from mergepipe.runs.manifest_records import file_digest_of
-from mergepipe.runs.resume import MergeProgress
+from mergepipe.runs.records.manifest import file_digest_of
+from mergepipe.runs.recovery.resume import MergeProgress
 from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload

@@ -19,9 +19,9 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.problems import LENIENT
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
+from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest

@@ -26,8 +26,8 @@ from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
-from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.verdict import verdict_of
+from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit

@@ -22,7 +22,7 @@ from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Proble
 from mergepipe.planning.plan import Plan, ReusedSnapshot
 from mergepipe.recipes.parse.references import referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY, NamedKeys, RecordedFile, SourceFile
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of

@@ -11,7 +11,7 @@ from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
 from mergepipe.runs.reuse.keys import NamedKeys, SourceNames
 from mergepipe.runs.work import planned_access, renormalizes

@@ -9,6 +9,7 @@ from mergepipe.errors import MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import HUB_SCHEME, Location
+from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.regular import too_large
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.hub_api import HubApi, HubSource
@@ -121,11 +122,10 @@ class HubStore:
         """Read up to `nbytes` at `offset`, charged as metadata. Raises as `open`, and as reading does."""
         file = self.open(location)
         try:
-            buffer = bytearray(max(0, min(nbytes, file.size_bytes - offset)))
-            count = file.read_into(offset, memoryview(buffer), Purpose.METADATA) if buffer else 0
+            stop = max(offset, min(offset + nbytes, file.size_bytes))
+            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
         finally:
             file.close()
-        return bytes(buffer[:count])
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata, and hold it against its digest.

@@ -9,6 +9,7 @@ from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.regular import too_large
 from mergepipe.storage.remote.http_client import Pin
 from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, RequestCounts, Source, Transfers
@@ -120,9 +121,8 @@ class PinnedStore(ABC):
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
         file = self.open(location)
-        content = bytearray(max(0, min(nbytes, file.size_bytes - offset)))
-        file.read_into(offset, memoryview(content), Purpose.METADATA)
-        return bytes(content)
+        stop = max(offset, min(offset + nbytes, file.size_bytes))
+        return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata; see `Store.read_small`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
 from mergepipe.errors import MergePipeError
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose

@@ -28,8 +28,8 @@ from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.models import open_model
+from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 

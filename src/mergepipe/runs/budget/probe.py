@@ -18,8 +18,8 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8

@@ -25,8 +25,8 @@ from mergepipe.errors import OutputError
 from mergepipe.options import threads_of
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert
-from mergepipe.runs.pack_request import ExpertPacker, NoPacks, PackCandidate
-from mergepipe.runs.packed_facts import packed_facts
+from mergepipe.runs.packing.facts import packed_facts
+from mergepipe.runs.packing.request import ExpertPacker, NoPacks, PackCandidate
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mergepipe.checkpoints.contract import EncodedSide
 from mergepipe.planning.budget import BudgetRequest
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 
 
 def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:

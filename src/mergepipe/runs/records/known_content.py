@@ -18,7 +18,7 @@ from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAIT
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink, known_content_id
+from mergepipe.runs.records.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
 

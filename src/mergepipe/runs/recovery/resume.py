@@ -21,8 +21,8 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.recovery.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.snapshots.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
