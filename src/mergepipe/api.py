@@ -2,7 +2,8 @@
 
 Making models: `check`, `merge`; under a budget `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 Packing experts: `pack`, `unpack`.
-Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`, `gc`.
+Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
+`push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
 
 Jobs are imported when they are called, so that importing this module costs nothing.
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         MergeReport,
         PackReport,
         ProgressCallback,
+        PushReport,
         RepairReport,
         SnapshotDiff,
         SnapshotReport,
@@ -552,6 +554,38 @@ def materialise(
     settings = MaterialiseSettings(n_threads, force, catalog_home(options), moved)
     target = path if out is None else Path(out)
     return materialise_overlay(path, target, settings, started=started, on_progress=on_progress)
+
+
+def push(
+    snapshot: str | Path,
+    destination: str,
+    *,
+    create: bool = False,
+    private: bool = False,
+    message: str | None = None,
+    home: str | Path | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> PushReport:
+    """Publish a snapshot on the Hub or in a bucket, visible there whole or not at all.
+
+    Args:
+        snapshot: its directory, its sid, or first digits of it.
+        destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`.
+        create: create the repository on the Hub, unless it is there; `private` as a private one.
+        message: the message of the commit.
+        home: the catalog's home, where sids are looked up.
+        on_progress: called from the calling thread after each file.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was published, and what is uploaded stays for the next try.
+    """
+    started = time.perf_counter()
+    if private and not create:
+        raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
+    from mergepipe.jobs.push import PushRequest, push_snapshot
+
+    path, request = _snapshot_path(snapshot, home), PushRequest(create, private, message or "")
+    return push_snapshot(path, Location.of(destination), request, started=started, on_progress=on_progress)
 
 
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:

@@ -478,6 +478,24 @@ class MaterialiseReport(Displayed):
     notices: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class PushReport(Displayed):
+    """What was published where. `sid` is that of the copy: another if paths of this machine stood in the recipe.
+
+    `commit` is that of the Hub; `kept_bytes` were in the bucket already. `replaced_paths` stand in the copy no more.
+    """
+
+    snapshot: Path
+    destination: Location
+    sid: str
+    files: int
+    total_bytes: int
+    kept_bytes: int
+    commit: str
+    replaced_paths: tuple[str, ...]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Garbage:
     """Something that nobody needs: `kind` is `staging`, `upload`, `snapshot-row` or `model-row`."""
