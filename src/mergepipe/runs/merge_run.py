@@ -49,6 +49,7 @@ from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
+from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
@@ -65,7 +66,7 @@ from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 
@@ -81,8 +82,9 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
-    `strictness` says whether what has no effect in a recipe is refused. With a `destination` in a bucket the output
-    goes there, and is staged on this machine.
+    `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
+    unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
+    machine.
     """
 
     engine: EngineOptions
@@ -99,6 +101,7 @@ class MergeSettings:
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
+    plan_key: str = ""
     destination: Location | None = None
 
 
@@ -163,7 +166,10 @@ def publish_merge(
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
-    progress = MergeProgress(run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume)
+    probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
+    progress = MergeProgress(
+        run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes
+    )
     with (
         published_but(settings.destination or out),
         packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer,
@@ -174,6 +180,8 @@ def publish_merge(
             _publication(bucket, staging, progress, output) as publication,
         ):
             link.notices.extend(progress.notices)
+            if plan is not None and settings.plan_key and not staging.is_continued:
+                store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
             sources = _reuse_sources(plan, out, settings, store, link)
@@ -215,6 +223,14 @@ def _publication(
     if bucket is None:
         return contextlib.nullcontext(FolderPublication(staging, progress))
     return bucket.publication(staging, progress, output)
+
+
+def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
+    """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
+    if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+        return 0
+    models = zip(plan.models, inputs.checkpoints, strict=True)
+    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:

@@ -12,7 +12,8 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.regular import too_large
 from mergepipe.storage.remote.http_client import Pin
-from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, RequestCounts, Source, Transfers
+from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Source, Transfers
+from mergepipe.storage.traffic import RequestCounts
 
 _FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
 
@@ -70,6 +71,15 @@ class PinnedStore(ABC):
     def counts(self) -> RequestCounts:
         """The requests made so far, retries among them."""
         return self._transfers.counts
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Nothing: every file is the one that was named."""
+        return ()
+
+    def abort(self) -> None:
+        """Fail the requests in flight soon; see `RemoteStore.abort`."""
+        self._transfers.abort()
 
     def terms(self, location: Location) -> StoreTerms:
         """Any range; many requests at once, each of which costs as much as some megabytes."""
