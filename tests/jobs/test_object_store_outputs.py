@@ -33,6 +33,7 @@ models:
   - {{model: {root}/expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
 dtype: bfloat16
 """
+OTHER_METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "della", "breadcrumbs", "model_stock")
 SHARD_BYTES = 64 << 10
 DESCRIBE_THE_RUN = (MANIFEST_NAME,)
 _numbers = itertools.count()
@@ -50,8 +51,8 @@ class Bench:
         return path
 
     def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:
-        """Merge, a local output with a catalog of its own: what it learns changes plans."""
-        home = self.folder / ("home" if isinstance(out, str) else f"home-{out.name}")
+        """Merge, under a budget or on this machine with a catalog of its own: what it learns changes plans."""
+        home = self.folder / ("home" if isinstance(out, str) and budget is None else f"home-{Path(out).name}")
         options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, reuse=False)
         return mergepipe.merge(self.recipe(method), out, budget=budget, options=options)
 
@@ -64,7 +65,7 @@ class Bench:
 
     def staged(self) -> list[Path]:
         """What is left on this machine of outputs for buckets."""
-        return [path for path in (self.folder / "home" / "uploads").rglob("*") if path.is_file()]
+        return [path for path in self.folder.glob("home*/uploads/**/*") if path.is_file()]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,14 @@ def assert_same(out: str, local: Path) -> None:
 # --- whole outputs ---
 
 
-@pytest.mark.parametrize(("method", "budget"), [("ties", None), ("linear", "40%"), ("dare_ties", "30%")])
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [
+        ("ties", None),
+        ("dare_ties", "30%"),
+        *(pytest.param(method, "40%", marks=pytest.mark.slow) for method in OTHER_METHODS),
+    ],
+)
 def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method: str, budget: str | None) -> None:
     local = bench.local(method, budget)
     report = bench.merge(out, method, budget)
