@@ -18,7 +18,7 @@ Planning under a budget
 Packing experts
     pack, unpack
 Looking after snapshots
-    list_snapshots, show, lineage, diff, verify, repair, replay, materialise, gc
+    list_snapshots, show, lineage, diff, verify, repair, replay, materialise, push, gc
 The catalog
     catalog_stats, rebuild_catalog, Catalog
 Training checkpoints
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         merge,
         pack,
         plan,
+        push,
         rebuild_catalog,
         repair,
         replay,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         MergeReport,
         PackReport,
         Progress,
+        PushReport,
         RepairReport,
         SnapshotDiff,
         SnapshotReport,
@@ -100,6 +102,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Progress",
+    "PushReport",
     "RebuildReport",
     "RepairReport",
     "RunOptions",
@@ -125,6 +128,7 @@ __all__ = [
     "pack",
     "plan",
     "progress_bar",
+    "push",
     "rebuild_catalog",
     "repair",
     "replay",

@@ -3,7 +3,8 @@
 Making models: `check`, `merge`.
 Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 Packing experts: `pack`, `unpack`.
-Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`, `gc`.
+Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
+`push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
 
 Jobs are imported when they are called, so that importing this module costs nothing.
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         MergeReport,
         PackReport,
         ProgressCallback,
+        PushReport,
         RepairReport,
         SnapshotDiff,
         SnapshotReport,
@@ -98,6 +100,7 @@ def merge(
 ) -> MergeReport:
     """Merge as the recipe says and publish the result at `out`, complete or not at all.
 
+    `out` is a folder, or a prefix of a bucket (`s3://bucket/prefix`, `gs://`, `az://`), which must hold nothing yet.
     Without a `budget` or a `target_error` all experts are read in full. With one, a plan is made and run.
 
     Args:
@@ -115,22 +118,22 @@ def merge(
     """
     started = time.perf_counter()
     options = options or MergeOptions()
-    from mergepipe.runs.settings import check_with_budget, merge_settings
+    from mergepipe.runs.settings import check_with_budget, merge_settings, output_place
 
-    settings = merge_settings(options, seed, force=force)
+    place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
     planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
     check_with_budget(options, planned_by=planned_by)
     if planned_by is None:
         from mergepipe.jobs.merge import run_merge
 
-        return run_merge(_recipe(recipe), Path(out), settings, started=started, on_progress=on_progress)
+        return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
         budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse,
         strict=options.strict,
     )  # fmt: skip
-    return run_budgeted(_recipe(recipe), Path(out), request, settings, started=started, on_progress=on_progress)
+    return run_budgeted(_recipe(recipe), place, request, settings, started=started, on_progress=on_progress)
 
 
 # --- planning under a budget ---
@@ -286,12 +289,14 @@ def run(
     positive("--shard-size", shard_bytes)
     from mergepipe.jobs.plan import read_plan, run_plan
     from mergepipe.planning.plan import Plan as PlanValue
-    from mergepipe.runs.settings import run_settings
+    from mergepipe.runs.settings import output_place, run_settings
     from mergepipe.storage.stores import Stores
 
     value = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
-    settings = run_settings(options or RunOptions(), value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
-    return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
+    options = options or RunOptions()
+    settings = run_settings(options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    place, settings = output_place(out, settings, options.home)
+    return run_plan(value, place, settings, started=started, on_progress=on_progress)
 
 
 def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:
@@ -487,7 +492,7 @@ def verify(
     A packed expert is decoded, and every block compared with the digest of the original.
 
     Args:
-        snapshot: its directory, its sid, or first digits of it.
+        snapshot: its directory, where it is in a bucket or repository, its sid, or first digits of it.
         deep_fraction: make tensors with this share of the bytes again from the inputs and compare.
         base: where the base of a packed expert is now, if not where it was.
         options: threads, memory, the catalog's home, where sids are looked up.
@@ -509,7 +514,7 @@ def verify(
         raise RecipeError.of("option.pair", "--base", f"{snapshot} is no packed expert", "leave it out")
     from mergepipe.jobs.verify import verify_snapshot
 
-    engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
+    engine, path = engine_options(options), _snapshot_location(snapshot, options.home)
     return verify_snapshot(path, engine, deep_fraction, started=started, on_progress=on_progress)
 
 
@@ -553,11 +558,11 @@ def replay(
     started = time.perf_counter()
     options = options or RunOptions()
     from mergepipe.jobs.replay import replay_snapshot
-    from mergepipe.runs.settings import run_settings
+    from mergepipe.runs.settings import output_place, run_settings
 
-    settings = run_settings(options, force=force)
-    path = _snapshot_path(snapshot, options.home)
-    return replay_snapshot(path, Path(out), settings, started=started, on_progress=on_progress)
+    place, settings = output_place(out, run_settings(options, force=force), options.home)
+    path = _snapshot_location(snapshot, options.home)
+    return replay_snapshot(path, place, settings, started=started, on_progress=on_progress)
 
 
 def materialise(
@@ -593,15 +598,49 @@ def materialise(
     return materialise_overlay(path, target, settings, started=started, on_progress=on_progress)
 
 
+def push(
+    snapshot: str | Path,
+    destination: str,
+    *,
+    create: bool = False,
+    private: bool = False,
+    message: str | None = None,
+    home: str | Path | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> PushReport:
+    """Publish a snapshot on the Hub or in a bucket, visible there whole or not at all.
+
+    Args:
+        snapshot: its directory, its sid, or first digits of it.
+        destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`.
+        create: create the repository on the Hub, unless it is there; `private` as a private one.
+        message: the message of the commit.
+        home: the catalog's home, where sids are looked up.
+        on_progress: called from the calling thread after each file.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was published, and what is uploaded stays for the next try.
+    """
+    started = time.perf_counter()
+    if private and not create:
+        raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
+    from mergepipe.jobs.push import PushRequest, push_snapshot
+
+    path, request = _snapshot_path(snapshot, home), PushRequest(create, private, message or "")
+    return push_snapshot(path, Location.of(destination), request, started=started, on_progress=on_progress)
+
+
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
     """Remove staging of dead runs, beside known snapshots and under `roots`, and catalog rows of what is gone.
+
+    A root may be a prefix of a bucket: what unfinished uploads left there is removed.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.
     """
     from mergepipe.jobs.gc import collect_garbage
 
-    return collect_garbage(home_of(home), [Path(root) for root in roots], dry_run=dry_run)
+    return collect_garbage(home_of(home), [Location.of(root) for root in roots], dry_run=dry_run)
 
 
 # --- the catalog ---
@@ -643,6 +682,12 @@ def _pack_location(snapshot: str | Path) -> Location | None:
 
     location, store = Location.of(snapshot), Stores()
     return location if is_store(store, location) else None
+
+
+def _snapshot_location(snapshot: str | Path, home: str | Path | None) -> Location:
+    from mergepipe.runs.snapshots import find_snapshot
+
+    return find_snapshot(str(snapshot), home_of(home))
 
 
 def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:

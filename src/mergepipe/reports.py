@@ -93,7 +93,7 @@ class BudgetVerdict:
 class MergeReport(Displayed):
     """A finished merge. Bytes are those requested from storage, page rounding included."""
 
-    out: Path
+    out: Path | Location
     sid: str
     operator: str
     merged_tensors: int
@@ -509,9 +509,27 @@ class MaterialiseReport(Displayed):
     notices: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class PushReport(Displayed):
+    """What was published where. `sid` is that of the copy: another if paths of this machine stood in the recipe.
+
+    `commit` is that of the Hub; `kept_bytes` were in the bucket already. `replaced_paths` stand in the copy no more.
+    """
+
+    snapshot: Path
+    destination: Location
+    sid: str
+    files: int
+    total_bytes: int
+    kept_bytes: int
+    commit: str
+    replaced_paths: tuple[str, ...]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A directory or row that nothing refers to: `kind` is `staging`, `snapshot-row` or `model-row`."""
+    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `snapshot-row` or `model-row`."""
 
     kind: str
     what: str

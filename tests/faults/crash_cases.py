@@ -16,6 +16,7 @@ from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
 from mergepipe.runs.recovery import resume as resuming
+from mergepipe.storage.location import Location
 from support.disk_families import weights_digest
 from support.families import TINY, write_family
 
@@ -70,7 +71,7 @@ class CrashJob:
     def check_whole(self) -> None:
         """What is visible is the new snapshot, to the byte, and nothing lies beside it."""
         assert weights_digest(self.out) == self.wanted
-        report = verify_snapshot(self.out, ENGINE, 0.0, started=time.perf_counter(), on_progress=None)
+        report = verify_snapshot(Location.local(self.out), ENGINE, 0.0, started=time.perf_counter(), on_progress=None)
         assert (report.damages, report.notices) == ((), ())
 
 

@@ -160,9 +160,9 @@ class HomeMachine(RuleBasedStateMachine):
         recipe = self._recipe(wish)
         plan = mergepipe.plan(recipe, budget, home=self.home, options=PlanOptions(block_elements=BLOCK_ELEMENTS))
         assert plan.planned_bytes <= plan.budget_bytes
-        again = mergepipe.run(plan, self.root / "again", options=RunOptions(home=self.home, catalog=False, threads=2))
-        digest = weights_digest(again.out)
-        shutil.rmtree(again.out)
+        mergepipe.run(plan, self.root / "again", options=RunOptions(home=self.home, catalog=False, threads=2))
+        digest = weights_digest(self.root / "again")
+        shutil.rmtree(self.root / "again")
         report = mergepipe.run(
             plan,
             self.outs / place,

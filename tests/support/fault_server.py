@@ -43,6 +43,7 @@ class Request:
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
+    body: bytes = b""
 
     @property
     def range(self) -> tuple[int, int | None] | None:
@@ -247,7 +248,8 @@ class FaultServer:
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         headers = {name.lower(): value for name, value in handler.headers.items()}
         path = handler.path if parts.netloc else unquote(parts.path.lstrip("/"))  # whole where it is asked as a proxy
-        request = Request(handler.command, path, query, headers)
+        body = handler.rfile.read(int(headers.get("content-length", "0")))
+        request = Request(handler.command, path, query, headers, body)
         with self._lock:
             self.requests.append(request)
             self.clients.add(handler.client_address)
@@ -362,7 +364,8 @@ _AZURE_LISTING: Final = {
 }
 _REASONS: Final = {
     200: "OK", 206: "Partial Content", 301: "Moved Permanently", 302: "Found", 401: "Unauthorized", 403: "Forbidden",
-    404: "Not Found", 412: "Precondition Failed", 416: "Range Not Satisfiable", 429: "Too Many Requests",
+    404: "Not Found", 409: "Conflict",
+    412: "Precondition Failed", 416: "Range Not Satisfiable", 429: "Too Many Requests",
     500: "Internal Server Error", 503: "Service Unavailable",
 }  # fmt: skip
 

@@ -6,19 +6,24 @@ are answered by a relative redirect, large ones by one to a location that is sig
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from mergepipe.storage.remote.hub_listing import git_blob_id
 from support.fault_server import Answer, Fault, FaultServer, Link, Request, no_fault
 
 _API = re.compile(r"api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", re.DOTALL)
 _RESOLVE = re.compile(r"([^/]+/[^/]+)/resolve/([^/]+)/(.+)", re.DOTALL)
+_PREUPLOAD = re.compile(r"api/models/([^/]+/[^/]+)/preupload/(.+)")
+_COMMIT = re.compile(r"api/models/([^/]+/[^/]+)/commit/(.+)")
+_BATCH = re.compile(r"([^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_UPLOAD = re.compile(r"lfs/([0-9a-f]{64})")
 _SMALL = "api/resolve-cache/models"
 _SMALL_FILE = re.compile(rf"{_SMALL}/([^/]+/[^/]+)/([^/]+)/(.+)", re.DOTALL)
 
@@ -36,7 +41,8 @@ class HubServer(FaultServer):
     """Models and the rules of access to them; large files lie on the server `cdn`. Safe to change while it serves.
 
     Files that end in `.safetensors`, and those of `large_bytes` or more, are kept as large files. `fault` changes any
-    answer of the Hub itself; the `faults` of `cdn` those for ranges of large files.
+    answer of the Hub itself, `refuse` answers requests that have no effect then; the `faults` of `cdn` change those for
+    ranges of large files.
     """
 
     def __init__(self, large_bytes: int = 1 << 20, link: Link | None = None) -> None:
@@ -52,7 +58,9 @@ class HubServer(FaultServer):
         self.gated: set[str] = set()
         self.expires = ""  # the time that signed locations name, in seconds since the epoch
         self.fault: Fault = no_fault
+        self.refuse: Callable[[Request], Answer | None] = lambda _: None
         self._models: dict[str, _Model] = {}
+        self.uploads: dict[str, bytes] = {}  # large files by SHA-256, committed or not
         for server in (self, self.cdn):
             server.all_sent_bytes()
             server.requests.clear()
@@ -67,6 +75,13 @@ class HubServer(FaultServer):
         held.commits[commit] = dict(files)
         held.branches[branch] = commit
         return commit
+
+    def head(self, model: str, branch: str = "main") -> str:
+        """The commit that a branch leads to."""
+        return self._models[model].branches[branch]
+
+    def n_commits(self, model: str) -> int:
+        return len(self._models[model].commits)
 
     def model_files(self, model: str, revision: str = "main") -> Mapping[str, bytes]:
         """The files of a branch or commit."""
@@ -92,11 +107,13 @@ class HubServer(FaultServer):
 
     def answer(self, request: Request) -> Answer:
         """The right answer, or what the fault makes of it."""
-        return self.fault(request, self._right_answer(request))
+        return self.refuse(request) or self.fault(request, self._right_answer(request))
 
     def _right_answer(self, request: Request) -> Answer:
         if token_of(request) not in ("", self.token):
             return _refusal(401, "", "Invalid credentials in Authorization header")
+        if request.method in ("POST", "PUT"):
+            return self._written(request)
         if match := _API.fullmatch(request.path):
             model, question, revision = match.groups()
             return self._allowed(request, model, revision) or self._information(model, question, revision)
@@ -107,6 +124,79 @@ class HubServer(FaultServer):
             model, commit, file = match.groups()
             return self._allowed(request, model, commit) or self._small_file(request, model, commit, file)
         return _refusal(404, "", "Not found")
+
+    # --- writing ---
+
+    def _written(self, request: Request) -> Answer:
+        """Answer a request that writes, which needs the token and, but for creating it, a repository."""
+        if token_of(request) != self.token and not request.path.startswith("lfs/"):
+            return _refusal(401, "", "Invalid username or password.")
+        if request.path == "api/repos/create":
+            asked = json.loads(request.body)
+            return self._create(
+                f"{asked.get('organization') or 'user'}/{asked['name']}",
+                is_private=bool(asked.get("private")) or asked.get("visibility") == "private",
+            )
+        if request.path == "api/validate-yaml":
+            return _json({"errors": [], "warnings": []})
+        if match := _UPLOAD.fullmatch(request.path):
+            assert hashlib.sha256(request.body).hexdigest() == match[1]
+            self.uploads[match[1]] = request.body
+            return _json({})
+        for form, write in ((_PREUPLOAD, self._modes), (_BATCH, self._batch), (_COMMIT, self._take_commit)):
+            if match := form.fullmatch(request.path):
+                refusal = self._allowed(request, match[1], unquote(match[2]) if match.lastindex == 2 else "main")
+                return refusal or write(request, match)
+        return _refusal(404, "", "Not found")
+
+    def _create(self, model: str, *, is_private: bool) -> Answer:
+        if model in self._models:
+            return _refusal(409, "", "You already created this model repo")
+        self.commit(model, {".gitattributes": b"*.safetensors filter=lfs"})
+        if is_private:
+            self.private.add(model)
+        return _json({"url": f"{self.url}/{model}"})
+
+    def _modes(self, request: Request, match: re.Match[str]) -> Answer:
+        del match
+        files = json.loads(request.body)["files"]
+        large = [path["path"].endswith(".safetensors") or path["size"] >= self._large_bytes for path in files]
+        modes = zip(files, large, strict=True)
+        return _json({
+            "files": [
+                {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+                for file, is_large in modes
+            ]
+        })  # fmt: skip
+
+    def _batch(self, request: Request, match: re.Match[str]) -> Answer:
+        del match
+        objects = [
+            wanted if wanted["oid"] in self.uploads
+            else {**wanted, "actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}"}}}
+            for wanted in json.loads(request.body)["objects"]
+        ]  # fmt: skip
+        return _json({"transfer": "basic", "objects": objects})
+
+    def _take_commit(self, request: Request, match: re.Match[str]) -> Answer:
+        """Make a commit of what a request says, if its parent is the head of the branch."""
+        model, branch = match[1], unquote(match[2])
+        held = self._models[model]
+        files = dict(held.commits[held.branches[branch]])
+        for line in map(json.loads, request.body.splitlines()):
+            value = line["value"]
+            match line["key"]:
+                case "header":
+                    if value.get("parentCommit", held.branches[branch]) != held.branches[branch]:
+                        return _refusal(412, "", "A commit has happened since. Please refresh and try again.")
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.uploads[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+        commit = self.commit(model, files, branch)
+        return _json({"commitUrl": f"{self.url}/{model}/commit/{commit}", "commitOid": commit, "success": True})
 
     def _allowed(self, request: Request, model: str, revision: str) -> Answer | None:
         """The refusal of a request, if it is refused; what is private looks like what is missing."""

@@ -10,7 +10,17 @@ from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
 from mergepipe.cli.commands.experts import pack, unpack
 from mergepipe.cli.commands.maintenance import catalog, gc
 from mergepipe.cli.commands.merging import check, merge, run
-from mergepipe.cli.commands.snapshots import diff, lineage, ls, materialise, repair, replay, show, verify
+from mergepipe.cli.commands.snapshots import (
+    diff,
+    lineage,
+    ls,
+    materialise,
+    push,
+    repair,
+    replay,
+    show,
+    verify,
+)
 from mergepipe.cli.commands.training import tailor
 from mergepipe.cli.completion import completion_script
 from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup
@@ -20,7 +30,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = (
     merge, check, run, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay, materialise,
-    pack, unpack, tailor, gc, catalog,
+    push, pack, unpack, tailor, gc, catalog,
 )  # fmt: skip
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 

@@ -8,14 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mergepipe.cli.failures import failure_of
 from mergepipe.cli.interrupts import Interrupts
 from mergepipe.cli.render.terminal import coloured_failure
 from mergepipe.core.escaping import printable_lines
-from mergepipe.core.outcome import committed_places, published_error
+from mergepipe.core.outcome import Place, committed_places, published_error
 from mergepipe.errors import InterruptedRunError, PublishedError, StorageError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def run_guarded(arguments: Sequence[str], interrupts: Interrupts, program: str =
     return exit_code
 
 
-def _after_commit(error: BaseException, committed: Sequence[Path]) -> BaseException:
+def _after_commit(error: BaseException, committed: Sequence[Place]) -> BaseException:
     """The error that says what stands complete, where the command had committed something."""
     if not committed or isinstance(error, PublishedError | InterruptedRunError):
         return error

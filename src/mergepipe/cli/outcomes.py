@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mergepipe.core.outcome import Place
 
 
 @contextlib.contextmanager
-def tell_if_published(out: Path) -> Iterator[None]:
+def tell_if_published(out: Place) -> Iterator[None]:
     """Let an error or an interruption say so if the output had been published by then."""
     from mergepipe.core.outcome import committed_places, published_but
     from mergepipe.errors import InterruptedRunError

@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
+from typing import Protocol
 
 from mergepipe.errors import MergePipeError, Problem, PublishedError
 
-_COMMITTED: ContextVar[list[Path] | None] = ContextVar("committed", default=None)
+
+class Place(Protocol):
+    """Where an output is: a path, or a location of another store."""
+
+    def absolute(self) -> Place:
+        """The same place whatever the working directory is."""
+        ...
 
 
-def note_committed(place: Path) -> None:
+_COMMITTED: ContextVar[list[Place] | None] = ContextVar("committed", default=None)
+
+
+def note_committed(place: Place) -> None:
     """Record that the output at `place` is complete, whatever fails afterwards."""
     committed = _COMMITTED.get()
     if committed is not None:
@@ -20,9 +29,9 @@ def note_committed(place: Path) -> None:
 
 
 @contextlib.contextmanager
-def committed_places() -> Iterator[list[Path]]:
+def committed_places() -> Iterator[list[Place]]:
     """Collect the outputs committed inside the context."""
-    outer, committed = _COMMITTED.get(), list[Path]()
+    outer, committed = _COMMITTED.get(), list[Place]()
     token = _COMMITTED.set(committed)
     try:
         yield committed
@@ -43,7 +52,7 @@ def private_outputs() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def published_but(out: Path) -> Iterator[None]:
+def published_but(out: Place) -> Iterator[None]:
     """Convert any failure after `out` was committed to an error that says so; interrupts pass.
 
     Raises:
@@ -60,7 +69,7 @@ def published_but(out: Path) -> Iterator[None]:
             raise published_error(out, error) from error
 
 
-def published_error(out: Path, error: BaseException) -> MergePipeError:
+def published_error(out: Place, error: BaseException) -> MergePipeError:
     """Make the error that says that `out` is complete, and what failed afterwards."""
     message = "is complete and published, but something failed afterwards"
     problem = Problem("output.published-but", str(out), message, "use it; it need not be made again")

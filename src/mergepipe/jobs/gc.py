@@ -12,26 +12,38 @@ from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.core.units import plural
 from mergepipe.errors import NotFoundError
 from mergepipe.reports import Garbage, GcReport
+from mergepipe.runs.output_place import UPLOADS_NAME
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.object_upload import find_uploads
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
 
 
-def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
-    """Remove staging of dead runs under `roots` and beside known snapshots, and rows of deleted files.
+def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) -> GcReport:
+    """Remove staging of dead runs in `places` and beside known snapshots, and rows of deleted files.
+
+    Of buckets, what unfinished uploads left at and below the places is removed, snapshots never.
 
     Files on a disk that is not mounted do not count as deleted: a row goes only if the folder that held its
     files is there and they are not. What another snapshot was made from keeps its row.
 
     Raises:
-        NotFoundError: `gc.root-missing`, a root is not a directory.
+        NotFoundError: `gc.root-missing`, a place is no directory and no bucket.
+        StorageError: a bucket refuses.
         MergePipeError: the catalog cannot be used.
     """
+    roots = [place.local_path for place in places if place.scheme not in OBJECT_SCHEMES]
     for root in roots:
         if not root.is_dir():
             raise NotFoundError.of("gc.root-missing", root, "no such directory", "check the path")
     living: list[str] = []
     garbage: list[Garbage] = []
+    for place in (place for place in places if place.scheme in OBJECT_SCHEMES):
+        garbage.extend(_uploads(place, living, dry_run=dry_run))
+    if (home / UPLOADS_NAME).is_dir():
+        roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
         garbage.extend(_staging(_folders((), roots), living, dry_run=dry_run))
         return GcReport(tuple(garbage), tuple(living), dry_run)
@@ -67,6 +79,18 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             if not is_removed and not is_dead(staging.directory):
                 continue  # another process removed it, or works there by now
             yield Garbage("staging", str(staging.directory), reason, nbytes, is_removed)
+
+
+def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
+    for upload in find_uploads(BucketFolder(place)):
+        where = str(upload.folder.location)
+        if upload.owner is not None:
+            living.append(f"{where}: {upload.owner}")
+            continue
+        reason = "the mark of a finished upload" if upload.is_published else "left by a dead upload"
+        is_removed = not dry_run and upload.remove()
+        if dry_run or is_removed:  # else a run continues it by now
+            yield Garbage("upload", where, reason, upload.nbytes, is_removed)
 
 
 def _allocated_bytes(directory: Path) -> int:

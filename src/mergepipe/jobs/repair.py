@@ -68,7 +68,7 @@ def repair_snapshot(
     path = path.resolve()
     store = Stores()
     refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
-    examination = examine(path, engine.threads, on_progress)
+    examination = examine(Location.local(path), engine.threads, on_progress)
     written = 0
     names = examination.damaged
     if examination.damages:
@@ -81,7 +81,7 @@ def repair_snapshot(
             written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
             written += _mend_table(path, engine, staging.directory)
-        _check_mended(examine(path, engine.threads, on_progress))
+        _check_mended(examine(Location.local(path), engine.threads, on_progress))
     return RepairReport(
         path, examination.manifest.sid, examination.damages, names, written, time.perf_counter() - started
     )
@@ -268,7 +268,7 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
 
 def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
     """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
-    examination = examine(path, engine.threads, None)
+    examination = examine(Location.local(path), engine.threads, None)
     record = examination.manifest.blocks
     if not any(damage.kind == "blocks-file" for damage in examination.damages):
         return 0

@@ -21,7 +21,7 @@ _MOST_NAMED = 5
 
 
 def replay_snapshot(
-    path: Path, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
+    path: Location, out: Path, settings: MergeSettings, *, started: float, on_progress: ProgressCallback | None
 ) -> MergeReport:
     """Recompute the snapshot at `path` into `out`; seed and shard sizes come from the manifest, not `settings`.
 
@@ -31,25 +31,25 @@ def replay_snapshot(
         MergePipeError: as a merge.
     """
     store = Stores(settings=settings.engine.remote)
-    manifest = read_manifest_value(store, Location.local(path))
+    manifest = read_manifest_value(store, path)
     settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
         plan = recorded_plan(manifest)
         return publish_merge(
             inputs, None if plan is None else plan.without_reuse(), out, settings, store, link, started, on_progress,
-            before_publish=lambda made: _check_same(manifest, made, out),
+            before_publish=lambda made: _check_same(manifest, made, settings.destination or out),
         )  # fmt: skip
 
 
-def shard_bytes_of(manifest: Manifest, where: Path) -> int:
+def shard_bytes_of(manifest: Manifest, where: object) -> int:
     """Find a shard size limit that reproduces the snapshot's distribution of tensors over files."""
     files = layout_of(manifest, where).files
     shared = [file.size_bytes - file.data_start for file in files if len(file.tensors) > 1]
     return max([1, *shared])
 
 
-def _check_same(recorded: Manifest, made: Manifest, out: Path) -> None:
+def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> None:
     """Refuse a result that differs from the record, naming tensors and possible causes."""
     if made.files == recorded.files:
         return

@@ -52,7 +52,7 @@ class Examination:
     `table` is the table of block digests if it is sound. `damaged` are the tensors with a wrong block.
     """
 
-    path: Path
+    path: Location
     manifest: Manifest
     layout: SnapshotLayout
     table: BlockTable | None
@@ -67,7 +67,7 @@ class Examination:
 
 
 def verify_snapshot(
-    path: Path, engine: EngineOptions, deep_fraction: float, *, started: float, on_progress: ProgressCallback | None
+    path: Location, engine: EngineOptions, deep_fraction: float, *, started: float, on_progress: ProgressCallback | None
 ) -> VerifyReport:
     """Verify the snapshot or composite at a path; recompute `deep_fraction` of it from the inputs and compare.
 
@@ -78,16 +78,16 @@ def verify_snapshot(
         UnsupportedError: `verify.composite`, a composite cannot be made again.
     """
     store = Stores()
-    if is_composite(store, Location.local(path)):
+    if is_composite(store, path):
         if deep_fraction > 0:
             message = "a composite of tailor is not made again from its sources"
             raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
-        return verify_composite(store, Location.local(path), engine.threads, started=started, on_progress=on_progress)
+        return verify_composite(store, path, engine.threads, started=started, on_progress=on_progress)
     examination = examine(path, engine.threads, on_progress)
     names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()
     replayed = tuple(_replayed(store, examination, names, engine)) if names else ()
     return VerifyReport(
-        path=path,
+        path=path.local_path if path.is_local else path,
         sid=examination.manifest.sid,
         files=len(examination.manifest.files) + len(examination.manifest.sidecars),
         tensors=len(examination.manifest.tensors),
@@ -101,9 +101,9 @@ def verify_snapshot(
     )
 
 
-def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> Examination:
+def examine(directory: Location, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
-    store, done, directory = Stores(), [0], Location.local(path)
+    store, done = Stores(), [0]
     manifest = read_manifest_value(store, directory)
     damages: list[Damage] = []
     table: BlockTable | None = None
@@ -112,7 +112,7 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
     except (CorruptError, NotFoundError, StorageError) as error:
         record = manifest.blocks
         damages.append(_damage("blocks-file", record.name, 0, record.size_bytes, error.problems[0].message))
-    layout = layout_of(manifest, path / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
+    layout = layout_of(manifest, directory / MANIFEST_NAME, table.block_elements if table else DEFAULT_BLOCK_ELEMENTS)
     total = sum(tensor.nbytes for tensor in layout.tensors)
 
     def advance(nbytes: int) -> None:
@@ -132,12 +132,12 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
         for file in layout.files:
             damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(small)
-    damages.extend(_sum_damages(path, manifest, threads))
+    damages.extend(_sum_damages(directory, manifest, threads))
     notices = [*_notices(scan), *_strangers(store, directory, manifest)]
     config_path = (directory / SIDECAR_FOLDER if is_overlay(manifest) else directory) / CONFIG_NAME
     config, config_notices = config_findings(store, config_path, manifest)
     damages.extend(config)
-    return Examination(path, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
+    return Examination(directory, manifest, layout, table, scan, tuple(damages), (*notices, *config_notices))
 
 
 def _scan_overlay(
@@ -252,11 +252,11 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
             yield _damage("index", INDEX_NAME, 0, 0, reason)
 
 
-def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[Damage]:
+def _sum_damages(directory: Location, manifest: Manifest, threads: int) -> Iterator[Damage]:
     """Check the kept sums, if any, by their recorded digests."""
     if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
         return
-    kept = read_totals(Stores(), Location.local(directory), manifest)
+    kept = read_totals(Stores(), directory, manifest)
     if kept is None:
         yield _damage("small-file", ACCUMULATORS_NAME, 0, 0, "the kept sums are not what was written")
         return

@@ -65,7 +65,9 @@ def verify_composite(
             if on_progress is not None:
                 on_progress(Progress("verify", done, total))
     seconds = time.perf_counter() - started
-    return VerifyReport(path.local_path, sid, len(files), 0, len(files), done, seconds, tuple(damages), ())
+    return VerifyReport(
+        path.local_path if path.is_local else path, sid, len(files), 0, len(files), done, seconds, tuple(damages), ()
+    )
 
 
 def _recorded(value: JsonValue, where: Location) -> Iterator[_Recorded]:

@@ -27,6 +27,13 @@ from mergepipe.runs.budget.coverage import coverage_of
 from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
 from mergepipe.runs.inputs.opened import Inputs, with_known_digests
+from mergepipe.runs.output_place import (
+    BucketTarget,
+    FolderPublication,
+    Publication,
+    check_apart,
+    most_staged_bytes,
+)
 from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
 from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder
 from mergepipe.runs.records.manifest import (
@@ -56,10 +63,11 @@ from mergepipe.snapshots.manifest import (
     record_of,
 )
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
-from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
+from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
+from mergepipe.storage.location import Location
 from mergepipe.storage.output import make_folders, write_durably
 from mergepipe.storage.system_calls import peak_memory_bytes
 from mergepipe.storage.traffic import request_counts, store_notices, traffic
@@ -77,7 +85,8 @@ class MergeSettings:
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
-    unfinished output, see `stored_plan`.
+    unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
+    machine.
     """
 
     engine: EngineOptions
@@ -95,6 +104,7 @@ class MergeSettings:
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
     plan_key: str = ""
+    destination: Location | None = None
 
 
 class IntermediateWriter:
@@ -104,7 +114,7 @@ class IntermediateWriter:
         self._staging = Staging(out.with_name(f"{out.name}.intermediates"), force=False)
         self._settings = replace(
             settings, home=None, gathers=False, resume=Resume.NEVER, force=False, reuse=False,
-            keeps_accumulators=False, overlay=False, pack=None,
+            keeps_accumulators=False, overlay=False, pack=None, destination=None,
         )  # fmt: skip
         self._store = store
         self._stack = contextlib.ExitStack()
@@ -140,13 +150,16 @@ def publish_merge(
 ) -> MergeReport:
     """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
 
-    An exception that `before_publish` raises for the finished manifest prevents publishing.
+    With a destination in the settings it is published there, and `out` is where it is staged. An exception that
+    `before_publish` raises for the finished manifest prevents publishing.
     """
     inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
-    weight_bytes = 0 if settings.overlay else output.total_bytes  # how many blocks will differ is unknown
+    bucket = _bucket_target(settings.destination, inputs)
+    weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
+    weight_bytes = 0 if settings.overlay else weight_bytes  # how many blocks will differ is unknown
     sidecars = planned_sidecars(inputs, store)
     sidecar_bytes = sum(map(len, sidecars.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
@@ -161,30 +174,59 @@ def publish_merge(
     progress = MergeProgress(
         run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes
     )
-    with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
+    with (
+        published_but(settings.destination or out),
+        packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer,
+    ):
         with (
-            Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
+            Staging(out, force=settings.force, can_continue=_continuation(bucket, progress)) as staging,
             progress.recorded(staging),
+            _publication(bucket, staging, progress, output) as publication,
         ):
             link.notices.extend(progress.notices)
             if plan is not None and settings.plan_key and not staging.is_continued:
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
-            manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
+            sources = _reuse_sources(plan, out, settings, store, link)
+            manifest = run.fill(staging.path, progress, publication.durable, sources, packer)
             packer.finish()
             if before_publish is not None:
                 before_publish(manifest)
-            staging.publish()
-        link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
+            publication.publish(manifest)
+        if bucket is None:
+            link.use(lambda catalog: catalog.adopt_snapshot(out.absolute(), created=datetime.now(UTC)))
         packed = packer.publish()
         return replace(
-            run.report(out, staging.path, manifest),
+            run.report(settings.destination or out, staging.path, manifest),
             packed=packed,
             not_packed=packs.refused,
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
+
+
+def _bucket_target(destination: Location | None, inputs: Inputs) -> BucketTarget | None:
+    """Return what publishes in a bucket, if the output goes to one."""
+    if destination is None:
+        return None
+    check_apart(destination, [checkpoint.root for checkpoint in inputs.checkpoints])
+    return BucketTarget(destination)
+
+
+def _continuation(bucket: BucketTarget | None, progress: MergeProgress) -> Callable[[Path], bool]:
+    """Return what decides whether an interrupted run is resumed."""
+    if bucket is None:
+        return progress.can_continue
+    return lambda directory: bucket.can_continue(directory, progress)
+
+
+def _publication(
+    bucket: BucketTarget | None, staging: Staging, progress: MergeProgress, output: OutputPlan
+) -> contextlib.AbstractContextManager[Publication]:
+    if bucket is None:
+        return contextlib.nullcontext(FolderPublication(staging, progress))
+    return bucket.publication(staging, progress, output)
 
 
 def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
@@ -274,8 +316,15 @@ class _Run:
             is_remote = request_counts(store).requests > 0  # then retries may use what the plan leaves of the budget
             store.ledger.expert_limit_bytes = max(plan.planned_bytes, plan.budget_bytes * is_remote)
 
-    def fill(self, directory: Path, progress: MergeProgress, sources: ReuseSources, packer: ExpertPacker) -> Manifest:
-        """Write all files of the snapshot; return the manifest that was written."""
+    def fill(
+        self,
+        directory: Path,
+        progress: MergeProgress,
+        durable: DurableProgress,
+        sources: ReuseSources,
+        packer: ExpertPacker,
+    ) -> Manifest:
+        """Write all files of the snapshot, reporting what is `durable`; return the manifest that was written."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         observer = Observer(
@@ -291,7 +340,7 @@ class _Run:
         )  # fmt: skip
         if self._settings.overlay:
             work = replace(work, overlay=OverlayBase(*base_places(self._output.tasks, checkpoints)))
-        result = execution.run(work, sources, progress)
+        result = execution.run(work, sources, durable)
         self.tick("publish")
         check_unchanged(self._store, checkpoints)
         result.reuse.check(result.digests)
@@ -429,7 +478,7 @@ class _Run:
         notices = tuple(f"{fallback.where}: {fallback.decision}: {fallback.reason}" for fallback in starved)
         return (*notices, *analysis_advice(self._plan))
 
-    def report(self, out: Path, directory: Path, manifest: Manifest) -> MergeReport:
+    def report(self, out: Path | Location, directory: Path, manifest: Manifest) -> MergeReport:
         """What was done in the staging directory, up to now."""
         by_purpose = self._store.ledger.usage()
         usage, sum_bytes = realized(by_purpose), own_sum_bytes(directory, by_purpose)

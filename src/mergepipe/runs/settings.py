@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
@@ -11,13 +14,16 @@ from mergepipe.options import (
     catalog_home,
     check_seed,
     engine_options,
+    home_of,
 )
 from mergepipe.planning.budget import parse_speed
 from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.budget.speeds import PriceRequest
 from mergepipe.runs.merge_run import MergeSettings
+from mergepipe.runs.output_place import check_destination, staging_place
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
+from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Price
 
 
@@ -83,6 +89,21 @@ def price_request(options: PlanOptions) -> PriceRequest:
     """Return what the benefit of a read is divided by."""
     speed = None if options.storage_speed is None else parse_speed(options.storage_speed)
     return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
+
+
+def output_place(out: str | Path, settings: MergeSettings, home: str | Path | None) -> tuple[Path, MergeSettings]:
+    """Return where an output is staged or published on this machine; the settings name the bucket it goes to, if any.
+
+    Raises:
+        RecipeError: `location.malformed`; `option.pair`, an option that has no meaning for a bucket.
+        OutputError: `output.store`, a store that takes no outputs.
+    """
+    location = Location.of(out)
+    if location.is_local:
+        return location.local_path, settings
+    options = {"--force": settings.force, "--overlay": settings.overlay, "--keep-sums": settings.keeps_accumulators}
+    check_destination(location, options)
+    return staging_place(location, home_of(home)), replace(settings, destination=location)
 
 
 def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:

@@ -21,7 +21,7 @@ from mergepipe.snapshots.manifest_json import manifest_of_json
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import Location, is_remote
 from mergepipe.storage.stores import Stores
 
 T = TypeVar("T")
@@ -99,6 +99,17 @@ def find_snapshot_path(reference: str, home: Path) -> Path:
             raise NotFoundError.of("snapshot.no-manifest", path, message, "give a snapshot, its sid, or a plan")
         return path
     return _recorded(reference, home).path
+
+
+def find_snapshot(reference: str, home: Path) -> Location:
+    """Find a snapshot as `find_snapshot_path` does, or in a bucket or repository by its address.
+
+    Raises:
+        NotFoundError, RecipeError: as `find_snapshot_path`.
+    """
+    if is_remote(reference):
+        return Location.parse(reference)
+    return Location.local(find_snapshot_path(reference, home))
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 from mergepipe.core.escaping import WrittenAsText
 from mergepipe.errors import MergePipeError, RecipeError
 
+OBJECT_SCHEMES = ("s3", "gs", "az")
 WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf"
 FORMS = (

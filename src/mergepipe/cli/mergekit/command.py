@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +18,7 @@ from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_optio
 from mergepipe.cli.sizes import parse_size
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import MergeOptions
+from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from typer.core import TyperCommand
@@ -291,7 +291,7 @@ def merge_as_mergekit(
             print(f"notice: {notice}", file=sys.stderr)
     from mergepipe import api
 
-    with tell_if_published(Path(out)), progress_shown(session, silent=honoured.quiet) as on_progress:
+    with tell_if_published(Location.of(out)), progress_shown(session, silent=honoured.quiet) as on_progress:
         report = api.merge(
             config, out, force=force, seed=honoured.random_seed or 0, options=options, on_progress=on_progress
         )

@@ -9,7 +9,7 @@ from mergepipe.catalog.rows import LineageNode
 from mergepipe.cli.render.layout import columns_text, facts_text, number_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import Damage, GcReport, MaterialiseReport, RepairReport, SnapshotDiff, VerifyReport
+from mergepipe.reports import Damage, GcReport, MaterialiseReport, PushReport, RepairReport, SnapshotDiff, VerifyReport
 
 SHORT_SID = 12
 MOST_TENSORS = 40
@@ -44,6 +44,22 @@ def damage_text(damage: Damage) -> str:
     place = f" bytes {damage.start} to {damage.stop - 1}" if damage.stop > damage.start else ""
     tensor = f", tensor {damage.tensor}" if damage.tensor else ""
     return f"{damage.file}{place}{tensor}: {damage.message}"
+
+
+def push_table(report: PushReport) -> str:
+    """What was published where."""
+    kept = [("there already", format_bytes(report.kept_bytes))] if report.kept_bytes else []
+    paths = plural(len(report.replaced_paths), "path")
+    replaced = [("notice", f"{paths} of this machine left out")] if report.replaced_paths else []
+    return facts_text([
+        ("snapshot", f"{report.sid} {report.snapshot}"),
+        ("pushed", f"{plural(report.files, 'file')}, {format_bytes(report.total_bytes)}"),
+        *kept,
+        ("time", format_seconds(report.seconds)),
+        *replaced,
+        *([("commit", report.commit)] if report.commit else []),
+        ("output", str(report.destination)),
+    ])  # fmt: skip
 
 
 def repair_table(report: RepairReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from mergepipe.checkpoints.content_id import stored_entries
@@ -11,7 +12,7 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.runs.execution import MergeResult
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
 from mergepipe.snapshots.manifest import OutputFileRecord, OutputTensor, RealizedBytes
-from mergepipe.snapshots.shards import TensorDigest
+from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.traffic import Traffic
 
@@ -88,7 +89,12 @@ def file_records(output: OutputPlan, digests: tuple[TensorDigest, ...]) -> tuple
         OutputFileRecord(
             shard.name,
             shard.file_bytes,
-            digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors]),
+            file_digest_of(shard, root_of),
         )
         for shard in output.shards
     )
+
+
+def file_digest_of(shard: ShardLayout, root_of: Mapping[str, str]) -> str:
+    """The digest of a weight file, from the digests of its tensors."""
+    return digest_of([[s.name, s.dtype.name, list(s.shape), root_of[s.name]] for s in shard.tensors])

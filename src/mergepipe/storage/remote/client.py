@@ -3,7 +3,7 @@
 S3 signs by a computation on this machine, whatever the credentials: obstore signs an address, and our own client sends
 the request, because it shows `Retry-After` and stores bytes without a copy. Google and Azure sign addresses only with
 permissions that many credentials lack, so there obstore sends the requests itself. Its own retries are switched off
-everywhere: they would be neither charged nor reported.
+where files are read: they would be neither charged nor reported. Writes are retried by it, part by part.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -29,6 +30,12 @@ from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 SIGNED_FOR: Final = timedelta(minutes=15)
 _CHUNK_BYTES: Final = 1 << 20
+_PART_BYTES: Final = 16 << 20
+_PARTS_AT_ONCE: Final = 8
+_NOT_FOUND: Final = 404
+_DIGEST_ATTRIBUTE: Final = "mergepipedigest"  # Azure takes names of letters and digits only
+_NO_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 0}
+_WRITE_RETRIES: Final[Mapping[str, Any]] = {"max_retries": 8, "retry_timeout": timedelta(minutes=5)}
 _METADATA_SERVICE: Final = ("169.254.169.254", 80)
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})(?: ([A-Za-z -]{1,40}))?")
 _ERROR_CODE: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
@@ -37,6 +44,7 @@ _CLASS_STATUS: Final = {
     "UnauthenticatedError": (401, "Unauthorized"),
     "PermissionDeniedError": (403, "Forbidden"),
     "PreconditionError": (412, "Precondition Failed"),
+    "AlreadyExistsError": (412, "Precondition Failed"),
 }
 _KINDS: Final = (
     ("non-partial response", FailureKind.NOT_PARTIAL, "200 for a range"),
@@ -64,11 +72,23 @@ class Listing:
     folders: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """An object as it is now: `digest` is what its writer said of its content, empty for none."""
+
+    key: str
+    size_bytes: int
+    modified: datetime
+    etag: str
+    version: str
+    digest: str = ""
+
+
 class ObjectClient:
     """One bucket, by the credentials that the ecosystem's usual places hold; anonymous where there are none."""
 
     def __init__(self, store: object, sign: Callable[[str], str] | None) -> None:
-        self._store = store
+        self.store = store
         self._sign = sign
 
     @property
@@ -83,7 +103,7 @@ class ObjectClient:
             RequestFailed: it failed.
         """
         with _failures():
-            answer = _obstore().list_with_delimiter(self._store, prefix or None)
+            answer = _obstore().list_with_delimiter(self.store, prefix or None)
         objects = {item["path"]: _pin(item) for item in answer["objects"] if item["path"] != prefix}
         return Listing(objects, tuple(folder.rstrip("/") for folder in answer["common_prefixes"]))
 
@@ -106,7 +126,7 @@ class ObjectClient:
         options = {"range": (offset, offset + len(buffer))} | ({"if_match": pin.if_match} if pin.if_match else {})
         done = 0
         try:
-            answer = _obstore().get(self._store, key, options=options)
+            answer = _obstore().get(self.store, key, options=options)
             difference = pin.difference(_pin(answer.meta))
             if difference:
                 raise RequestFailed(Failure(FailureKind.CHANGED, difference))
@@ -122,6 +142,81 @@ class ObjectClient:
             raise RequestFailed(Failure(FailureKind.CUT, "the connection ended before the answer did"), done)
 
 
+class BucketWriter:
+    """Writes to one bucket, by the same credentials as `ObjectClient`. Its requests are retried by obstore.
+
+    A file is sent in parts, of which `_PARTS_AT_ONCE` are in memory; what `on_bytes` raises while it is sent ends the
+    transfer, and the parts are given up. Every method raises RequestFailed.
+    """
+
+    def __init__(self, store: object, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        self._store = store
+        self._on_bytes = on_bytes
+
+    def create(self, key: str, content: bytes | Path, digest: str) -> None:
+        """Write an object of which there is none; a refusal for one that is there has the status 412."""
+        self._put(key, content, digest, "create")
+
+    def overwrite(self, key: str, content: bytes | Path, digest: str) -> None:
+        """Write an object, whatever is there."""
+        self._put(key, content, digest, "overwrite")
+
+    def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
+        """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
+        known = {"e_tag": facts.etag, "version": facts.version}
+        self._put(facts.key, content, digest, {name: value for name, value in known.items() if value})
+
+    def look(self, key: str) -> ObjectFacts | None:
+        """Describe an object; None where there is none."""
+        try:
+            with _failures():
+                answer = _obstore().get(self._store, key, options={"head": True})
+                return _facts(answer.meta, str(answer.attributes.get(_DIGEST_ATTRIBUTE, "")))
+        except RequestFailed as error:
+            if error.failure.status == _NOT_FOUND:
+                return None
+            raise
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        """The first bytes of an object, at most `limit_bytes` of them."""
+        with _failures():
+            size_bytes = int(_obstore().head(self._store, key)["size"])
+            if not size_bytes:
+                return b""
+            return bytes(_obstore().get_range(self._store, key, start=0, end=min(size_bytes, limit_bytes)))
+
+    def list_all(self, prefix: str) -> tuple[ObjectFacts, ...]:
+        """All objects below a prefix, at any depth; their digests are not told."""
+        with _failures():
+            chunks = _obstore().list(self._store, prefix or None)
+            return tuple(_facts(item) for item in chain.from_iterable(chunks))
+
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be gone already."""
+        with _failures(), suppress(FileNotFoundError):
+            _obstore().delete(self._store, key)
+
+    def _put(self, key: str, content: bytes | Path, digest: str, mode: object) -> None:
+        attributes = {_DIGEST_ATTRIBUTE: digest} if digest else {}
+        with _failures():
+            _obstore().put(
+                self._store, key, content if isinstance(content, bytes) else self._parts(content),
+                attributes=attributes, mode=mode, use_multipart=not isinstance(content, bytes), chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )  # fmt: skip
+
+    def _parts(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while part := file.read(_PART_BYTES):
+                self._on_bytes(len(part))
+                yield part
+
+
+def open_writer(location: Location, on_bytes: Callable[[int], None] = lambda _: None) -> BucketWriter:
+    """Return what writes to the bucket of `location`. Raises as `open_bucket` does."""
+    return BucketWriter(_opened(location, STALL_SECONDS, _WRITE_RETRIES).store, on_bytes)
+
+
 def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> ObjectClient:
     """Return the client of the bucket of `location`.
 
@@ -129,9 +224,13 @@ def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> Obj
         UnsupportedError: `storage.extra`, obstore is not installed.
         StorageError: `storage.settings`, the settings of the environment cannot be used.
     """
+    return _opened(location, stall_seconds, _NO_RETRIES)
+
+
+def _opened(location: Location, stall_seconds: float, retries: Mapping[str, Any]) -> ObjectClient:
     _obstore(location.scheme)
     try:
-        return _OPENERS[location.scheme](location.root, stall_seconds)
+        return _OPENERS[location.scheme](location.root, _Connections(stall_seconds, retries))
     except MergePipeError:
         raise
     except Exception as error:  # its text may repeat the settings
@@ -162,6 +261,8 @@ def failure_of(error: BaseException) -> Failure:
 def _failures() -> Iterator[None]:
     try:
         yield
+    except (RequestFailed, MergePipeError):
+        raise
     except Exception as error:  # of classes that only obstore knows
         raise RequestFailed(failure_of(error)) from None
 
@@ -182,21 +283,34 @@ def _pin(item: Mapping[str, Any]) -> Pin:
     return Pin(item["size"], item["e_tag"] or "", format_datetime(modified.astimezone(UTC), usegmt=True))
 
 
-def _options(endpoint: str, stall_seconds: float) -> dict[str, Any]:
-    """Settings of the connections; retries are ours."""
+@dataclass(frozen=True, slots=True)
+class _Connections:
+    """How connections of a store behave; its own retries are settings of obstore."""
+
+    stall_seconds: float
+    retries: Mapping[str, Any]
+
+
+def _facts(item: Mapping[str, Any], digest: str = "") -> ObjectFacts:
+    modified: datetime = item["last_modified"]
+    return ObjectFacts(item["path"], item["size"], modified, item["e_tag"] or "", item["version"] or "", digest)
+
+
+def _options(endpoint: str, connections: _Connections) -> dict[str, Any]:
+    """Settings of the connections."""
     client = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-        "read_timeout": timedelta(seconds=stall_seconds),
+        "read_timeout": timedelta(seconds=connections.stall_seconds),
         "timeout": timedelta(hours=1),
         "allow_http": endpoint.startswith("http://"),
     }
-    return {"client_options": client, "retry_config": {"max_retries": 0}}
+    return {"client_options": client, "retry_config": dict(connections.retries)}
 
 
-def _open_s3(bucket: str, stall_seconds: float) -> ObjectClient:
+def _open_s3(bucket: str, connections: _Connections) -> ObjectClient:
     obstore = _obstore()
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or _env("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    settings: dict[str, Any] = {**_options(endpoint, stall_seconds), **_aws_profile()}
+    settings: dict[str, Any] = {**_options(endpoint, connections), **_aws_profile()}
     if endpoint:
         settings["endpoint"] = endpoint
 
@@ -240,8 +354,8 @@ def _aws_profile() -> dict[str, str]:
     return settings
 
 
-def _open_google(bucket: str, stall_seconds: float) -> ObjectClient:
-    settings = _options(_env("GOOGLE_BASE_URL"), stall_seconds)
+def _open_google(bucket: str, connections: _Connections) -> ObjectClient:
+    settings = _options(_env("GOOGLE_BASE_URL"), connections)
     is_anonymous = _is_set("GOOGLE_SKIP_SIGNATURE") or not (
         _env(*_GOOGLE_CREDENTIALS)
         or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
@@ -256,13 +370,13 @@ _GOOGLE_CREDENTIALS: Final = (
 )  # fmt: skip
 
 
-def _open_azure(container: str, stall_seconds: float) -> ObjectClient:
+def _open_azure(container: str, connections: _Connections) -> ObjectClient:
     endpoint = _env("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     account = _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     if not account:
         hint = "set AZURE_STORAGE_ACCOUNT_NAME"
         raise StorageError.of("storage.settings", f"az://{container}", "its storage account is not known", hint)
-    settings = _options(endpoint, stall_seconds) | ({"endpoint": endpoint} if endpoint else {})
+    settings = _options(endpoint, connections) | ({"endpoint": endpoint} if endpoint else {})
     has_credentials = _env(*_AZURE_CREDENTIALS) or _is_set("AZURE_USE_AZURE_CLI") or _has_metadata_service()
     is_anonymous = _is_set("AZURE_SKIP_SIGNATURE") or not has_credentials
     store = _obstore("az").store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
@@ -275,7 +389,7 @@ _AZURE_CREDENTIALS: Final = (
     "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT",
 )  # fmt: skip
 
-_OPENERS: Final[Mapping[str, Callable[[str, float], ObjectClient]]] = {
+_OPENERS: Final[Mapping[str, Callable[[str, _Connections], ObjectClient]]] = {
     "s3": _open_s3,
     "gs": _open_google,
     "az": _open_azure,

@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from urllib.parse import urlsplit
 
-from mergepipe.errors import RecipeError
+from mergepipe.errors import RecipeError, UnsupportedError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TRUE_TEXTS = ("1", "ON", "YES", "TRUE")
@@ -101,6 +103,21 @@ def _refreshed_token(file: Path) -> str:
     if Path(constants.HF_TOKEN_PATH) != file:  # it was imported under other settings
         return ""
     return _cleaned(get_token() or "")
+
+
+def hub_package() -> Any:
+    """Import the Hub's own package, by which repositories are written.
+
+    Raises:
+        UnsupportedError: `storage.extra`, it is not installed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        message = "writing to hf:// needs huggingface_hub, which is not installed"
+        raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
+    module: ModuleType = huggingface_hub
+    return module
 
 
 def _cleaned(token: str) -> str:

@@ -10,13 +10,19 @@ from mergepipe.cli.options import Home, PrintFlags
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.registration import add_command
 
-Roots = Annotated[list[str] | None, typer.Argument(metavar="[DIR]...", help="Where else staging of dead runs may lie.")]
+Roots = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[DIR]...", help="Where else dead runs may have left something: folders, prefixes of buckets."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
 
 
 EXAMPLES = (
     "mergepipe gc --dry-run",
     "mergepipe gc /models",
+    "mergepipe gc s3://bucket/prefix",
 )
 
 

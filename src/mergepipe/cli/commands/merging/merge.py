@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,6 +34,7 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions
+from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.reports import MergeReport, ProgressCallback
@@ -164,7 +164,7 @@ def merge(
             seed=settings.seed, options=options, on_progress=on_progress,
         )  # fmt: skip
 
-    with tell_if_published(Path(target)), progress_shown(session, silent=printing.silent) as on_progress:
+    with tell_if_published(Location.of(target)), progress_shown(session, silent=printing.silent) as on_progress:
         report = run(on_progress)
     print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +14,7 @@ from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
 from mergepipe.options import DEFAULT_SHARD_BYTES
+from mergepipe.storage.location import Location
 
 PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
 
@@ -49,7 +49,7 @@ def run(
     shard_bytes = optional_size(shard_size, "--shard-size")
     from mergepipe import api
 
-    with tell_if_published(Path(out)), progress_shown(session, silent=printing.silent) as on_progress:
+    with tell_if_published(Location.of(out)), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.run(
             plan,
             out,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from mergepipe.cli.guard import Session
@@ -12,6 +10,7 @@ from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
+from mergepipe.storage.location import Location
 
 EXAMPLES = ("mergepipe replay 7b3a2e50 again/",)
 
@@ -39,7 +38,7 @@ def replay(
     options = machine.options(catalog=not no_catalog)
     from mergepipe import api
 
-    with tell_if_published(Path(out)), progress_shown(session, silent=printing.silent) as on_progress:
+    with tell_if_published(Location.of(out)), progress_shown(session, silent=printing.silent) as on_progress:
         report = api.replay(
             snapshot,
             out,

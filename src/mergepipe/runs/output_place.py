@@ -1,0 +1,226 @@
+"""Publish a merge where it was asked for: as a folder of this machine, or as objects of a bucket.
+
+An output for a bucket grows in a staging directory of this machine, as one for a folder does; each shard is uploaded
+when its last tensor is durable, while the next is made, and then its space is given back: what is left of it is its
+size, by which the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from typing import Final, Protocol
+
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.engine.work import OutputPlan
+from mergepipe.errors import OutputError, RecipeError
+from mergepipe.runs.records.manifest import file_digest_of
+from mergepipe.runs.recovery.resume import MergeProgress
+from mergepipe.snapshots.journal import JOURNAL_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest
+from mergepipe.snapshots.staging import Staging
+from mergepipe.storage import owned
+from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.client import open_writer
+from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
+
+UPLOADS_NAME: Final = "uploads"
+SHARDS_ON_DISK: Final = 3
+"""The shard that is made, the one that is uploaded, and one that waits for that."""
+_RECORD_SUFFIX: Final = ".uploaded"
+_RECORD_BYTES: Final = 256
+_LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
+
+
+class Publication(Protocol):
+    """How one output becomes visible. A context manager, inside that of its staging directory."""
+
+    @property
+    def durable(self) -> DurableProgress:
+        """The progress that the engine reports to."""
+        ...
+
+    def publish(self, manifest: Manifest) -> None:
+        """Make the staged snapshot visible, whole."""
+        ...
+
+
+class FolderPublication:
+    """A snapshot that is published as a folder of this machine."""
+
+    def __init__(self, staging: Staging, progress: MergeProgress) -> None:
+        self._staging = staging
+        self.durable: DurableProgress = progress
+
+    def publish(self, manifest: Manifest) -> None:
+        """Rename the staging directory; raises as `Staging.publish`."""
+        del manifest
+        self._staging.publish()
+
+
+class BucketPublication:
+    """A snapshot that is published as objects: shards while the next are made, small files, then the manifest.
+
+    It is the `DurableProgress` of its own run: a `MergeProgress` whose finished shards are uploaded by one thread.
+    """
+
+    def __init__(self, staging: Staging, progress: MergeProgress, output: OutputPlan, upload: ObjectUpload) -> None:
+        self._staging = staging
+        self._progress = progress
+        self._upload = upload
+        self._shards = output.shards
+        self._ends = list(accumulate(len(shard.tensors) for shard in output.shards))
+        self._roots: dict[str, str] = {}
+        self._n_queued = 0
+        self._pending: deque[Future[None]] = deque()
+        self._pool = ThreadPoolExecutor(1, "mergepipe-upload")
+        self.durable: DurableProgress = self
+
+    @property
+    def done(self) -> tuple[TensorDigest, ...]:
+        """Tensors that an earlier run made durable."""
+        return self._progress.done
+
+    def is_due(self, pending_bytes: int) -> bool:
+        """Whether to record now: when a whole shard waits for it, else as `MergeProgress` says."""
+        waits = self._n_queued < len(self._shards) and pending_bytes >= self._shards[self._n_queued].file_bytes
+        return self._progress.is_due(pending_bytes) or waits
+
+    def note(self, digests: Sequence[TensorDigest]) -> None:
+        """Record the tensors, then upload the shards that are complete; waits while too many are on the disk."""
+        self._progress.note(digests)
+        self._add(digests)
+
+    def resume(self) -> None:
+        """Upload what an earlier run made and did not upload."""
+        self._add(self._progress.done)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Upload all that is left, the manifest last.
+
+        Raises:
+            ConflictError, StorageError: as `ObjectUpload.send` and `ObjectUpload.commit`.
+        """
+        self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
+        self._wait(0)
+        folder = self._staging.path
+        small = (*manifest.sidecars, manifest.blocks)
+        for record in sorted(small, key=lambda record: (record.name in _LAST_NAMES, record.name)):
+            self._upload.send(record.name, owned.read_file(folder / record.name, record.size_bytes), record.blake3)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        sizes |= {record.name: record.size_bytes for record in small}
+        self._upload.commit((folder / MANIFEST_NAME).read_bytes(), sizes)
+
+    def close(self) -> None:
+        """Let the thread end; what waits for it is not uploaded."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _add(self, digests: Sequence[TensorDigest]) -> None:
+        self._roots.update((digest.name, digest.root) for digest in digests)
+        while self._n_queued < len(self._shards) and self._ends[self._n_queued] <= len(self._roots):
+            self._wait(SHARDS_ON_DISK - 2)
+            self._pending.append(self._pool.submit(self._send, self._n_queued))
+            self._n_queued += 1
+
+    def _wait(self, n_pending: int) -> None:
+        """Wait until at most so many uploads are under way or waiting; raises what one of them raised."""
+        while len(self._pending) > n_pending:
+            self._pending.popleft().result()
+
+    def _send(self, index: int) -> None:
+        """Upload a shard, record that, and give its space back."""
+        shard = self._shards[index]
+        record, path = _record_of(self._staging.directory, shard.name), self._staging.path / shard.name
+        if owned.is_there(record):
+            return
+        digest = file_digest_of(shard, self._roots)
+        self._upload.send(shard.name, path, digest)
+        owned.write_file(record, digest.encode())
+        owned.replace_by_hole(path)
+
+
+class BucketTarget:
+    """A place in a bucket that an output goes to, and how its interrupted runs are resumed."""
+
+    def __init__(self, location: Location) -> None:
+        self._stop = threading.Event()
+        self._upload = ObjectUpload(BucketFolder(location, open_writer(location, self._check_stop)))
+
+    def can_continue(self, directory: Path, progress: MergeProgress) -> bool:
+        """Decide whether to resume, as `MergeProgress`; never where an uploaded shard is gone from the bucket."""
+        records = [path for path in directory.glob(f"*{_RECORD_SUFFIX}") if path.is_file()]
+        if not all(map(self._is_sound, records)):
+            with contextlib.suppress(FileNotFoundError):
+                owned.remove_file(directory / JOURNAL_NAME)
+        return progress.can_continue(directory)
+
+    @contextlib.contextmanager
+    def publication(self, staging: Staging, progress: MergeProgress, output: OutputPlan) -> Iterator[BucketPublication]:
+        """Claim the place while the context lasts. Raises as `ObjectUpload.__enter__`."""
+        with self._upload as upload:
+            publication = BucketPublication(staging, progress, output, upload)
+            try:
+                publication.resume()
+                yield publication
+            finally:
+                self._stop.set()
+                publication.close()
+
+    def _is_sound(self, record: Path) -> bool:
+        digest = owned.read_file(record, _RECORD_BYTES).decode(errors="replace")
+        return self._upload.has(record.name.removesuffix(_RECORD_SUFFIX), digest)
+
+    def _check_stop(self, nbytes: int) -> None:
+        del nbytes
+        if self._stop.is_set():
+            raise RequestFailed(Failure(FailureKind.UNUSABLE, "the run has ended"))
+
+
+def check_destination(destination: Location, options: Mapping[str, bool]) -> None:
+    """Refuse a place that is none for an output, and options that have no meaning there (those that are true).
+
+    Raises:
+        OutputError: `output.store`.
+        RecipeError: `option.pair`.
+    """
+    if destination.scheme not in OBJECT_SCHEMES:
+        hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
+        raise OutputError.of("output.store", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
+    for option in (option for option, is_set in options.items() if is_set):
+        message = f"has no meaning for an output in a bucket ({destination})"
+        raise RecipeError.of("option.pair", option, message, "leave it out, or merge into a folder and push that")
+
+
+def check_apart(destination: Location, inputs: Sequence[Location]) -> None:
+    """Refuse an output in or around an input.
+
+    Raises:
+        OutputError: `output.overlaps-input`.
+    """
+    for source in inputs:
+        if destination.is_relative_to(source) or source.is_relative_to(destination):
+            message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
+            raise OutputError.of("output.overlaps-input", destination, message, hint)
+
+
+def staging_place(destination: Location, home: Path) -> Path:
+    """The output of this machine in whose staging directory the one for a bucket grows: one for each destination."""
+    return home / UPLOADS_NAME / f"{destination.name or destination.root}-{digest_of(str(destination))[:12]}"
+
+
+def most_staged_bytes(output: OutputPlan) -> int:
+    """The disk space that the shards of an output for a bucket need at once."""
+    return sum(sorted((shard.file_bytes for shard in output.shards), reverse=True)[:SHARDS_ON_DISK])
+
+
+def _record_of(directory: Path, name: str) -> Path:
+    return directory / f"{name}{_RECORD_SUFFIX}"

@@ -1,0 +1,332 @@
+"""Publish a snapshot in a bucket: its objects first, its manifest last, by a put that succeeds once.
+
+A prefix is a snapshot if it holds a manifest; until then a marker names the process that writes there. Of two that
+want to write at one place the marker lets one pass, and objects that a dead one left are used if they have the digest
+that is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from mergepipe.core.outcome import note_committed
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
+from mergepipe.snapshots.layout import small_digest
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.storage.limits import OWNER_BYTES
+from mergepipe.storage.owner import Owner, is_alive, this_process
+from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
+from mergepipe.storage.remote.client import ObjectFacts
+
+MARKER_NAME: Final = ".mergepipe-upload.json"
+SILENCE_SECONDS: Final = 24 * 3600.0
+"""A process of another machine is taken for dead after so long without a new object."""
+_MARKER_FORMAT: Final = "mergepipe-upload/1"
+_PROBE_PREFIX: Final = ".mergepipe-probe-"
+_active: set[str] = set()  # the uploads of this process
+
+
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """The record of an upload: its own id, and the process that makes it."""
+
+    upload: str
+    owner: Owner
+
+    def to_json(self) -> bytes:
+        content = {"format": _MARKER_FORMAT, "upload": self.upload, **asdict(self.owner)}
+        return json.dumps(content, allow_nan=False).encode()
+
+    def may_be_alive(self, silent_seconds: float) -> bool:
+        """Whether the process may still write; of another machine, none is trusted to be dead before long."""
+        if self.owner == this_process():
+            return self.upload in _active
+        return is_alive(self.owner, 0.0) and (is_alive(self.owner, float("inf")) or silent_seconds < SILENCE_SECONDS)
+
+
+class ObjectUpload:
+    """One upload of a snapshot to a prefix. A context manager: left without `commit`, nothing is visible.
+
+    What was sent stays for the next run, or for `gc`; the marker goes only if nothing was.
+    """
+
+    def __init__(self, folder: BucketFolder) -> None:
+        self._folder = folder
+        self._marker = _Marker(uuid.uuid4().hex, this_process())
+        self.sent_bytes = 0
+        self.kept_bytes = 0
+
+    @property
+    def folder(self) -> BucketFolder:
+        return self._folder
+
+    def __enter__(self) -> ObjectUpload:
+        """Claim the prefix.
+
+        Raises:
+            OutputError: `output.exists`, `output.not-ours`: a snapshot, or somebody's objects, are there.
+            ConflictError: `output.busy`, another process writes there.
+            UnsupportedError: `output.no-conditions`, the store ignores conditions.
+            NotFoundError, StorageError: as `BucketFolder`.
+        """
+        if self._folder.look(MANIFEST_NAME) is not None:
+            raise self._exists()
+        self._check_conditions()
+        _active.add(self._marker.upload)
+        try:
+            if self._folder.create(MARKER_NAME, self._marker.to_json()):
+                self._check_empty()
+            else:
+                _take_over(self._folder, self._marker)
+        except BaseException:
+            _active.discard(self._marker.upload)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is not None:
+                self._leave(error)
+        finally:
+            _active.discard(self._marker.upload)
+
+    def has(self, name: str, digest: str) -> bool:
+        """Whether an object of this digest is there."""
+        facts = self._folder.look(name)
+        return facts is not None and facts.digest == digest
+
+    def send(self, name: str, content: bytes | Path, digest: str) -> None:
+        """Write an object, unless it is there already.
+
+        Raises:
+            ConflictError: `output.appeared`, the prefix was taken over meanwhile.
+            StorageError: as `BucketFolder`.
+        """
+        is_small = isinstance(content, bytes)
+        nbytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        if is_small and self._folder.create(name, content, digest):
+            self.sent_bytes += nbytes
+            return
+        facts = self._folder.look(name)
+        if facts is not None and (facts.digest, facts.size_bytes) == (digest, nbytes):
+            self.kept_bytes += nbytes
+            return
+        if facts is not None or not self._folder.create(name, content, digest):
+            self._check_ours()
+            self._folder.overwrite(name, content, digest)
+        self.sent_bytes += nbytes
+
+    def commit(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
+        """Make the snapshot visible: `sizes` are those of all its objects but the manifest.
+
+        Raises:
+            ConflictError: `output.appeared`: another process published there, or took the prefix over.
+            StorageError: `output.incomplete`, an object is missing; else as `BucketFolder`.
+        """
+        self._check_ours()
+        listing = self._folder.list_all()
+        for name, size_bytes in sizes.items():
+            if name not in listing or listing[name].size_bytes != size_bytes:
+                message = f"{name} is not there as it was uploaded: somebody else deleted or replaced it"
+                raise StorageError.of("output.incomplete", self._folder.location, message, "run again")
+        for name in _own_names(listing):
+            if name not in sizes and name != MARKER_NAME and _is_ours(self._folder, name):
+                self._folder.delete(name)
+        self._create_manifest(manifest)
+        note_committed(self._folder.location)
+        try:
+            self._folder.delete(MARKER_NAME)
+        except MergePipeError:  # harmless: `gc` removes it
+            return
+
+    def _create_manifest(self, manifest: bytes) -> None:
+        """Create the manifest; where the answer was lost, or was that of a repeated request, what is there decides."""
+        failure: StorageError | None = None
+        try:
+            if self._folder.create(MANIFEST_NAME, manifest, small_digest(manifest)):
+                return
+        except StorageError as error:
+            failure = error
+        if self._folder.read(MANIFEST_NAME, len(manifest) + 1) == manifest:
+            return
+        raise failure or self._appeared("a snapshot was published there")
+
+    def _check_conditions(self) -> None:
+        """Refuse a store that ignores conditions: of two writers, both would be told that they succeeded."""
+        probe = f"{_PROBE_PREFIX}{self._marker.upload}"
+        self._folder.create(probe, b"1")
+        is_ignored = self._folder.create(probe, b"2")
+        self._folder.delete(probe)
+        if is_ignored:
+            raise UnsupportedError.of(
+                "output.no-conditions",
+                self._folder.location,
+                "its store ignores conditional puts (If-None-Match), so that no output there is safe from another run",
+                "merge into a folder and copy it there, or use a store that has them",
+            )
+
+    def _check_empty(self) -> None:
+        """Refuse a prefix under which something else lies."""
+        listing = self._folder.list_all()
+        others = [name for name in listing if name != MARKER_NAME and not name.startswith(_PROBE_PREFIX)]
+        if not others:
+            return
+        self._folder.delete(MARKER_NAME)
+        if MANIFEST_NAME in others:
+            raise self._exists()
+        raise OutputError.of(
+            "output.not-ours",
+            self._folder.location,
+            f"holds {len(others)} objects that are no unfinished output, {others[0]} among them",
+            "choose another prefix",
+        )
+
+    def _check_ours(self) -> None:
+        content = self._folder.read(MARKER_NAME, OWNER_BYTES)
+        if content != self._marker.to_json():
+            raise self._appeared("another process took the prefix over")
+
+    def _leave(self, error: BaseException) -> None:
+        """After a failure, remove the marker if nothing else is there."""
+        try:
+            listing = self._folder.list_all()
+            if MANIFEST_NAME in listing:
+                return
+            if set(listing) <= {MARKER_NAME}:
+                self._check_ours()
+                self._folder.delete(MARKER_NAME)
+                return
+        except MergePipeError:
+            return
+        note = "what is uploaded stays: the same command continues"
+        error.add_note(f"{note}, `mergepipe gc {self._folder.location}` removes it")
+
+    def _exists(self) -> MergePipeError:
+        message = "holds a snapshot already, and one in a bucket is never replaced"
+        return OutputError.of("output.exists", self._folder.location, message, "choose another prefix")
+
+    def _appeared(self, message: str) -> MergePipeError:
+        hint = "use what is there, or choose another prefix"
+        return ConflictError.of("output.appeared", self._folder.location, message, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftUpload:
+    """An upload that was not finished: where, what it holds, and the process that may still make it (None: dead)."""
+
+    folder: BucketFolder
+    names: tuple[str, ...]
+    nbytes: int
+    owner: Owner | None
+    is_published: bool
+
+    def remove(self) -> bool:
+        """Remove it; False where a run has continued it meanwhile.
+
+        Raises:
+            StorageError: as `BucketFolder`.
+        """
+        marker = _Marker(uuid.uuid4().hex, this_process())
+        _active.add(marker.upload)
+        try:
+            _take_over(self.folder, marker)
+            for name in self.names:
+                self.folder.delete(name)
+            self.folder.delete(MARKER_NAME)
+        except ConflictError:
+            return False
+        finally:
+            _active.discard(marker.upload)
+        return True
+
+
+def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
+    """Find the uploads at and below a folder that were not finished; of published ones, the marker alone."""
+    listing = folder.list_all()
+    for name in sorted(name for name in listing if PurePosixPath(name).name == MARKER_NAME):
+        parent = name.removesuffix(MARKER_NAME)
+        within = {key.removeprefix(parent): facts for key, facts in listing.items() if key.startswith(parent)}
+        place = folder.below(parent.rstrip("/"))
+        marker = _read_marker(place)
+        if marker is None:
+            continue
+        is_published = MANIFEST_NAME in within
+        others = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
+        names = tuple(key for key in others if _is_ours(place, key))
+        owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
+        yield LeftUpload(place, names, sum(within[key].size_bytes for key in names), owner, is_published)
+
+
+def _take_over(folder: BucketFolder, marker: _Marker) -> None:
+    """Put our marker in the place of a dead run's.
+
+    Raises:
+        ConflictError: `output.busy`, the run may be alive.
+        OutputError: `output.not-ours`, what is there is no marker.
+    """
+    facts = folder.look(MARKER_NAME)
+    earlier = _read_marker(folder)
+    if facts is None:
+        raise _busy(folder, "another process")
+    if earlier is None:
+        message = f"its {MARKER_NAME} is no record of an upload"
+        raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix, or remove it")
+    if earlier.may_be_alive(_silent_seconds(_within_one(folder))):
+        raise _busy(folder, str(earlier.owner))
+    if not folder.exchange(MARKER_NAME, marker.to_json(), facts):
+        raise _busy(folder, "another process")
+
+
+def _within_one(folder: BucketFolder) -> Mapping[str, ObjectFacts]:
+    listing = folder.list_all()
+    return {name: listing[name] for name in _own_names(listing)}
+
+
+def _busy(folder: BucketFolder, who: str) -> MergePipeError:
+    return ConflictError.of(
+        "output.busy",
+        folder.location,
+        f"is being made by {who}",
+        f"wait for it, or choose another prefix; a day after it died `mergepipe gc {folder.location}` removes it",
+    )
+
+
+def _read_marker(folder: BucketFolder) -> _Marker | None:
+    """The marker of a prefix; None where there is none of this format."""
+    try:
+        content = json.loads(folder.read(MARKER_NAME, OWNER_BYTES) or b"")
+    except (ValueError, RecursionError):
+        return None
+    match content:
+        case {
+            "format": str(written), "upload": str(upload), "pid": int(pid), "started": str(started), "boot": str(boot),
+            "host": str(host),
+        } if written == _MARKER_FORMAT:  # fmt: skip
+            return _Marker(upload, Owner(pid, started, boot, host))
+    return None
+
+
+def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
+    """The names that belong to the folder itself, not to a snapshot or upload below it."""
+    ends = (MANIFEST_NAME, MARKER_NAME)
+    below = {str(PurePosixPath(name).parent) for name in listing if PurePosixPath(name).name in ends} - {"."}
+    return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
+
+
+def _is_ours(folder: BucketFolder, name: str) -> bool:
+    """Whether an upload of ours wrote an object."""
+    if PurePosixPath(name).name.startswith(_PROBE_PREFIX):
+        return True
+    facts = folder.look(name)
+    return facts is not None and bool(facts.digest)
+
+
+def _silent_seconds(listing: Mapping[str, ObjectFacts]) -> float:
+    now = datetime.now(UTC)
+    return min((age_seconds(facts, now) for facts in listing.values()), default=0.0)

@@ -1,0 +1,128 @@
+"""Write files to a repository of the Hub in one commit, which takes its parent's place or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from mergepipe.errors import ConflictError, MergePipeError, NotFoundError, StorageError
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.hub_settings import HubSettings, hub_package, hub_settings
+
+_MOVED: Final = (409, 412)
+
+
+class HubRepository:
+    """One branch of a model repository, written to with the token of the Hugging Face tools.
+
+    Every method raises NotFoundError (`hub.model`, `hub.revision`), ConflictError (`hub.moved`) or StorageError; their
+    texts hold neither the token nor signed addresses.
+    """
+
+    def __init__(self, location: Location, settings: HubSettings | None = None) -> None:
+        settings = settings or hub_settings()
+        self.location = location
+        self.branch = location.revision or "main"
+        self._package = hub_package()
+        self._api: Any = self._package.HfApi(endpoint=settings.endpoint, token=settings.token or False)
+
+    def create(self, *, is_private: bool) -> None:
+        """Create the repository, unless it is there."""
+        with self._errors():
+            self._api.create_repo(self.location.root, private=is_private, exist_ok=True)
+
+    def head(self) -> str:
+        """The commit that the branch leads to."""
+        with self._errors():
+            return str(self._api.model_info(self.location.root, revision=self.branch).sha)
+
+    def commit(
+        self,
+        files: Mapping[str, bytes | Path],
+        deleted: Sequence[str],
+        parent: str,
+        message: str,
+        on_file: Callable[[str], None] = lambda _: None,
+    ) -> str:
+        """Upload what the Hub lacks of the files, then commit all of them after `parent`; return the commit.
+
+        `on_file` is called with the name of each file that is there. Until the commit nothing is visible.
+
+        Raises:
+            ConflictError: `hub.moved`, the branch does not lead to `parent` any more.
+        """
+        folder = self.location.key
+        named = {name: f"{folder}/{name}" if folder else name for name in (*files, *deleted)}
+        add, delete = self._package.CommitOperationAdd, self._package.CommitOperationDelete
+        additions = {
+            name: add(named[name], str(content) if isinstance(content, Path) else content)
+            for name, content in files.items()
+        }
+        with self._errors(), _no_bars(self._package):
+            for name, addition in additions.items():
+                if isinstance(files[name], Path):
+                    self._api.preupload_lfs_files(
+                        self.location.root, [addition], revision=self.branch, free_memory=False
+                    )
+                on_file(name)
+            made = self._api.create_commit(
+                self.location.root,
+                [*additions.values(), *(delete(named[name]) for name in deleted)],
+                commit_message=message,
+                revision=self.branch,
+                parent_commit=parent,
+            )
+        return str(made.oid)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Convert the errors of the Hub's package."""
+        try:
+            yield
+        except (MergePipeError, OSError) as error:
+            if isinstance(error, MergePipeError) or not hasattr(error, "response"):
+                raise self._unreachable(error) from None
+            raise self._refusal(error) from None
+        except Exception as error:  # of classes that only the Hub's package knows
+            raise (self._refusal(error) if hasattr(error, "response") else self._unreachable(error)) from None
+
+    def _refusal(self, error: Exception) -> MergePipeError:
+        name, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", 0)
+        model = self.location.root
+        if name == "RevisionNotFoundError":
+            message, hint = f"the model has no branch '{self.branch}'", "create it on the Hub, or name another"
+            return NotFoundError.of("hub.revision", self.location, message, hint)
+        if name in ("RepositoryNotFoundError", "GatedRepoError") or status == 404:
+            message = f"the Hub knows no model '{model}' that this token may see ({status})"
+            hint = "check the name and `hf auth login`; --create makes a new repository"
+            return NotFoundError.of("hub.model", self.location, message, hint)
+        if status in _MOVED:
+            message = f"its branch '{self.branch}' has moved meanwhile ({status}): nothing was committed"
+            return ConflictError.of("hub.moved", self.location, message, "see what is there, then push again")
+        if status in (401, 403):
+            message, hint = f"the Hub does not let this token write ({status})", "use a token that may write"
+            return StorageError.of("hub.forbidden", self.location, message, hint)
+        message = f"the Hub answers {status}"
+        return StorageError.of("hub.status", self.location, message, "push again later: what is uploaded stays")
+
+    def _unreachable(self, error: Exception) -> MergePipeError:
+        if isinstance(error, MergePipeError):
+            return error
+        message = f"could not be written ({type(error).__name__})"
+        hint = "check the network, then push again: what is uploaded stays"
+        return StorageError.of("storage.connection", self.location, message, hint)
+
+
+@contextmanager
+def _no_bars(package: Any) -> Iterator[None]:
+    """Keep the package from drawing progress bars of its own."""
+    utils = package.utils
+    was_disabled = utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            utils.enable_progress_bars()

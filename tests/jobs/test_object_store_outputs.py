@@ -1,0 +1,362 @@
+"""Merges whose output goes to a bucket: the same bytes as a local merge, visible whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.errors import ConflictError, MergePipeError, OutputError, RecipeError, StorageError, UnsupportedError
+from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.reports import MergeReport
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.client import BucketWriter
+from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
+from support.families import FamilyShape, write_family
+from support.remote_stores import set_environment
+from support.s3_server import S3Server, s3_server
+
+SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
+RECIPE = """merge_method: {method}
+base_model: {root}/base
+models:
+  - {{model: {root}/expert-1, parameters: {{weight: 0.6, density: 0.4}}}}
+  - {{model: {root}/expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
+dtype: bfloat16
+"""
+OTHER_METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "della", "breadcrumbs", "model_stock")
+SHARD_BYTES = 64 << 10
+DESCRIBE_THE_RUN = (MANIFEST_NAME,)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A family, a bucket, and what its merges give on this machine."""
+
+    folder: Path
+
+    def recipe(self, method: str = "ties") -> Path:
+        path = self.folder / f"{method}.yml"
+        path.write_text(RECIPE.format(root=self.folder, method=method))
+        return path
+
+    def merge(self, out: str | Path, method: str = "ties", budget: str | None = None) -> MergeReport:
+        """Merge, under a budget or on this machine with a catalog of its own: what it learns changes plans."""
+        home = self.folder / ("home" if isinstance(out, str) and budget is None else f"home-{Path(out).name}")
+        options = MergeOptions(home=home, threads=2, shard_bytes=SHARD_BYTES, reuse=False)
+        return mergepipe.merge(self.recipe(method), out, budget=budget, options=options)
+
+    def local(self, method: str = "ties", budget: str | None = None) -> Path:
+        """The same merge on this machine, made once."""
+        out = self.folder / f"local-{method}-{budget}"
+        if not out.exists():
+            self.merge(out, method, budget)
+        return out
+
+    def staged(self) -> list[Path]:
+        """What is left on this machine of outputs for buckets."""
+        return [path for path in self.folder.glob("home*/uploads/**/*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("family")
+    write_family(folder, SHAPE, 2)
+    return Bench(folder)
+
+
+@pytest.fixture
+def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix that nothing lies under."""
+    set_environment(monkeypatch, server.url)
+    return f"s3://bucket/out-{next(_numbers)}"
+
+
+def assert_same(out: str, local: Path) -> None:
+    """All that lies there is the snapshot, to the byte; of the manifests, all that does not describe the run."""
+    remote, wanted = objects_below(out), files_below(local)
+    assert remote.keys() == wanted.keys()
+    assert [name for name in wanted if remote[name] != wanted[name] and name not in DESCRIBE_THE_RUN] == []
+    ours, theirs = (manifest_of_json(files[MANIFEST_NAME]) for files in (remote, wanted))
+    assert (ours.sid, ours.files, ours.tensors, ours.sidecars) == (
+        theirs.sid, theirs.files, theirs.tensors, theirs.sidecars,
+    )  # fmt: skip
+
+
+# --- whole outputs ---
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [
+        ("ties", None),
+        ("dare_ties", "30%"),
+        *(pytest.param(method, "40%", marks=pytest.mark.slow) for method in OTHER_METHODS),
+    ],
+)
+def test_merge__into_a_bucket_is_the_local_merge(bench: Bench, out: str, method: str, budget: str | None) -> None:
+    local = bench.local(method, budget)
+    report = bench.merge(out, method, budget)
+    assert_same(out, local)
+    assert str(report.out) == out
+    assert report.budget_bytes is None or report.expert_bytes + report.analysis_bytes <= report.budget_bytes
+    assert bench.staged() == []
+
+
+def test_run__of_a_plan_into_a_bucket_is_the_local_run(bench: Bench, out: str) -> None:
+    plan = mergepipe.plan(bench.recipe(), "50%", home=bench.folder / "home", reuse=False)
+    options = RunOptions(home=bench.folder / "home", threads=2)
+    mergepipe.run(plan, bench.folder / "ran", shard_bytes=SHARD_BYTES, options=options)
+    mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=options)
+    assert_same(out, bench.folder / "ran")
+
+
+def test_merge__puts_objects_in_an_order_that_shows_nothing_early(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    bench.merge(out)
+    created = [name for name in requests.made("create") if not name.startswith(".mergepipe")]
+    shards = [name for name in created if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    assert created[: len(shards)] == sorted(shards)
+    assert created[-3:] == ["config.json", "model.safetensors.index.json", MANIFEST_NAME]
+
+
+def test_verify__reads_a_snapshot_in_a_bucket(bench: Bench, out: str) -> None:
+    bench.merge(out)
+    options = RunOptions(home=bench.folder / "home", threads=2)
+    report = mergepipe.verify(out, options=options)
+    assert (report.is_sound, report.notices) == (True, ())
+    folder = BucketFolder(Location.parse(out))
+    name = next(name for name in folder.list_all() if name.endswith(".safetensors"))
+    content = bytearray(folder.read(name, 1 << 30) or b"")
+    content[-1] ^= 1
+    folder.overwrite(name, bytes(content))
+    damaged = mergepipe.verify(out, options=options)
+    assert [(damage.kind, damage.file) for damage in damaged.damages] == [("block", name)]
+
+
+# --- outputs that were interrupted ---
+
+
+def kill_at(requests: Requests, number: int, *, after: bool) -> None:
+    requests.changes.clear()
+    requests.fails_at, requests.after, requests.is_dead = number, after, False
+
+
+def revive(requests: Requests) -> None:
+    requests.changes.clear()
+    requests.fails_at, requests.is_dead = None, False
+
+
+def check_killed_at(bench: Bench, out: str, requests: Requests, number: int, *, after: bool) -> None:
+    """Kill a merge at one of its requests: what is there then is no snapshot or a whole one, and the next run ends."""
+    local = bench.local()
+    kill_at(requests, number, after=after)
+    with pytest.raises(Killed):
+        bench.merge(out)
+    revive(requests)
+    if MANIFEST_NAME in objects_below(out):
+        assert mergepipe.gc([out], home=bench.folder / "home").garbage
+    else:
+        bench.merge(out)
+    assert_same(out, local)
+
+
+@pytest.mark.parametrize(("name", "after"), [("00002-of", True), ("config.json", False), (MANIFEST_NAME, True)])
+def test_merge__killed_leaves_all_or_nothing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    bench.merge(f"{out}-whole")
+    number = next(n for n, (kind, key) in enumerate(requests.changes) if kind == "create" and name in key)
+    check_killed_at(bench, out, requests, number, after=after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+def test_merge__killed_at_any_request_leaves_all_or_nothing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    bench.merge(f"{out}-whole")
+    for number in range(len(requests.changes) - 1):  # the last one removes the marker, whose failure is no failure
+        check_killed_at(bench, f"{out}/{number}", requests, number, after=after)
+
+
+def test_merge__that_failed_uploads_only_what_is_missing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    full = bench.merge(f"{out}-whole")
+    shards = [n for n, (_, key) in enumerate(requests.changes) if key.endswith("f.safetensors") or "-of-" in key]
+    kill_at(requests, shards[2], after=False)
+    requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
+    with pytest.raises(StorageError, match="away"):
+        bench.merge(out)
+    assert MANIFEST_NAME not in objects_below(out)
+    there = [name for name in objects_below(out) if name.endswith(".safetensors")]
+    assert len(there) == 2
+    revive(requests)
+    resumed = bench.merge(out)
+    assert not set(there) & set(requests.made("create") + requests.made("overwrite"))
+    assert any("resumed" in notice for notice in resumed.notices)
+    assert resumed.expert_bytes == full.expert_bytes
+    assert_same(out, bench.local())
+
+
+def test_merge__whose_uploaded_shard_was_deleted_makes_it_again(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
+    kill_at(requests, 7, after=False)
+    with pytest.raises(StorageError):
+        bench.merge(out)
+    revive(requests)
+    folder = BucketFolder(Location.parse(out))
+    folder.delete(next(name for name in folder.list_all() if name.endswith(".safetensors")))
+    bench.merge(out)
+    assert_same(out, bench.local())
+
+
+# --- several writers ---
+
+
+def test_upload__of_two_writers_admits_one(out: str) -> None:
+    with ObjectUpload(BucketFolder(Location.parse(out))):
+        with pytest.raises(ConflictError) as caught, ObjectUpload(BucketFolder(Location.parse(out))):
+            pass
+        assert caught.value.code == "output.busy"
+
+
+def test_upload__whose_prefix_was_taken_over_publishes_nothing(out: str) -> None:
+    folder = BucketFolder(Location.parse(out))
+    with ObjectUpload(folder) as first:
+        first.send("config.json", b"{}", "digest")
+        folder.delete("config.json")
+        folder.delete(MARKER_NAME)
+        with ObjectUpload(folder) as second:
+            second.commit(b"second", {})
+        with pytest.raises(ConflictError) as caught:
+            first.commit(b"first", {})
+    assert caught.value.code == "output.appeared"
+    assert objects_below(out) == {MANIFEST_NAME: b"second"}
+
+
+def test_upload__loses_the_race_for_the_manifest(out: str) -> None:
+    folder = BucketFolder(Location.parse(out))
+    with ObjectUpload(folder) as upload:
+        folder.create(MANIFEST_NAME, b"theirs")
+        with pytest.raises(ConflictError):
+            upload.commit(b"ours", {})
+    assert objects_below(out)[MANIFEST_NAME] == b"theirs"
+
+
+def test_upload__whose_answer_was_lost_is_published(out: str) -> None:
+    folder = BucketFolder(Location.parse(out))
+    with ObjectUpload(folder) as upload:
+        folder.create(MANIFEST_NAME, b"ours")  # by the request whose answer was lost
+        upload.commit(b"ours", {})
+    assert objects_below(out) == {MANIFEST_NAME: b"ours"}
+
+
+def test_upload__with_a_missing_object_is_not_published(out: str) -> None:
+    folder = BucketFolder(Location.parse(out))
+    with ObjectUpload(folder) as upload:
+        upload.send("config.json", b"{}", "digest")
+        folder.delete("config.json")
+        with pytest.raises(StorageError) as caught:
+            upload.commit(b"manifest", {"config.json": 2})
+    assert caught.value.code == "output.incomplete"
+    assert MANIFEST_NAME not in objects_below(out)
+
+
+def test_merge__into_a_store_that_ignores_conditions_is_refused(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BucketWriter, "create", BucketWriter.overwrite)
+    with pytest.raises(UnsupportedError) as caught:
+        bench.merge(out)
+    assert caught.value.code == "output.no-conditions"
+    assert objects_below(out) == {}
+
+
+# --- collecting ---
+
+
+def test_gc__collects_what_a_dead_run_left(bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = watch_buckets(monkeypatch)
+    kill_at(requests, 6, after=True)
+    with pytest.raises(Killed):
+        bench.merge(f"{out}/dead")
+    revive(requests)
+    bench.merge(f"{out}/done")
+    before = objects_below(f"{out}/done")
+    dry = mergepipe.gc([out], dry_run=True, home=bench.folder / "home")
+    assert [garbage.is_removed for garbage in dry.garbage if garbage.kind == "upload"] == [False]
+    report = mergepipe.gc([out], home=bench.folder / "home")
+    assert [garbage.what for garbage in report.garbage if garbage.kind == "upload"] == [f"{out}/dead"]
+    assert objects_below(f"{out}/dead") == {}
+    assert objects_below(f"{out}/done") == before
+
+
+def test_gc__leaves_a_living_upload(out: str, bench: Bench) -> None:
+    with ObjectUpload(BucketFolder(Location.parse(out))) as upload:
+        upload.send("config.json", b"{}", "digest")
+        report = mergepipe.gc([out], home=bench.folder / "home")
+        assert [line for line in report.living if line.startswith(out)]
+        assert set(objects_below(out)) == {"config.json", MARKER_NAME}
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "force"),
+    [(MergeOptions(overlay=True), False), (MergeOptions(keep_sums=True), False), (MergeOptions(), True)],
+)
+def test_merge__into_a_bucket_refuses_what_it_cannot_do(
+    bench: Bench, out: str, options: MergeOptions, force: bool
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        mergepipe.merge(bench.recipe(), out, force=force, options=options)
+    assert caught.value.code == "option.pair"
+
+
+def test_merge__never_writes_among_objects_of_others(bench: Bench, out: str) -> None:
+    folder = BucketFolder(Location.parse(out))
+    folder.create("notes.txt", b"mine")
+    with pytest.raises(OutputError) as caught:
+        bench.merge(out)
+    assert caught.value.code == "output.not-ours"
+    assert objects_below(out) == {"notes.txt": b"mine"}
+    folder.create(MANIFEST_NAME, json.dumps({}).encode())
+    with pytest.raises(OutputError) as exists:
+        bench.merge(out)
+    assert exists.value.code == "output.exists"
+
+
+@pytest.mark.parametrize("place", ["hf://org/name", "https://host/folder"])
+def test_merge__into_a_store_that_takes_no_outputs_is_refused(bench: Bench, place: str) -> None:
+    with pytest.raises(MergePipeError) as caught:
+        bench.merge(place)
+    assert caught.value.code == "output.store"

@@ -1,0 +1,223 @@
+"""Snapshots pushed to the Hub and to buckets: whole or not at all, and without paths of this machine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.errors import (
+    ConflictError,
+    CorruptError,
+    MergePipeError,
+    NotFoundError,
+    OutputError,
+    RecipeError,
+    StorageError,
+)
+from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from support.bucket_outputs import files_below, objects_below, watch_buckets
+from support.families import FamilyShape, write_family
+from support.fault_server import Answer, Request
+from support.hub_server import HubServer, hub_server
+from support.remote_stores import set_environment
+from support.s3_server import s3_server
+
+SHAPE = FamilyShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
+RECIPE = """merge_method: linear
+base_model: {root}/base
+models:
+  - {{model: {root}/expert-1, parameters: {{weight: 0.6}}}}
+dtype: bfloat16
+"""
+MODEL = "user/merged"
+LEFT_OUT = {"mergepipe.keys"}
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A snapshot of several shards whose recipe names absolute paths."""
+    folder = tmp_path_factory.mktemp("family")
+    write_family(folder, SHAPE, 1)
+    (folder / "recipe.yml").write_text(RECIPE.format(root=folder))
+    options = MergeOptions(home=folder / "home", threads=2, shard_bytes=48 << 10)
+    mergepipe.merge(folder / "recipe.yml", folder / "merged", budget="60%", options=options)
+    return folder / "merged"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    from huggingface_hub import constants
+
+    with hub_server() as server:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        yield server
+
+
+def push(snapshot: Path, destination: str, *, create: bool = False, private: bool = False) -> mergepipe.PushReport:
+    return mergepipe.push(snapshot, destination, create=create, private=private, home=snapshot.parent / "home")
+
+
+def check_copy(snapshot: Path, files: dict[str, bytes]) -> None:
+    """The copy is the snapshot, sound by its own manifest, and no path of this machine stands in it."""
+    wanted = files_below(snapshot)
+    assert files.keys() == wanted.keys() - LEFT_OUT
+    assert [name for name in files if name.endswith(".safetensors") and files[name] != wanted[name]] == []
+    assert [name for name, content in files.items() if str(snapshot.parent).encode() in content] == []
+    manifest, source = (manifest_of_json(held[MANIFEST_NAME]) for held in (files, wanted))
+    assert (manifest.files, manifest.tensors, manifest.blocks) == (source.files, source.tensors, source.blocks)
+    assert manifest.run["pushed_from_sid"] == source.sid
+    assert manifest.sid.encode() in files["README.md"]
+
+
+# --- the Hub ---
+
+
+def test_push__to_the_hub_is_one_commit(snapshot: Path, hub: HubServer, tmp_path: Path) -> None:
+    report = push(snapshot, f"hf://{MODEL}", create=True, private=True)
+    assert hub.n_commits(MODEL) == 2
+    assert report.commit == hub.head(MODEL)
+    assert MODEL in hub.private
+    files = dict(hub.model_files(MODEL))
+    del files[".gitattributes"]
+    check_copy(snapshot, files)
+    assert hub.token.encode() not in b"".join(files.values())
+    copy = tmp_path / "copy"
+    for name, content in files.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(content)
+    assert mergepipe.verify(copy, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
+
+
+def test_push__again_uploads_nothing_that_is_there(snapshot: Path, hub: HubServer) -> None:
+    hub.commit(MODEL, {"README.md": b"mine"})
+    hub.refuse = lambda request: Answer(500) if "/commit/" in request.path else None
+    head = hub.head(MODEL)
+    with pytest.raises(StorageError):
+        push(snapshot, f"hf://{MODEL}")
+    assert hub.head(MODEL) == head
+    hub.refuse = lambda _: None
+    hub.requests.clear()
+    push(snapshot, f"hf://{MODEL}")
+    assert [request for request in hub.requests if request.method == "PUT"] == []
+    check_copy(snapshot, dict(hub.model_files(MODEL)))
+
+
+def test_push__whose_answer_was_lost_is_published(snapshot: Path, hub: HubServer) -> None:
+    hub.commit(MODEL, {"README.md": b"mine"})
+
+    def is_lost(request: Request, answer: Answer) -> Answer:
+        return Answer(502) if "/commit/" in request.path else answer
+
+    hub.fault = is_lost
+    assert push(snapshot, f"hf://{MODEL}").commit == hub.head(MODEL)
+    check_copy(snapshot, dict(hub.model_files(MODEL)))
+
+
+def test_push__whose_branch_moved_commits_nothing(snapshot: Path, hub: HubServer) -> None:
+    hub.commit(MODEL, {"README.md": b"mine"})
+
+    def moves(request: Request, answer: Answer) -> Answer:
+        if "/preupload/" in request.path and hub.n_commits(MODEL) == 1:
+            hub.commit(MODEL, {"README.md": b"theirs"})
+        return answer
+
+    hub.fault = moves
+    with pytest.raises(ConflictError) as caught:
+        push(snapshot, f"hf://{MODEL}")
+    assert caught.value.code == "hub.moved"
+    assert hub.model_files(MODEL) == {"README.md": b"theirs"}
+
+
+def test_push__over_an_earlier_snapshot_leaves_none_of_its_shards(
+    snapshot: Path, hub: HubServer, tmp_path: Path
+) -> None:
+    push(snapshot, f"hf://{MODEL}", create=True)
+    options = MergeOptions(home=tmp_path / "home", threads=2)
+    mergepipe.merge(snapshot.parent / "recipe.yml", tmp_path / "single", options=options)
+    mergepipe.push(tmp_path / "single", f"hf://{MODEL}", home=tmp_path / "home")
+    names = [name for name in hub.model_files(MODEL) if "safetensors" in name]
+    assert names == ["model.safetensors"]
+
+
+def test_push__among_weights_of_others_is_refused(snapshot: Path, hub: HubServer) -> None:
+    hub.commit(MODEL, {"model.safetensors": b"theirs"})
+    with pytest.raises(OutputError) as caught:
+        push(snapshot, f"hf://{MODEL}")
+    assert caught.value.code == "output.not-ours"
+    assert hub.n_commits(MODEL) == 1
+
+
+@pytest.mark.parametrize(
+    ("destination", "token", "error", "code"),
+    [
+        ("hf://user/nothing", "hf_right", NotFoundError, "hub.model"),
+        ("hf://user/merged@no-branch", "hf_right", NotFoundError, "hub.revision"),
+        ("hf://user/merged", "hf_wrong", StorageError, "hub.forbidden"),
+        ("https://host/folder", "hf_right", OutputError, "output.store"),
+    ],
+)
+def test_push__that_cannot_be_is_refused_by_name(
+    snapshot: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, destination: str, token: str,
+    error: type[MergePipeError], code: str,
+) -> None:  # fmt: skip
+    hub.commit(MODEL, {"README.md": b"mine"})
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(error) as caught:
+        push(snapshot, destination)
+    assert caught.value.code == code
+    assert token not in str(caught.value)
+    assert hub.n_commits(MODEL) == 1
+
+
+def test_push__of_a_private_repository_needs_create(snapshot: Path) -> None:
+    with pytest.raises(RecipeError):
+        push(snapshot, f"hf://{MODEL}", private=True)
+
+
+def test_push__of_a_damaged_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> None:
+    shutil.copytree(snapshot, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_bytes(b"{}")
+    with pytest.raises(CorruptError) as caught:
+        mergepipe.push(tmp_path / "copy", "s3://bucket/never", home=tmp_path / "home")
+    assert caught.value.code == "push.damaged"
+
+
+# --- buckets ---
+
+
+def test_push__to_a_bucket_resumes_and_shows_nothing_early(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        set_environment(monkeypatch, server.url)
+        out = "s3://bucket/merged"
+        requests = watch_buckets(monkeypatch)
+        requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is away", "run again")
+        requests.fails_at = 6
+        with pytest.raises(StorageError, match="away"):
+            push(snapshot, out)
+        requests.fails_at, requests.is_dead = None, False
+        there = [name for name in objects_below(out) if name.endswith(".safetensors")]
+        assert there
+        assert MANIFEST_NAME not in objects_below(out)
+        requests.changes.clear()
+        report = push(snapshot, out)
+        assert not set(there) & set(requests.made("create") + requests.made("overwrite"))
+        assert report.kept_bytes > 0
+        check_copy(snapshot, objects_below(out))
+        assert mergepipe.verify(out, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
+        with pytest.raises(OutputError):
+            push(snapshot, out)

@@ -1,0 +1,85 @@
+"""Buckets that outputs go to: what lies in them, and writers that record their requests and die at one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.client import BucketWriter, ObjectFacts
+
+
+class Killed(BaseException):
+    """The process is dead: it makes no request any more."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """The changes that were asked of all buckets; from number `fails_at` on each fails, that one `after` its effect."""
+
+    changes: list[tuple[str, str]] = field(default_factory=list)
+    fails_at: int | None = None
+    after: bool = False
+    error: Callable[[], BaseException] = Killed
+    is_dead: bool = False
+
+    def made(self, kind: str) -> list[str]:
+        """The names of the objects that were asked for by a kind of request."""
+        return [key.rpartition("/")[2] for made, key in self.changes if made == kind]
+
+    @contextmanager
+    def change(self, kind: str, key: str) -> Iterator[None]:
+        self.check()
+        is_last = self.fails_at is not None and len(self.changes) == self.fails_at
+        self.changes.append((kind, key))
+        if is_last and not self.after:
+            self.is_dead = True
+            self.check()
+        try:
+            yield
+        finally:  # whatever the store says
+            if is_last:
+                self.is_dead = True
+                self.check()
+
+    def check(self) -> None:
+        if self.is_dead:
+            raise self.error()
+
+
+def watch_buckets(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """Record what every writer changes from now on."""
+    requests = Requests()
+    originals = {name: getattr(BucketWriter, name) for name in ("create", "overwrite", "delete", "exchange", "look")}
+
+    def wrapped(name: str) -> Callable[..., object]:
+        def method(self: BucketWriter, key: str | ObjectFacts, *arguments: object) -> object:
+            if name == "look":
+                requests.check()
+                return originals[name](self, key)
+            with requests.change(name, key.key if isinstance(key, ObjectFacts) else key):
+                return originals[name](self, key, *arguments)
+
+        return method
+
+    for name in originals:
+        monkeypatch.setattr(BucketWriter, name, wrapped(name))
+    return requests
+
+
+def objects_below(location: str) -> dict[str, bytes]:
+    """All objects below a place, by name."""
+    folder = BucketFolder(Location.parse(location))
+    return {name: folder.read(name, facts.size_bytes) or b"" for name, facts in sorted(folder.list_all().items())}
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by name."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
