@@ -15,6 +15,8 @@ Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
     analyze, plan, store_plan, run, explain, sweep
+Merging on many machines
+    run_part, parts_status
 Packing experts
     pack, unpack
 Looking after snapshots
@@ -45,11 +47,13 @@ if TYPE_CHECKING:
         materialise,
         merge,
         pack,
+        parts_status,
         plan,
         rebuild_catalog,
         repair,
         replay,
         run,
+        run_part,
         show,
         store_plan,
         sweep,
@@ -71,6 +75,8 @@ if TYPE_CHECKING:
         MaterialiseReport,
         MergeReport,
         PackReport,
+        PartReport,
+        PartsStatus,
         Progress,
         RepairReport,
         SnapshotDiff,
@@ -94,6 +100,8 @@ __all__ = [
     "MergePipeError",
     "MergeReport",
     "PackReport",
+    "PartReport",
+    "PartsStatus",
     "Plan",
     "PlanOptions",
     "Progress",
@@ -119,12 +127,14 @@ __all__ = [
     "merge",
     "operator",
     "pack",
+    "parts_status",
     "plan",
     "progress_bar",
     "rebuild_catalog",
     "repair",
     "replay",
     "run",
+    "run_part",
     "show",
     "store_plan",
     "sweep",
@@ -142,6 +152,7 @@ _OTHER_HOMES = {
     "LineageNode": "catalog.rows",
     "MergeOptions": "options",
     "MergePipeError": "errors",
+    "PartsStatus": "reports",
     "Plan": "planning.plan",
     "PlanOptions": "options",
     "progress_bar": "cli.progress",

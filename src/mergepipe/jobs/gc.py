@@ -9,11 +9,14 @@ from pathlib import Path
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow, Staleness
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
+from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.parts_directory import read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.storage import owned
 
 
 def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcReport:
@@ -32,10 +35,12 @@ def collect_garbage(home: Path, roots: Sequence[Path], *, dry_run: bool) -> GcRe
     living: list[str] = []
     garbage: list[Garbage] = []
     if not (home / CATALOG_NAME).exists():
-        garbage.extend(_staging(_folders((), roots), living, dry_run=dry_run))
+        folders = _folders((), roots)
+        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
         return GcReport(tuple(garbage), tuple(living), dry_run)
     with Catalog.open(home) as catalog:
-        garbage.extend(_staging(_folders(catalog.snapshots(), roots), living, dry_run=dry_run))
+        folders = _folders(catalog.snapshots(), roots)
+        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
         garbage.extend(_model_rows(catalog, dry_run=dry_run))
     return GcReport(tuple(garbage), tuple(living), dry_run)
@@ -65,6 +70,28 @@ def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> It
             if not is_removed and not is_dead(found.directory):
                 continue  # another process removed it, or works there by now
             yield Garbage("staging", str(found.directory), reason, nbytes, is_removed)
+
+
+def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
+    """Find parts directories whose output is published; others wait for their workers."""
+    for folder in folders:
+        for path in sorted(folder.glob(f".*{owned.PARTS_MARK}*")):
+            if not owned.is_parts_name(path.name) or path.is_symlink() or not _is_finished(path):
+                continue
+            nbytes = _allocated_bytes(path)
+            if not dry_run:
+                owned.remove_tree(path, ignore_errors=True)
+            yield Garbage("parts", str(path), "its output is published", nbytes, not dry_run)
+
+
+def _is_finished(directory: Path) -> bool:
+    if directory.name.endswith(owned.FINISHED_SUFFIX):
+        return True
+    try:
+        job = read_job(directory)
+        return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
+    except MergePipeError:  # damaged: not ours to judge
+        return False
 
 
 def _allocated_bytes(directory: Path) -> int:
