@@ -14,7 +14,7 @@ Every call checks its arguments, does one job and returns a report, an immutable
 Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
-    analyze, plan, store_plan, run, explain, sweep
+    analyze, import_statistics, plan, store_plan, run, explain, sweep
 Merging on many machines
     run_part, parts_status
 Packing experts
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         diff,
         explain,
         gc,
+        import_statistics,
         lineage,
         list_snapshots,
         materialise,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         CheckReport,
         Explanation,
         GcReport,
+        ImportedStatistics,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -94,6 +96,7 @@ __all__ = [
     "CheckReport",
     "Explanation",
     "GcReport",
+    "ImportedStatistics",
     "LineageNode",
     "MaterialiseReport",
     "MergeOptions",
@@ -121,6 +124,7 @@ __all__ = [
     "errors",
     "explain",
     "gc",
+    "import_statistics",
     "lineage",
     "list_snapshots",
     "materialise",
@@ -149,6 +153,7 @@ _OTHER_HOMES = {
     "Catalog": "catalog.catalog",
     "CatalogStats": "catalog.rows",
     "Explanation": "reports",
+    "ImportedStatistics": "reports",
     "LineageNode": "catalog.rows",
     "MergeOptions": "options",
     "MergePipeError": "errors",

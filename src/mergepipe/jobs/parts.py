@@ -13,11 +13,11 @@ from mergepipe.engine.work import Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, open_output
 from mergepipe.runs.parts_finish import made_output
-from mergepipe.runs.resume import Resume
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
 from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, Problem, RecipeError, UnsupportedError
@@ -26,17 +26,20 @@ from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.budget.probe import Prober, probe_unknown
+from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
+from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.inputs.planned import open_planned, vocabulary_of
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.packed_indices import find_unread
-from mergepipe.runs.planned_inputs import open_planned, vocabulary_of
-from mergepipe.runs.probe import Prober, probe_unknown
-from mergepipe.runs.resume import planned_cost
+from mergepipe.runs.packing.indices import find_unread
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import Resume, planned_cost
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
-from mergepipe.runs.speeds import BY_BYTES, PriceRequest
+from mergepipe.runs.statistics_files import StatisticsBeside
+from mergepipe.runs.stored_plan import plan_key, stored_plan
+from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import EXPERT_PURPOSES, Usage
 from mergepipe.storage.limits import PLAN_BYTES
@@ -137,16 +140,18 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    known = link.use(lambda catalog: _lookup_known(catalog, inputs))
-    if known is not None and request.everything:
+    beside = StatisticsBeside(store, link.notices)
+    known = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
+    if request.everything:
         known = replace(known, statistics=({},) * len(inputs.expert_models))
-    if known is None:
-        known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, known)
+    request_bytes = request.pricing.request_bytes(inputs, store, link.home)
     statistics, probe_bytes = known.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
-        probe = probe_unknown(prober, inputs, known.statistics, request.budget, block_elements, link)
+        probe = probe_unknown(
+            prober, inputs, known.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
+        )
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
@@ -159,6 +164,7 @@ def make_plan(
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
         probe_bytes=probe_bytes if any(probe_bytes) else (),
+        request_bytes=request_bytes if any(request_bytes) else (),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
@@ -219,7 +225,7 @@ def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
-    are_packed = all(any(isinstance(t, Graded) for t in expert.tensors.values()) for expert in experts)
+    are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
     return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
 
 
@@ -231,16 +237,16 @@ class _KnownFacts:
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
-    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
-    rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
+def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
+    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE), beside)
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
             found = pairs.of(task, slot)
             if found is not None:
                 by_model[model][task.name] = found
-    return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
+    content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
+    return _KnownFacts(content_ids, tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
@@ -263,7 +269,7 @@ def run_budgeted(
     started: float,
     on_progress: ProgressCallback | None,
 ) -> MergeReport:
-    """Plan and run at once.
+    """Plan and run at once; an unfinished merge of this very request is resumed with the plan that it was begun with.
 
     Where another process replaces a snapshot in between, of which blocks were to be reused, it is planned again
     without reuse, unless something was read of the experts already.
@@ -275,11 +281,16 @@ def run_budgeted(
 
     def attempt(wanted: PlanRequest) -> MergeReport:
         nonlocal planned
+        key = plan_key(inputs, repr(wanted))
+        follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
+        plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
         with closing(CatalogLink(settings.home)) as link:
-            prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
-            plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
+            if plan is None:
+                prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
+                plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
             planned = store.ledger.usage()
-            return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
+            merged, kept = with_parameters(inputs, plan), replace(settings, plan_key=key)
+            return publish_merge(merged, plan, out, kept, store, link, started, on_progress)
 
     try:
         return attempt(request)
@@ -309,11 +320,11 @@ def _no_tick() -> None:
     """Samples are read in moments: nothing is reported."""
 
 
-def read_plan(path: Location) -> Plan:
+def read_plan(store: Store, path: Location) -> Plan:
     """Read a stored plan.
 
     Raises:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    return parse_plan(Stores().read_small(path, PLAN_BYTES), path)
+    return parse_plan(store.read_small(path, PLAN_BYTES), path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.budget import BudgetRequest
@@ -42,6 +42,7 @@ from mergepipe.planning.plan_assembly import (
 )
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
+from mergepipe.planning.selection.least_error import least_error_budget
 from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
 from mergepipe.planning.selection.select import Selection, full_costs, select_items
 from mergepipe.storage.buffers import PAGE_BYTES
@@ -51,9 +52,11 @@ from mergepipe.storage.prices import Duration, three_digits
 def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Plan:
     """Choose which blocks of the experts are read under the budget `request`.
 
-    Laws: the planned cost is at most the budget; nothing that is left out would fit as well; for the policy `norm`, the
-    expected error of rules that add deltas never grows with the budget; a budget of the full cost reads everything; the
-    same problem gives the same plan on any machine.
+    Laws: the planned cost is at most the budget; nothing that is left out would fit as well, unless more of it is
+    expected to make the result worse; the expected error never grows with the budget: for the policy `norm` and rules
+    that add deltas from any budget to any larger one, else from each twentieth of the full cost on, and never for the
+    policy `random`, which is a draw; a budget of the full cost reads everything; the same problem gives the same plan
+    on any machine.
 
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
@@ -118,11 +121,16 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     for e, t in by_rows:  # cut between rows: no block is free alone, a page at each cut may be read twice
         inside = columns.of_tensor(t)
         known_statistics.free_EB[e, inside] = known_statistics.free_EB[e, inside].all()
-        cost_EB[e, inside] += PAGE_BYTES
+        source = columns.source(e, t)
+        step = source.granularity_bytes if isinstance(source, TensorEntry) else PAGE_BYTES
+        cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
     decoding_EB = _decoding(columns, ladders, pricing)
-    candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB)
+    candidates = replace(
+        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB),
+        request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
+    )
     sample_E, index_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
     side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
@@ -141,7 +149,7 @@ def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[n
                 decoding_EB[e, inside] = 0.0 if ladder.decoding_KB is None else ladder.decoding_KB[-1]
                 continue
             source, n_B = columns.source(e, t), columns.n_B[inside]
-            if source is not None and isinstance(source, Graded) and len(n_B):
+            if source is not None and isinstance(source, LeveledTensor) and len(n_B):
                 seconds = pricing.of_decoding(source, source.last_level, 1).sum()
                 decoding_EB[e, inside] = seconds * n_B / n_B.sum()
     return decoding_EB
@@ -161,14 +169,14 @@ def _decoding_seconds(candidates: Candidates, selection: Selection) -> float:
 
 def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return the bytes of each index that is read to make the plan."""
-    sides = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.cost_bytes for side in sides], np.int64)
+    indices = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.cost_bytes for index in indices], np.int64)
 
 
 def _unread_lower_bounds(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return a lower bound on the full cost of each expert whose index is not read."""
-    sides = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.least_bytes for side in sides], np.int64)
+    indices = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.least_bytes for index in indices], np.int64)
 
 
 def _sample_costs(problem: PlanningProblem) -> NDArray[np.int64]:
@@ -216,6 +224,7 @@ class Ranking:
     cosine_TEE: NDArray[np.float64]
     adjustments: tuple[Fallback, ...]
     enough_bytes: int | None = None  # what the target error needs
+    error_by_prefix: dict[int, float] = field(default_factory=dict)  # expected errors by the bytes selected for
 
     @property
     def full_cost_bytes(self) -> int:
@@ -223,11 +232,39 @@ class Ranking:
         return int(self.data.full_E.sum())
 
     def select(self, budget_bytes: int) -> Selection:
-        """Select within the budget, indices included; see `select_items`."""
+        """Select within the budget, indices included; a smaller one if that is expected to lose less."""
+        wanted_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
+        if self._compares_budgets:
+            wanted_bytes = least_error_budget(wanted_bytes, self.full_cost_bytes, self._error_at)
+        return self.select_in_order(wanted_bytes)
+
+    def select_in_order(self, budget_bytes: int) -> Selection:
+        """Select in the policy's order within the budget, indices included; see `select_items`."""
         data, side_bytes = self.data, int(self.data.side_E.sum())
-        prefix_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
-        selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, prefix_bytes - side_bytes)
+        selection = select_items(data.candidates, self.items, self.order_I, data.sample_E, budget_bytes - side_bytes)
         return replace(selection, planned_E=selection.planned_E + data.side_E)
+
+    @property
+    def _compares_budgets(self) -> bool:
+        """Whether a smaller budget may be expected to lose less, as far as that is known."""
+        data = self.data
+        is_by_rate = self.policy is Policy.NORM and data.rules.is_additive and self.problem.speeds is None
+        has_one_cost_each = not data.candidates.ladders and not data.sample_E.any()
+        has_followers = bool(len(data.candidates.followers()[0]))
+        if self.policy is Policy.RANDOM or (is_by_rate and has_one_cost_each and not has_followers):
+            return False
+        return len(self.items) > 0 and self._is_informed()
+
+    def _is_informed(self) -> bool:
+        """Whether something is known of every tensor that could be read."""
+        columns = self.data.columns
+        silent_ET = columns.silent_ET() | (np.diff(columns.first_T) == 0)
+        return not self.problem.unread and bool((self.data.known_statistics.informed_ET | silent_ET).all())
+
+    def _error_at(self, budget_bytes: int) -> float:
+        if budget_bytes not in self.error_by_prefix:
+            self.error_by_prefix[budget_bytes] = expected_error(self._energies(self.select_in_order(budget_bytes)))
+        return self.error_by_prefix[budget_bytes]
 
     def expected_error(self, budget_bytes: int) -> float:
         """Compute the expected error of a budget."""
@@ -235,9 +272,7 @@ class Ranking:
 
     def outlook(self, plan: Plan) -> Outlook | None:
         """Estimate what a plan loses, and what half as much budget again would leave; None where nothing is known."""
-        columns = self.data.columns
-        silent_ET = columns.silent_ET() | (np.diff(columns.first_T) == 0)
-        if self.problem.unread or not (self.data.known_statistics.informed_ET | silent_ET).all():
+        if not self._is_informed():
             return None
         spent_bytes = plan.planned_bytes + plan.saved_bytes
         larger_bytes = min(self.full_cost_bytes, spent_bytes + max(1, spent_bytes // 2))
@@ -246,7 +281,7 @@ class Ranking:
             three_digits(self.expected_error(spent_bytes)),
             larger_bytes,
             three_digits(selected.expected_error(larger_bytes)),
-            is_least=not is_error_complete(columns, self.data.rules),
+            is_least=not is_error_complete(self.data.columns, self.data.rules),
         )
 
     def least_useful_bytes(self) -> int | None:
@@ -255,8 +290,8 @@ class Ranking:
         Of an expert whose index is not read only that cost is known.
         """
         side_bytes = int(self.data.side_E.sum())
-        sides = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
-        least = [side_bytes + side.cost_bytes for side in sides if side is not None]
+        indices = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
+        least = [side_bytes + index.cost_bytes for index in indices if index is not None]
         if len(self.items):
             begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
             flat_S = self.items.flat_I[: self.items.n_single]

@@ -25,11 +25,13 @@ from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder
-from mergepipe.runs.coverage import coverage_of
+from mergepipe.runs.budget.coverage import coverage_of
+from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
-from mergepipe.runs.inputs import Inputs, with_known_digests
-from mergepipe.runs.manifest_records import (
+from mergepipe.runs.inputs.opened import Inputs, with_known_digests
+from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
+from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder
+from mergepipe.runs.records.manifest import (
     file_records,
     own_sum_bytes,
     realized,
@@ -37,12 +39,11 @@ from mergepipe.runs.manifest_records import (
     tensor_bytes_read,
     tensor_records,
 )
-from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
-from mergepipe.runs.resume import MergeProgress, Resume, run_key
+from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
-from mergepipe.runs.verdict import analysis_advice, verdict_of
+from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
@@ -59,7 +60,7 @@ from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_
 from mergepipe.snapshots.shards import INDEX_NAME, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
-from mergepipe.storage.ledger import Purpose, Usage
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Purpose, Usage
 from mergepipe.storage.output import make_folders, write_durably
 
 SIDECAR_MARGIN_BYTES = 16 << 20
@@ -74,7 +75,8 @@ class MergeSettings:
     `keeps_accumulators` a full merge stores its float32 sums, to which a later merge adds experts. An `overlay` stores
     only blocks that differ from the base; it excludes `reuse` and kept sums, and is never resumed. With `pack` the
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
-    `strictness` says whether what has no effect in a recipe is refused.
+    `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
+    unfinished output, see `stored_plan`.
     """
 
     engine: EngineOptions
@@ -91,6 +93,7 @@ class MergeSettings:
     pack: Path | None = None
     small_files: SmallFileChoice = EVERY_SMALL_FILE
     strictness: Strictness = USUAL
+    plan_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +165,21 @@ def publish_merge(
     run = _Run(inputs, plan, output, store, link, settings, started, on_progress, executor)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
+    probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
     key = run_key(inputs, plan, output, seed)
-    progress = made.progress if made else MergeProgress(key, output, plan, store.ledger, settings.resume)
+    progress = (
+        MergeProgress(key, output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes)
+        if made is None
+        else made.progress
+    )
     with published_but(out), packs.open_packer(settings.engine.threads, lambda: run.tick("pack")) as packer:
         with (
             Staging(out, force=settings.force, can_continue=progress.can_continue) as staging,
             progress.recorded(staging),
         ):
             link.notices.extend(progress.notices)
+            if plan is not None and settings.plan_key and not staging.is_continued:
+                store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)
             manifest = run.fill(staging.path, progress, _reuse_sources(plan, out, settings, store, link), packer)
@@ -186,6 +196,14 @@ def publish_merge(
             earlier_expert_bytes=progress.earlier_expert_bytes,
             forgiven_expert_bytes=progress.forgiven_expert_bytes,
         )
+
+
+def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int:
+    """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
+    if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
+        return 0
+    models = zip(plan.models, inputs.checkpoints, strict=True)
+    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:

@@ -20,10 +20,10 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, with_parameters
-from mergepipe.runs.planned_inputs import open_planned
-from mergepipe.runs.resume import planned_cost
+from mergepipe.runs.inputs.opened import Inputs, with_parameters
+from mergepipe.runs.inputs.planned import open_planned
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import planned_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, NumberedReading, PartsAccount, index_of
 from mergepipe.snapshots.parts_directory import PARTS_FORMAT, PartsJob, parsed_record

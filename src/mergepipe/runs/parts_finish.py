@@ -10,7 +10,7 @@ from mergepipe.engine.executors.made_parts import MadeParts, made_shards
 from mergepipe.engine.work import OutputPlan
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.merge_run import MadeOutput
-from mergepipe.runs.resume import MergeProgress, Resume
+from mergepipe.runs.recovery.resume import MergeProgress, Resume
 from mergepipe.snapshots.parts_account import readings_in
 from mergepipe.snapshots.parts_directory import PartsDirectory
 from mergepipe.snapshots.staging import Staging

@@ -10,8 +10,8 @@ from mergepipe.planning.plan import Plan, PlannedModel
 from mergepipe.recipes.parse.problems import LENIENT
 from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, open_recipes, with_known_digests
+from mergepipe.runs.inputs.opened import Inputs, open_recipes, with_known_digests
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
 

@@ -1,0 +1,53 @@
+"""Keep the plan of an unfinished budgeted merge in its staging directory, for the run that resumes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import mergepipe
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.errors import MergePipeError
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.storage import owned
+from mergepipe.storage.limits import PLAN_BYTES
+from mergepipe.storage.location import Location
+
+STORED_PLAN_NAME = "plan"
+_KEY, _PLAN = "key", "plan"
+
+
+def plan_key(inputs: Inputs, request: str) -> str:
+    """Digest the recipe, the state of all input files and `request`: what must be equal to follow an earlier plan.
+
+    What the catalog holds is left out on purpose: an interrupted merge may itself have added estimates to it.
+    """
+    return digest_of({
+        "version": mergepipe.__version__,
+        "recipe": inputs.recipe_text,
+        "request": request,
+        "inputs": [
+            [str(checkpoint.root), [[f.name, f.size_bytes, f.version, f.header_digest] for f in checkpoint.files]]
+            for _, _, checkpoint in inputs.leaves()
+        ],
+        "alignment": None if inputs.alignment is None else inputs.alignment.digest,
+    })  # fmt: skip
+
+
+def store_plan(directory: Path, key: str, plan: Plan) -> None:
+    """Write the plan durably into the staging directory of its output."""
+    content = json.dumps({_KEY: key, _PLAN: plan.content()}, ensure_ascii=False, allow_nan=False)
+    owned.replace_file(directory / STORED_PLAN_NAME, content.encode())
+
+
+def stored_plan(directory: Path, key: str) -> Plan | None:
+    """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request."""
+    with contextlib.suppress(OSError, MergePipeError, ValueError, RecursionError):
+        content = json.loads(owned.read_file(directory / STORED_PLAN_NAME, PLAN_BYTES))
+        if isinstance(content, dict) and content.get(_KEY) == key:
+            plan = json.dumps(content.get(_PLAN), ensure_ascii=False).encode()
+            return parse_plan(plan, Location.local(directory / STORED_PLAN_NAME))
+    return None
