@@ -15,6 +15,8 @@ Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
     analyze, import_statistics, plan, store_plan, run, explain, sweep
+Merging on many machines
+    run_part, parts_status
 Packing experts
     pack, unpack
 Looking after snapshots
@@ -46,12 +48,14 @@ if TYPE_CHECKING:
         materialise,
         merge,
         pack,
+        parts_status,
         plan,
         push,
         rebuild_catalog,
         repair,
         replay,
         run,
+        run_part,
         show,
         store_plan,
         sweep,
@@ -74,6 +78,8 @@ if TYPE_CHECKING:
         MaterialiseReport,
         MergeReport,
         PackReport,
+        PartReport,
+        PartsStatus,
         Progress,
         PushReport,
         RepairReport,
@@ -99,6 +105,8 @@ __all__ = [
     "MergePipeError",
     "MergeReport",
     "PackReport",
+    "PartReport",
+    "PartsStatus",
     "Plan",
     "PlanOptions",
     "Progress",
@@ -126,6 +134,7 @@ __all__ = [
     "merge",
     "operator",
     "pack",
+    "parts_status",
     "plan",
     "progress_bar",
     "push",
@@ -133,6 +142,7 @@ __all__ = [
     "repair",
     "replay",
     "run",
+    "run_part",
     "show",
     "store_plan",
     "sweep",
@@ -151,6 +161,7 @@ _OTHER_HOMES = {
     "LineageNode": "catalog.rows",
     "MergeOptions": "options",
     "MergePipeError": "errors",
+    "PartsStatus": "reports",
     "Plan": "planning.plan",
     "PlanOptions": "options",
     "progress_bar": "cli.progress",

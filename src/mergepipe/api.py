@@ -2,6 +2,7 @@
 
 Making models: `check`, `merge`.
 Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+On many machines: `run_part`, `parts_status`.
 Packing experts: `pack`, `unpack`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
 `push`, `gc`.
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
         MaterialiseReport,
         MergeReport,
         PackReport,
+        PartReport,
+        PartsStatus,
         ProgressCallback,
         PushReport,
         RepairReport,
@@ -221,6 +224,7 @@ def plan(
     budget: str | float | None = None,
     *,
     target_error: str | float | None = None,
+    everything: bool = False,
     seed: int = 0,
     home: str | Path | None = None,
     reuse: bool = True,
@@ -237,6 +241,7 @@ def plan(
             0.25); 0 asks for the base.
         target_error: spend no more of the budget (default: everything) than is expected to keep the result this close
             to the full merge, relative to what that changes (`10%`, 0.1).
+        everything: plan the full merge, without a budget: for `run_part`. Nothing is reused.
         seed: seed of the random operators and of the policy `random`.
         home: the catalog's home.
         reuse: charge nothing for blocks that stand in earlier snapshots, and spend on others what that frees.
@@ -249,7 +254,9 @@ def plan(
     from mergepipe.jobs.plan import plan_recipe, plan_request
 
     options = options or PlanOptions()
-    request = plan_request(budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse)
+    request = plan_request(
+        budget, target_error, options, seed=seed, allow_dropped=allow_dropped, reuse=reuse, everything=everything
+    )
     return plan_recipe(_recipe(recipe), request, home_of(home))
 
 
@@ -297,6 +304,65 @@ def run(
     settings = run_settings(options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     place, settings = output_place(out, settings, options.home)
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
+
+
+def run_part(
+    plan: Plan | str | Path,
+    out: str | Path,
+    part: tuple[int, int] | None = None,
+    *,
+    finish: bool = False,
+    force: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    resume: bool | None = None,
+    options: RunOptions | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> PartReport:
+    """Make one part of a plan's output, on any machine that reaches the inputs and `out`.
+
+    Parts can be made in any order, at once, and again: what is done is left as it is. Whoever completes the last one
+    publishes the output; the same bytes as `run`.
+
+    Args:
+        part: (2, 7) is the second of seven parts: output files, dealt out by bytes. None only finishes.
+        finish: the output must be finished by this call; without it that is left to the worker of the last part.
+        resume: False forgets what interrupted workers read for this part: it is read again, beyond the budget.
+        force, shard_bytes, options, on_progress: see `run`. `shard_bytes` must be the same for all parts.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; `parts.budget`, the budget does not allow to repeat an interrupted part.
+    """
+    started = time.perf_counter()
+    positive("--shard-size", shard_bytes)
+    from mergepipe.jobs.parts import PartChoice, check_part
+    from mergepipe.jobs.parts import run_part as run_one
+    from mergepipe.jobs.plan import read_plan
+    from mergepipe.planning.plan import Plan as PlanValue
+    from mergepipe.runs.settings import run_settings
+    from mergepipe.storage.stores import Stores
+
+    number, n_parts = (None, 1) if part is None else check_part(*part)
+    decided = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
+    settings = run_settings(options or RunOptions(), decided.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    choice = PartChoice(number, n_parts, finish or part is None)
+    return run_one(decided, Path(out), choice, settings, started=started, on_progress=on_progress)
+
+
+def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
+    """Tell how far an output is that `run_part` makes; with `n_parts` also which of so many parts are missing.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`.
+    """
+    from mergepipe.jobs.parts import parts_status as status_of
+    from mergepipe.jobs.plan import read_plan
+    from mergepipe.planning.plan import Plan as PlanValue
+    from mergepipe.storage.stores import Stores
+
+    if n_parts is not None:
+        positive("--parts", n_parts)
+    decided = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
+    return status_of(decided, Path(out), n_parts)
 
 
 def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:

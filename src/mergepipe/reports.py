@@ -137,6 +137,61 @@ IMPORTED_STATISTICS: Final = "imported statistics"
 """Stands for the model elsewhere where a file of statistics told of its content."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class PartReport(Displayed):
+    """What making a part of an output did. Bytes are those that this run requested.
+
+    `made_shards` were made now, `found_shards` of the part were done before. With a `merge` this run has finished the
+    output; `is_published` if the output is there, whoever finished it.
+    """
+
+    out: Path
+    part: str
+    made_shards: tuple[str, ...]
+    found_shards: tuple[str, ...]
+    done_shards: int  # of the whole output
+    n_shards: int
+    base_bytes: int
+    expert_bytes: int
+    output_bytes: int
+    seconds: float
+    is_published: bool
+    merge: MergeReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard of an output that is made in parts: `done`, `reading` (its worker may live), `interrupted`, `open`."""
+
+    name: str
+    size_bytes: int
+    state: str
+    part: str = ""  # for which it was begun last
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PartsStatus(Displayed):
+    """How far an output that is made in parts is. `missing_parts` of `n_parts` have shards that are not done.
+
+    Expert bytes: `read_bytes` were or may have been read up to now, `limit_bytes` is the budget (None: unlimited).
+    """
+
+    out: Path
+    is_published: bool
+    shards: tuple[ShardStatus, ...]
+    read_bytes: int
+    planned_bytes: int
+    limit_bytes: int | None
+    n_parts: int | None = None
+    missing_parts: tuple[int, ...] = ()
+
+    @property
+    def done_shards(self) -> int:
+        """The number of shards that are done."""
+        return sum(shard.state == "done" for shard in self.shards)
+
+
 @dataclass(frozen=True, slots=True)
 class AnalyzedExpert:
     """One expert of an analysis: tensors read now, tensors that can be compared, and those that cannot.

@@ -232,6 +232,15 @@ class PackedIndex(Protocol):
     def is_read(self) -> bool: ...
 
     @property
+    def content(self) -> bytes:
+        """The bytes of the index; the first access reads it."""
+        ...
+
+    def adopt(self, content: bytes) -> None:
+        """Use the bytes of the index that another process has read."""
+        ...
+
+    @property
     def files(self) -> frozenset[Location]:
         """The files that the tensors are read from."""
         ...

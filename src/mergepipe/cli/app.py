@@ -9,7 +9,7 @@ import typer
 from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
 from mergepipe.cli.commands.experts import pack, unpack
 from mergepipe.cli.commands.maintenance import catalog, gc
-from mergepipe.cli.commands.merging import check, merge, run
+from mergepipe.cli.commands.merging import check, merge, run, status
 from mergepipe.cli.commands.snapshots import (
     diff,
     lineage,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typer.core import TyperGroup
 
 _COMMANDS = (
-    merge, check, run, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay, materialise,
-    push, pack, unpack, tailor, gc, catalog,
+    merge, check, run, status, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay,
+    materialise, push, pack, unpack, tailor, gc, catalog,
 )  # fmt: skip
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 

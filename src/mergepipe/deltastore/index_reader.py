@@ -104,6 +104,20 @@ class StoreIndexReader:
         return frozenset(self._root / name for name in PIECE_NAMES.values())
 
     @property
+    def content(self) -> bytes:
+        """The bytes of the index, for another process to `adopt`; the first access reads it."""
+        return self.index.rows.tobytes()
+
+    def adopt(self, content: bytes) -> None:
+        """Use the bytes of the index that another process has read: nothing is charged.
+
+        Raises:
+            CorruptError: they are not those of this store.
+        """
+        with self._lock:
+            self._index = self._checked_index(content)
+
+    @property
     def index_file(self) -> Location:
         return self._root / INDEX_NAME
 
@@ -124,8 +138,10 @@ class StoreIndexReader:
     def _read_index(self) -> StoreIndex:
         if self._store is None:
             raise ValueError(f"{self._root}: no store to read the index from")
+        return self._checked_index(self._read(self._store, self.index_file, self.n_rows * ROW_BYTES))
+
+    def _checked_index(self, content: bytes) -> StoreIndex:
         path = self.index_file
-        content = self._read(self._store, path, self.n_rows * ROW_BYTES)
         if index_digest(content) != self._header.index_blake3:
             raise corrupt(path, "the index is damaged: its digest does not fit the header's")
         index = StoreIndex.parse(content, str(path))

@@ -137,15 +137,19 @@ def split(output: OutputPlan, n_parts: int) -> tuple[Part, ...]:
 
     Laws: the parts are disjoint and cover the output; equal outputs are split alike.
     """
+    return split_sizes([shard.file_bytes for shard in output.shards], n_parts)
+
+
+def split_sizes(file_bytes: Sequence[int], n_parts: int) -> tuple[Part, ...]:
+    """Deal shards of these sizes to parts, as `split` does."""
     if n_parts < 1:
         raise ValueError(f"an output has at least one part, not {n_parts}")
     shards_of: list[list[int]] = [[] for _ in range(n_parts)]
     bytes_of = [0] * n_parts
-    by_size = sorted(range(len(output.shards)), key=lambda index: (-output.shards[index].file_bytes, index))
-    for index in by_size:
+    for index in sorted(range(len(file_bytes)), key=lambda index: (-file_bytes[index], index)):
         part = bytes_of.index(min(bytes_of))
         shards_of[part].append(index)
-        bytes_of[part] += output.shards[index].file_bytes
+        bytes_of[part] += file_bytes[index]
     return tuple(Part(tuple(sorted(shards))) for shards in shards_of)
 
 

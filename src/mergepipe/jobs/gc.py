@@ -10,13 +10,16 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
 from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.core.units import plural
-from mergepipe.errors import NotFoundError
+from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
 from mergepipe.runs.output_place import UPLOADS_NAME
+from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import find_uploads
+from mergepipe.snapshots.parts_directory import read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 
@@ -45,10 +48,12 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
     if (home / UPLOADS_NAME).is_dir():
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
-        garbage.extend(_staging(_folders((), roots), living, dry_run=dry_run))
+        folders = _folders((), roots)
+        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
         return GcReport(tuple(garbage), tuple(living), dry_run)
     with Catalog.open(home) as catalog:
-        garbage.extend(_staging(_folders(catalog.snapshots(), roots), living, dry_run=dry_run))
+        folders = _folders(catalog.snapshots(), roots)
+        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
         garbage.extend(_model_rows(catalog, dry_run=dry_run))
         garbage.extend(_digest_rows(catalog, dry_run=dry_run))
@@ -91,6 +96,28 @@ def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[G
         is_removed = not dry_run and upload.remove()
         if dry_run or is_removed:  # else a run continues it by now
             yield Garbage("upload", where, reason, upload.nbytes, is_removed)
+
+
+def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
+    """Find parts directories whose output is published; others wait for their workers."""
+    for folder in folders:
+        for path in sorted(folder.glob(f".*{owned.PARTS_MARK}*")):
+            if not owned.is_parts_name(path.name) or path.is_symlink() or not _is_finished(path):
+                continue
+            nbytes = _allocated_bytes(path)
+            if not dry_run:
+                owned.remove_tree(path, ignore_errors=True)
+            yield Garbage("parts", str(path), "its output is published", nbytes, not dry_run)
+
+
+def _is_finished(directory: Path) -> bool:
+    if directory.name.endswith(owned.FINISHED_SUFFIX):
+        return True
+    try:
+        job = read_job(directory)
+        return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
+    except MergePipeError:  # damaged: not ours to judge
+        return False
 
 
 def _allocated_bytes(directory: Path) -> int:

@@ -9,38 +9,32 @@ from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
-from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
 from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.plan import NOTHING_READ, Plan, PlannedModel
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.planner import rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
-from mergepipe.recipes.parse.problems import LENIENT, USUAL, Strictness
-from mergepipe.recipes.parse.recipe_files import reload_recipe
+from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
+from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.budget.probe import Prober, probe_unknown
 from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
-from mergepipe.runs.inputs.opened import (
-    Inputs,
-    PairStatistics,
-    open_inputs,
-    open_recipes,
-    with_known_digests,
-    with_parameters,
-)
+from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
+from mergepipe.runs.inputs.planned import open_planned, vocabulary_of
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.packing.indices import find_unread
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.statistics_files import StatisticsBeside
-from mergepipe.runs.recovery.resume import Resume
+from mergepipe.runs.recovery.resume import Resume, planned_cost
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
@@ -61,7 +55,7 @@ class PlanRequest:
     """The request for a plan. Without `block_elements` the block size follows the experts.
 
     Under strictness an expert of which nothing is read is an error. `probes`: experts of which nothing is known are
-    sampled.
+    sampled. With `everything` all experts are read in full, no budget limits that, and nothing has to be known.
     """
 
     budget: BudgetRequest
@@ -73,6 +67,7 @@ class PlanRequest:
     pricing: PriceRequest = BY_BYTES
     strictness: Strictness = USUAL
     probes: bool = True
+    everything: bool = False
 
     @property
     def seed(self) -> int:
@@ -89,12 +84,19 @@ def plan_request(
     allow_dropped: Sequence[str] = (),
     reuse: bool = False,
     strict: bool = False,
+    everything: bool = False,
 ) -> PlanRequest:
-    """Return what a plan is asked for.
+    """Return what a plan is asked for; `everything` takes the place of a budget.
 
     Raises:
-        RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`.
+        RecipeError: `budget.*`, neither a budget nor a target error, or one that cannot be; `option.error`;
+            `option.pair`, a budget or a target error for everything.
     """
+    if everything:
+        if budget is not None or target_error is not None:
+            other = "--target-error" if budget is None else "--budget"
+            raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
+        budget, reuse, options = "100%", False, replace(options, probe=False)
     if budget is None and target_error is None:
         raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
     density = options.min_density
@@ -114,6 +116,7 @@ def plan_request(
         price_request(options),
         Strictness(strict or options.strict, options.lenient),
         options.probe,
+        everything,
     )
 
 
@@ -139,6 +142,8 @@ def make_plan(
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
     beside = StatisticsBeside(store, link.notices)
     known = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
+    if request.everything:
+        known = replace(known, statistics=({},) * len(inputs.expert_models))
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, known)
     request_bytes = request.pricing.request_bytes(inputs, store, link.home)
@@ -171,9 +176,33 @@ def make_plan(
         ranking.check_usefulness(plan)
     if request.strictness.strict:
         _refuse_starved(plan)
-    plan = replace(plan, vocabulary=_vocabulary(inputs), outlook=ranking.outlook(plan))
+    plan = replace(plan, vocabulary=vocabulary_of(inputs), outlook=ranking.outlook(plan))
+    if request.everything:
+        plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:
+    """Return the plan of the full merge, which computes everything from what it reads, as that does.
+
+    Blocks that an index says equal the base are read as well: rules make something else of infinities in them.
+    """
+    tensors = tuple(_read_whole(tensor, plan.block_elements) for tensor in plan.tensors)
+    everything = replace(plan, policy=READS_ALL, tensors=tensors, fallbacks=(), outlook=None)
+    more = planned_cost(everything, tasks) - planned_cost(plan, tasks)
+    return replace(
+        everything,
+        budget_bytes=plan.budget_bytes + more,
+        planned_bytes=plan.planned_bytes + more,
+        full_cost_bytes=plan.full_cost_bytes + more,
+    )
+
+
+def _read_whole(tensor: PlannedTensor, block_elements: int) -> PlannedTensor:
+    n_blocks = -(-tensor.n_elements // block_elements)
+    access = Access(((0, n_blocks),) if n_blocks else ())
+    return replace(tensor, access=(access,) * len(tensor.access))
 
 
 def _refuse_starved(plan: Plan) -> None:
@@ -283,7 +312,7 @@ def run_plan(
     """
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link:
-        inputs = _open_planned(plan, store, link)
+        inputs = open_planned(plan, store, link)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 
@@ -299,40 +328,3 @@ def read_plan(store: Store, path: Location) -> Plan:
         CorruptError, UnsupportedError: as `parse_plan`.
     """
     return parse_plan(store.read_small(path, PLAN_BYTES), path)
-
-
-def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
-    recipe = reload_recipe(plan.recipe, store, {model.model: model.path for model in plan.models})
-    if [reference_text(model) for model in recipe.inputs()] != [model.path for model in plan.models]:
-        raise NotFoundError.of("plan.models", "plan", "its models are not those of its recipe", "make the plan again")
-    inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
-    inputs = with_known_digests(inputs, link)
-    bound = zip(plan.models, inputs.checkpoints, strict=True)
-    problems = [problem for model, found in bound for problem in _changes(model, found)]
-    if _vocabulary(inputs) != plan.vocabulary:
-        message = "the tokenizers of its models are not those that it was made for"
-        problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))
-    if problems:
-        raise ConflictError(*problems)
-    return inputs
-
-
-def _vocabulary(inputs: Inputs) -> str | None:
-    return None if inputs.alignment is None else inputs.alignment.digest
-
-
-def _changes(model: PlannedModel, checkpoint: Checkpoint) -> Sequence[Problem]:
-    """List the files that changed since the plan was made. Equal SHA-256 digests say that one did not."""
-    then = {file.name: file for file in model.files}
-    now = {file.name: file for file in checkpoint.files}
-    same = {
-        name
-        for name in now.keys() & then.keys()
-        if (now[name].size_bytes, now[name].header_digest) == (then[name].size_bytes, then[name].header_digest)
-        and (now[name].version == then[name].version or now[name].sha256 == then[name].sha256 is not None)
-    }
-    hint = "make the plan again (`mergepipe analyze`, then `mergepipe plan`)"
-    return [
-        Problem("plan.input-changed", f"{model.path}/{name}", "changed since the plan was made", hint)
-        for name in sorted((now.keys() | then.keys()) - same)
-    ]

@@ -24,6 +24,9 @@ SharedRuns = tuple[tuple[int, int, int], ...]
 NOTHING_READ = "nothing of it is read"
 """The decision of the notices about experts that a plan leaves out."""
 
+READS_ALL = "all"
+"""The policy of a plan that reads everything, and that no budget limits."""
+
 _LARGEST_BITS = 2**32 - 1
 _MACHINE_KEYS = ("path", "files")  # of a model: true on one machine only, so not in the digest
 
@@ -234,6 +237,11 @@ class Plan(Displayed):
         if self.reuse:
             content["reuse"] = [_without(_reused_content(each), _MACHINE_KEYS) for each in self.reuse]
         return digest_of(content)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bytes that may be read from experts, in however many runs; None where nothing limits them."""
+        return None if self.policy == READS_ALL else self.budget_bytes
 
     @property
     def saved_bytes(self) -> int:

@@ -15,6 +15,7 @@ from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
 from mergepipe.checkpoints.open_files import check_unchanged
 from mergepipe.core.outcome import private_outputs, published_but
+from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.executors.threads import ThreadExecutor
 from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_output
@@ -107,6 +108,14 @@ class MergeSettings:
     destination: Location | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MadeOutput:
+    """An output whose shards are made already: what takes them over, and the account of what was read for them."""
+
+    executor: Executor
+    progress: MergeProgress
+
+
 class IntermediateWriter:
     """Writes intermediate merges that later documents need complete, beside the output; removes them on exit."""
 
@@ -147,11 +156,13 @@ def publish_merge(
     started: float,
     on_progress: ProgressCallback | None,
     before_publish: Callable[[Manifest], None] | None = None,
+    made: MadeOutput | None = None,
 ) -> MergeReport:
     """Merge opened inputs, reading what `plan` says or everything, and publish the result at `out`.
 
     With a destination in the settings it is published there, and `out` is where it is staged. An exception that
-    `before_publish` raises for the finished manifest prevents publishing.
+    `before_publish` raises for the finished manifest prevents publishing. Of an output that is `made` already, no
+    tensor is read.
     """
     inputs = with_known_digests(inputs, link)
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
@@ -159,7 +170,7 @@ def publish_merge(
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
     bucket = _bucket_target(settings.destination, inputs)
     weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
-    weight_bytes = 0 if settings.overlay else weight_bytes  # how many blocks will differ is unknown
+    weight_bytes = 0 if settings.overlay or made else weight_bytes  # how many blocks will differ is unknown
     sidecars = planned_sidecars(inputs, store)
     sidecar_bytes = sum(map(len, sidecars.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
@@ -167,12 +178,16 @@ def publish_merge(
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
-    run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress)
+    executor = ThreadExecutor(store, settings.engine) if made is None else made.executor
+    run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress, executor)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
-    progress = MergeProgress(
-        run_key(inputs, plan, output, seed), output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes
+    key = run_key(inputs, plan, output, seed)
+    progress = (
+        MergeProgress(key, output, plan, store.ledger, settings.resume, probed_bytes=probed_bytes)
+        if made is None
+        else made.progress
     )
     with (
         published_but(settings.destination or out),
@@ -299,6 +314,7 @@ class _Run:
         settings: MergeSettings,
         started: float,
         on_progress: ProgressCallback | None,
+        executor: Executor,
     ) -> None:
         self._inputs = inputs
         self._plan = plan
@@ -309,6 +325,7 @@ class _Run:
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
+        self._executor = executor
         self._earlier_bytes = 0
         expert_bytes = inputs.resolution.expert_bytes if plan is None else plan.planned_bytes
         self._total_bytes = inputs.resolution.base_bytes + expert_bytes + output.total_bytes
@@ -331,8 +348,7 @@ class _Run:
             lambda _: self.tick("merge"), recorder.take if recorder else SILENT.on_statistics, packer.tap
         )
         execution = Execution(
-            self._store, ThreadExecutor(self._store, self._settings.engine), self._settings.engine.threads, directory,
-            self._plan, checkpoints, observer,
+            self._store, self._executor, self._settings.engine.threads, directory, self._plan, checkpoints, observer,
         )  # fmt: skip
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link,

@@ -124,6 +124,13 @@ def read_manifest_value(store: Store, directory: Location) -> Manifest:
     return manifest_of_json(store.read_small(path, MANIFEST_BYTES), path)
 
 
+def is_snapshot_of(directory: Path, plan_digest: str) -> bool:
+    """Whether a snapshot by this plan is published in a directory."""
+    if not (directory / MANIFEST_NAME).is_file():
+        return False
+    return read_manifest_value(Stores(), Location.local(directory)).plan_digest == plan_digest
+
+
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:
     if not (home / CATALOG_NAME).exists():
         return None

@@ -89,7 +89,7 @@ def _content_ids(
     models, planned = inputs.expert_models, {}
     if plan is not None:
         planned = {model: m.content_id for model, m in enumerate(plan.models) if m.content_id is not None}
-        models = tuple(models[e] for e in sorted(_used_experts(plan)))
+        models = tuple(models[e] for e in sorted(used_experts(plan)))
     sampled = files_of(t for model in inputs.expert_models for t in inputs.checkpoints[model].tensors.values())
     ids = dict.fromkeys(inputs.expert_models, "") | planned
     with open_files(store, paths | sampled, checkpoints) as files:  # dropped tensors are sampled too
@@ -101,7 +101,7 @@ def _content_ids(
     return ids
 
 
-def _used_experts(plan: Plan) -> set[int]:
+def used_experts(plan: Plan) -> set[int]:
     """Return the plan's experts of which any block is used."""
     return {
         e

@@ -1,10 +1,10 @@
 """Everything that changes what is stored: by directory descriptors, never through a link, only in what is ours.
 
 A path is walked from a folder that the user named, which may lie behind links, to the folder that is ours: the staging
-directory of an output (told by its name), or the `root` that a caller gives, such as a snapshot that is repaired. That
-folder and everything below it must be reached without a link. Without either, the folder of the file is the user's, and
-only the file itself must not be a link. Functions raise `OSError` where the operating system refused, and
-`OutputError` (`output.link`, `output.not-ours`) where something that is not ours is in the way; then nothing was
+or parts directory of an output (told by its name), or the `root` that a caller gives, such as a snapshot that is
+repaired. That folder and everything below it must be reached without a link. Without either, the folder of the file is
+the user's, and only the file itself must not be a link. Functions raise `OSError` where the operating system refused,
+and `OutputError` (`output.link`, `output.not-ours`) where something that is not ours is in the way; then nothing was
 touched.
 """
 
@@ -15,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import sys
@@ -29,6 +30,9 @@ from mergepipe.storage.regular import read_up_to
 from mergepipe.storage.system_calls import switch_direct
 
 STAGING_SUFFIX: Final = ".mergepipe-staging"
+PARTS_MARK: Final = ".mergepipe-parts-"
+FINISHED_SUFFIX: Final = ".finished"
+_PARTS_NAME = re.compile(rf"\..*{re.escape(PARTS_MARK)}[0-9a-f]{{32}}({re.escape(FINISHED_SUFFIX)})?")
 _NEW_SUFFIX = ".mergepipe-new"
 _MAX_NAME_BYTES = 255
 _DIGEST_DIGITS = 16
@@ -55,6 +59,11 @@ def marked_name(name: str, suffix: str) -> str:
     return f".{name}~{digest}{suffix}"
 
 
+def is_parts_name(name: str) -> bool:
+    """Whether a directory of this name holds the parts of an output."""
+    return _PARTS_NAME.fullmatch(name) is not None
+
+
 # --- walking ---
 
 
@@ -70,9 +79,9 @@ def _split(path: Path, root: Path | None) -> tuple[Path, tuple[str, ...]]:
 
 
 def _staging_root(path: Path) -> Path | None:
-    """The outermost staging directory that `path` lies in, or is."""
+    """The outermost staging or parts directory that `path` lies in, or is."""
     for number, name in enumerate(path.parts):
-        if name.startswith(".") and name.endswith(STAGING_SUFFIX):
+        if (name.startswith(".") and name.endswith(STAGING_SUFFIX)) or is_parts_name(name):
             return Path(*path.parts[: number + 1])
     return None
 
@@ -264,6 +273,31 @@ def replace_file(path: Path, content: bytes, root: Path | None = None) -> None:
             remove_file(beside, root)
         raise
     sync_folder(path.parent, root)
+
+
+def create_whole(path: Path, content: bytes, root: Path | None = None) -> None:
+    """Write a small file that appears whole and durable under a name that is not there, on shared file systems too.
+
+    Raises:
+        FileExistsError: something has that name.
+    """
+    beside = _write_beside(path, content, root)
+    try:
+        _rename_new_file(beside, path, root)
+    except BaseException:
+        with contextlib.suppress(OSError, MergePipeError):
+            remove_file(beside, root)
+        raise
+    sync_folder(path.parent, root)
+
+
+def _rename_new_file(old: Path, new: Path, root: Path | None) -> None:
+    """Rename a file to a name that is not there, in one step: by flag, else by a second link."""
+    with _parent(old, root) as (folder, name), _parent(new, root) as (new_folder, new_name):
+        if renameat2(folder, name, new_folder, new_name, _NOREPLACE):
+            return
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+        os.unlink(name, dir_fd=folder)
 
 
 def _write_beside(path: Path, content: bytes, root: Path | None) -> Path:

@@ -209,10 +209,10 @@ class MergeProgress:
 
     def _check_remaining_budget(self, directory: Path, used_bytes: int, n_durable: int) -> None:
         """Refuse to run if the budget does not cover the bytes already read plus those still to be read."""
-        if self._plan is None or not used_bytes:
+        if self._plan is None or self._plan.limit_bytes is None or not used_bytes:
             return
-        left = self._plan.planned_bytes - _planned_cost(self._plan, self._output.tasks[:n_durable]) - self._probed_bytes
-        budget = self._plan.budget_bytes
+        left = self._plan.planned_bytes - planned_cost(self._plan, self._output.tasks[:n_durable]) - self._probed_bytes
+        budget = self._plan.limit_bytes
         if used_bytes + left <= budget:
             return
         message = (
@@ -231,7 +231,9 @@ class MergeProgress:
         if self._plan is not None:
             planned = totals.expert_bytes + self._plan.planned_bytes
             earlier_limit = self._ledger.expert_limit_bytes or 0
-            self._ledger.expert_limit_bytes = self._plan.budget_bytes if usage else max(planned, earlier_limit)
+            is_within = bool(usage) and self._plan.limit_bytes is not None
+            limit = self._plan.budget_bytes if is_within else max(planned, earlier_limit)
+            self._ledger.expert_limit_bytes = limit
         for file, purpose, nbytes in usage:
             self._ledger.charge(file, purpose, nbytes)
         rest = totals.expert_bytes - expert_bytes_of(usage)
@@ -321,9 +323,9 @@ class MergeProgress:
             self._totals = replace(self._totals, expert_bytes=expert_bytes)
 
     def _reservation(self, expert_bytes: int) -> int:
-        if self._plan is None:  # no budget: the account only records
+        budget = None if self._plan is None else self._plan.limit_bytes
+        if budget is None:  # the account only records
             return expert_bytes + INTERVAL_BYTES
-        budget = self._plan.budget_bytes
         step = min(RESERVED_BYTES, int(RESERVED_FRACTION * budget))
         return max(expert_bytes, min(expert_bytes + step, budget))
 
@@ -389,7 +391,7 @@ def _remove_undurable(content: Path, shards: Sequence[ShardLayout], n_tensors: i
     owned.keep_only(content, durable)
 
 
-def _planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
+def planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
     """Sum the planned cost of reading the experts of some tasks, block by block."""
     planned = {tensor.name: tensor for tensor in plan.tensors}
     return sum(_tensor_cost(plan, planned[task.name], task) for task in tasks if task.name in planned)

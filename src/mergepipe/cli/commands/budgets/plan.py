@@ -32,8 +32,14 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="BUDGET",
-        help=BUDGET_HELP + "  [needed, but with --target-error]",
+        help=BUDGET_HELP + "  [needed without --target-error or --all]",
         rich_help_panel=BUDGET_PANEL,
+    ),
+]
+Everything = Annotated[
+    bool,
+    typer.Option(
+        "--all", help="Plan the full merge, without a budget, for `run --part`.", rich_help_panel=BUDGET_PANEL
     ),
 ]
 PlanOut = Annotated[
@@ -47,6 +53,7 @@ PlanAsJson = Annotated[
 EXAMPLES = (
     "mergepipe plan recipe.yml --budget 25% --out plan.json",
     "mergepipe plan recipe.yml --target-error 0.2",
+    "mergepipe plan recipe.yml --all --out plan.json",
 )
 
 
@@ -60,6 +67,7 @@ def plan(
     *,
     budget: Budget = None,
     target_error: TargetError = None,
+    everything: Everything = False,
     planning: PlanFlags,
     seed: Seed = 0,
     home: Home = None,
@@ -83,6 +91,7 @@ def plan(
         recipe,
         budget,
         target_error=target_error,
+        everything=everything,
         seed=seed,
         home=home,
         reuse=not no_reuse,

@@ -1,7 +1,8 @@
-"""`mergepipe run`: merge as a stored plan says."""
+"""`mergepipe run`: merge as a stored plan says, whole or a part of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -9,17 +10,42 @@ import typer
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import Force, NoCatalog, OutPath, ReportFlags, Resume, RunFlags, ShardSize
 from mergepipe.cli.outcomes import tell_if_published
-from mergepipe.cli.printing import print_merge_report
+from mergepipe.cli.printing import print_merge_report, print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
 from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.storage.location import Location
 
+PARTS_PANEL = "Many machines"
+
 PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="I/N",
+        help="Make part I of N only, on any machine that reaches the inputs and OUT. The last one finishes OUT.",
+        rich_help_panel=PARTS_PANEL,
+    ),
+]
+Finish = Annotated[
+    bool,
+    typer.Option(
+        "--finish", help="Finish OUT from its parts; an error if one is missing.", rich_help_panel=PARTS_PANEL
+    ),
+]
 
 
-EXAMPLES = ("mergepipe run plan.json merged/",)
+EXAMPLES = ("mergepipe run plan.json merged/", "mergepipe run plan.json merged/ --part 2/7")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFlags:
+    """Which part of the output a worker makes."""
+
+    part: Part = None
+    finish: Finish = False
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +58,7 @@ def run(
     plan: PlanPath,
     out: OutPath,
     *,
+    parts: PartFlags,
     no_catalog: NoCatalog = False,
     resume: Resume = None,
     machine: RunFlags,
@@ -46,17 +73,26 @@ def run(
     """
     session: Session = context.obj
     options = machine.options(catalog=not no_catalog)
-    shard_bytes = optional_size(shard_size, "--shard-size")
+    shard_bytes = optional_size(shard_size, "--shard-size") or DEFAULT_SHARD_BYTES
     from mergepipe import api
 
     with tell_if_published(Location.of(out)), progress_shown(session, silent=printing.silent) as on_progress:
-        report = api.run(
-            plan,
-            out,
-            force=force,
-            shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
-            resume=resume,
-            options=options,
-            on_progress=on_progress,
-        )
-    print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)
+        if parts.part is None and not parts.finish:
+            report = api.run(
+                plan, out, force=force, shard_bytes=shard_bytes, resume=resume, options=options,
+                on_progress=on_progress,
+            )  # fmt: skip
+            part_report = None
+        else:
+            from mergepipe.jobs.parts import parse_part
+
+            part_report = api.run_part(
+                plan, out, None if parts.part is None else parse_part(parts.part), finish=parts.finish, force=force,
+                shard_bytes=shard_bytes, resume=resume, options=options, on_progress=on_progress,
+            )  # fmt: skip
+    if part_report is None:
+        print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)
+        return
+    from mergepipe.cli.render.parts import part_table
+
+    print_report(part_report, part_table, as_json=printing.as_json, quiet=printing.quiet)

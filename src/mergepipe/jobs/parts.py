@@ -1,0 +1,267 @@
+"""Make an output in parts: one part of a plan, the finishing of the output, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mergepipe.core.outcome import published_but
+from mergepipe.engine.observer import Observer
+from mergepipe.engine.work import Part, split, split_sizes
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, RecipeError
+from mergepipe.planning.plan import Plan
+from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.runs.merge_run import MergeSettings, publish_merge
+from mergepipe.runs.parts import PartsWorker, PlannedOutput, open_output
+from mergepipe.runs.parts_finish import made_output
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import Resume
+from mergepipe.runs.snapshots import is_snapshot_of
+from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
+from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.staging import check_free_space, check_target
+from mergepipe.storage.contract import Store
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.owner import is_alive
+from mergepipe.storage.stores import Stores
+
+_REPEATABLE = ("parts.busy", "parts.budget")
+_FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
+
+
+@dataclass(frozen=True, slots=True)
+class PartChoice:
+    """Part `number` of `n_parts`, from 1; or none, to finish only. With `finishes` the output must be finished."""
+
+    number: int | None
+    n_parts: int
+    finishes: bool = False
+
+    def __str__(self) -> str:
+        return "" if self.number is None else f"{self.number}/{self.n_parts}"
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Read `2/7` as a part.
+
+    Raises:
+        RecipeError: `option.part`.
+    """
+    number, slash, count = text.partition("/")
+    if slash and all(word.isascii() and word.isdigit() and len(word) < 7 for word in (number, count)):
+        return check_part(int(number), int(count))
+    raise _not_a_part(text)
+
+
+def check_part(number: int, n_parts: int) -> tuple[int, int]:
+    """Return the numbers of a part if there can be one.
+
+    Raises:
+        RecipeError: `option.part`.
+    """
+    if 1 <= number <= n_parts:
+        return number, n_parts
+    raise _not_a_part(f"{number}/{n_parts}")
+
+
+def _not_a_part(text: str) -> MergePipeError:
+    return RecipeError.of("option.part", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
+
+
+def run_part(
+    plan: Plan,
+    out: Path,
+    choice: PartChoice,
+    settings: MergeSettings,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> PartReport:
+    """Make the shards of one part that are not done; whoever completes the last one finishes the output.
+
+    Raises:
+        NotFoundError: `parts.missing`, finishing was wanted and shards are not made.
+        LimitError, ConflictError: as `PartsWorker.make`; the other shards of the part are made first.
+        MergePipeError: as `run_plan`.
+    """
+    run = _PartRun(plan, out, choice, settings, started, on_progress)
+    if is_snapshot_of(out, plan.digest):
+        return run.report((), (), is_published=True)
+    return run.make_and_finish()
+
+
+class _PartRun:
+    """One run of one part."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        out: Path,
+        choice: PartChoice,
+        settings: MergeSettings,
+        started: float,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        self._plan = plan
+        self._out = out
+        self._choice = choice
+        self._settings = settings
+        self._started = started
+        self._on_progress = on_progress
+        self._store: Store = Stores()
+        self._total_bytes = 1
+        self._parts: PartsDirectory | None = None
+        self._merge: MergeReport | None = None
+
+    def make_and_finish(self) -> PartReport:
+        """Make the part, then finish the output if nothing is missing."""
+        planned = open_output(self._plan, self._settings.shard_bytes, self._store)
+        check_target(
+            self._out, [checkpoint.path for checkpoint in planned.inputs.checkpoints], force=self._settings.force
+        )
+        self._parts = parts = PartsDirectory(self._out, planned.job(self._out))
+        try:
+            part = self._part(planned)
+            if self._choice.number is None and not parts.exists:
+                raise _nothing_made(parts)
+            parts.open()
+            if is_snapshot_of(self._out, self._plan.digest):  # between looking and making the directory
+                parts.remove()
+                return self.report((), (), is_published=True)
+            found = tuple(shard for shard in part.shards if parts.done(shard) is not None)
+            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in found)))
+            self._finish_if_complete(planned, parts)
+        except ConflictError as error:
+            if error.code == "parts.gone" and is_snapshot_of(self._out, self._plan.digest):
+                return self.report((), (), is_published=True)
+            raise
+        names = parts.job.shards
+        return self.report(
+            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in found),
+            is_published=self._merge is not None or is_snapshot_of(self._out, self._plan.digest),
+        )  # fmt: skip
+
+    def _part(self, planned: PlannedOutput) -> Part:
+        if self._choice.number is None:
+            return Part(())
+        return split(planned.output, self._choice.n_parts)[self._choice.number - 1]
+
+    def _make(self, planned: PlannedOutput, parts: PartsDirectory, part: Part) -> tuple[int, ...]:
+        """Make shards; those that cannot be read again now are left to the end, as an error."""
+        own_bytes = sum(parts.job.shards[shard][1] for shard in part.shards)
+        check_free_space(self._out, own_bytes)
+        all_bytes = sum(nbytes for _, nbytes in parts.job.shards)
+        resolution = planned.inputs.resolution
+        whole_bytes = resolution.base_bytes + self._plan.planned_bytes
+        self._total_bytes = own_bytes + (whole_bytes * own_bytes // all_bytes if all_bytes else 0)
+        account = PartsAccount(
+            parts, self._plan.planned_bytes, self._plan.limit_bytes, str(self._choice),
+            forgives=self._settings.resume is Resume.NEVER,
+        )  # fmt: skip
+        worker = PartsWorker(planned, account, self._store, self._settings.engine, Observer(lambda _: self._tick()))
+        self._tick()
+        made: list[int] = []
+        refused: list[MergePipeError] = []
+        for shard in part.shards:
+            try:
+                worker.make(shard)
+                made.append(shard)
+            except (LimitError, ConflictError) as error:
+                if error.code not in _REPEATABLE:
+                    raise
+                refused.append(error)
+        if refused:
+            raise type(refused[0])(*(problem for error in refused for problem in error.problems))
+        return tuple(made)
+
+    def _finish_if_complete(self, planned: PlannedOutput, parts: PartsDirectory) -> None:
+        """Publish the output if all shards are done; without `--finish` nothing else is an error."""
+        try:
+            self._finish(planned, parts)
+        except (NotFoundError, ConflictError) as error:
+            if self._choice.finishes or error.code not in _FINISHED_ELSEWHERE:
+                raise
+
+    def _finish(self, planned: PlannedOutput, parts: PartsDirectory) -> None:
+        store = Stores()  # counts what all workers read, this one among them
+        made = made_output(parts, self._plan, planned.output, store.ledger)
+        account = PartsAccount(parts, self._plan.planned_bytes, self._plan.limit_bytes, "")
+        worker = PartsWorker(planned, account, store, self._settings.engine, Observer())
+        inputs = worker.with_shared_facts(read_missing=False)
+        settings = replace(self._settings, resume=Resume.NEVER)
+        with closing(CatalogLink(settings.home)) as link, published_but(self._out):
+            self._merge = publish_merge(
+                inputs, self._plan, self._out, settings, store, link, self._started, self._on_progress, made=made
+            )
+            parts.remove()
+
+    def _tick(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
+
+    def report(self, made: tuple[str, ...], found: tuple[str, ...], *, is_published: bool) -> PartReport:
+        """Report what this run did."""
+        parts, usage = self._parts, self._store.ledger.usage()
+        n_shards = len(parts.job.shards) if parts else 0
+        done = n_shards if is_published or parts is None else sum(parts.done(i) is not None for i in range(n_shards))
+        return PartReport(
+            out=self._out,
+            part=str(self._choice),
+            made_shards=made,
+            found_shards=found,
+            done_shards=done,
+            n_shards=n_shards,
+            base_bytes=usage[Purpose.BASE],
+            expert_bytes=usage.expert_bytes,
+            output_bytes=usage[Purpose.OUTPUT],
+            seconds=time.perf_counter() - self._started,
+            is_published=is_published,
+            merge=self._merge,
+        )
+
+
+def parts_status(plan: Plan, out: Path, n_parts: int | None) -> PartsStatus:
+    """Tell how far an output is that is made in parts; its inputs are not opened.
+
+    Raises:
+        NotFoundError: `parts.none`, nothing of it is there.
+        CorruptError: `parts.record`.
+    """
+    published = is_snapshot_of(out, plan.digest)
+    job = read_job(parts_directory(out, plan.digest))
+    if job is None and not published:
+        message = "nothing of it is made by this plan"
+        raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
+    parts = None if job is None else PartsDirectory(out, job)
+    readings = Readings() if parts is None else readings_in(parts)
+    shards = () if parts is None else tuple(_shard_status(parts, readings, i) for i in range(len(parts.job.shards)))
+    missing: tuple[int, ...] = ()
+    if n_parts is not None and not published:
+        dealt = split_sizes([shard.size_bytes for shard in shards], n_parts)
+        missing = tuple(
+            number for number, part in enumerate(dealt, 1) if any(shards[i].state != "done" for i in part.shards)
+        )
+    return PartsStatus(
+        out, published, shards, sum(reading.expert_bytes for reading in readings.counted), plan.planned_bytes,
+        plan.limit_bytes, n_parts, missing,
+    )  # fmt: skip
+
+
+def _shard_status(parts: PartsDirectory, readings: Readings, shard: int) -> ShardStatus:
+    name, nbytes = parts.job.shards[shard]
+    mine = readings.of(shard)
+    part = mine[-1].reading.part if mine else ""
+    if parts.done(shard) is not None:
+        return ShardStatus(name, nbytes, "done", part)
+    if not mine:
+        return ShardStatus(name, nbytes, "open")
+    reading = mine[-1].reading
+    alive = reading.state is ReadingState.OPEN and is_alive(reading.owner, parts.age_seconds(mine[-1].name))
+    return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(reading.owner))
+
+
+def _nothing_made(parts: PartsDirectory) -> MergePipeError:
+    message = f"no part of it is made: there is no {parts.path.name}"
+    return NotFoundError.of("parts.missing", parts.out, message, "make its parts first: --part 1/1 makes everything")

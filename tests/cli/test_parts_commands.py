@@ -1,0 +1,65 @@
+"""`run --part`, `run --finish` and `status`: two shells make one output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Runner, finish, make_workplace, start_command
+
+from support.disk_families import weights_digest
+
+SHARDS = ("--shard-size", "30kB")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(capsys)
+
+
+def test_run__two_parts_make_the_full_merge(run: Runner, tmp_path: Path) -> None:
+    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
+    home = ("--home", tmp_path / "home")
+    assert run("merge", place.recipe, tmp_path / "whole", *SHARDS, *home).exit_code == 0
+    assert run("plan", place.recipe, "--all", "--out", plan, *home).exit_code == 0
+    first = run("run", plan, place.out, "--part", "1/2", *SHARDS, *home)
+    assert first.exit_code == 0
+    assert "shards are done" in first.out
+    status = run("status", plan, place.out, "--parts", 2)
+    assert "2/2" in status.out
+    assert "open" in status.out
+    missing = run("run", plan, place.out, "--finish", *SHARDS, *home)
+    assert missing.exit_code != 0
+    assert "parts.missing" in missing.err or "are not made" in missing.err
+    second = run("run", plan, place.out, "--part", "2/2", *SHARDS, *home, "--json").json()
+    assert second["merge"]["sid"]
+    assert run("status", plan, place.out, "--json").json()["is_published"]
+    assert weights_digest(place.out) == weights_digest(tmp_path / "whole")
+    again = run("run", plan, place.out, "--part", "1/2", *SHARDS, *home)
+    assert (again.exit_code, "published" in again.out) == (0, True)
+
+
+def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path: Path) -> None:
+    place, plan = make_workplace(tmp_path), tmp_path / "plan.json"
+    home = ("--home", tmp_path / "home")
+    run("merge", place.recipe, tmp_path / "whole", *SHARDS, *home)
+    run("plan", place.recipe, "--all", "--out", plan, *home)
+    worker = start_command("run", plan, place.out, "--part", "1/2", *SHARDS, "--no-catalog")
+    while worker.poll() is None and not list(tmp_path.glob(".out.mergepipe-parts-*/read-*")):
+        time.sleep(0.001)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert finish(worker).exit_code == -signal.SIGKILL
+    for part in ("2/2", "1/2"):
+        assert run("run", plan, place.out, "--part", part, *SHARDS, *home).exit_code == 0
+    assert weights_digest(place.out) == weights_digest(tmp_path / "whole")
+    assert not [name for name in place.names() if name.startswith(".")]
+
+
+def test_plan__all_takes_no_budget(run: Runner, tmp_path: Path) -> None:
+    place = make_workplace(tmp_path)
+    ran = run("plan", place.recipe, "--all", "--budget", "20%", "--home", tmp_path / "home")
+    assert ran.exit_code != 0
+    assert "--all" in ran.err

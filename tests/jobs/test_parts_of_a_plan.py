@@ -1,0 +1,353 @@
+"""An output made in parts is that of one machine, byte for byte, whoever makes which part, and the budget holds."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mergepipe
+from mergepipe.engine.make_part import make_part
+from mergepipe.errors import ConflictError, LimitError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.jobs import parts as parts_job
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.planning.plan import Plan
+from mergepipe.reports import MergeReport, PartReport
+from mergepipe.runs import parts as worker_module
+from mergepipe.snapshots.parts_directory import parts_directory
+from support.crashes import Death, count_operations, run_killed
+from support.disk_families import DiskFamily, make_models, tree_digest, write_family
+
+SHARD_BYTES = 30_000
+BLOCK_ELEMENTS = 16384
+PARAMETERS: dict[str, dict[str, float]] = {
+    "linear": {"weight": 0.4},
+    "ties": {"weight": 0.4, "density": 0.3},
+    "dare_ties": {"weight": 0.4, "density": 0.6},
+    "model_stock": {},
+}
+FULL = [(operator, None, is_packed) for operator in PARAMETERS for is_packed in (False, True)]
+BUDGETED = [("ties", "40%", False), ("dare_ties", "60%", False), ("linear", "50%", True), ("dare_ties", "70%", True)]
+OPTIONS = RunOptions(catalog=False, threads=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A plan, and what one machine makes of it, or of its recipe."""
+
+    plan: Plan
+    report: MergeReport
+    files: dict[str, bytes]
+
+
+Cases = Callable[[tuple[str, str | None, bool]], Case]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parts")
+
+
+@pytest.fixture(scope="module")
+def family(root: Path) -> DiskFamily:
+    return write_family(root / "family", make_models(2))
+
+
+@pytest.fixture(scope="module")
+def packed(root: Path, family: DiskFamily) -> tuple[Path, ...]:
+    mergepipe.pack(family.places[0], family.places[1:], root / "packed")
+    return tuple(sorted((root / "packed").iterdir()))
+
+
+@pytest.fixture(scope="module")
+def cases(root: Path, family: DiskFamily, packed: tuple[Path, ...]) -> Cases:
+    known: dict[tuple[str, str | None, bool], Case] = {}
+
+    def case(key: tuple[str, str | None, bool]) -> Case:
+        if key not in known:
+            operator, budget, is_packed = key
+            name = f"{operator}-{budget}-{is_packed}"
+            recipe = write_recipe(root / f"{name}.yml", family, operator, packed if is_packed else family.places[1:])
+            known[key] = made_by_one(root / name, recipe, plan_of(recipe, budget, root / "home"), budget)
+        return known[key]
+
+    return case
+
+
+def write_recipe(path: Path, family: DiskFamily, operator: str, experts: tuple[Path, ...]) -> Path:
+    models = [{"model": str(expert), "parameters": PARAMETERS[operator]} for expert in experts]
+    path.write_text(yaml.safe_dump({"merge_method": operator, "base_model": str(family.places[0]), "models": models}))
+    return path
+
+
+def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
+    return mergepipe.plan(
+        recipe, budget, everything=budget is None, home=home, reuse=False, allow_dropped=("*",),
+        options=PlanOptions(block_elements=BLOCK_ELEMENTS, probe=False),
+    )  # fmt: skip
+
+
+def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case:
+    """By a plan, or without any by the recipe in full."""
+    if budget is not None:
+        return Case(plan, mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS), files_of(out))
+    options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
+    return Case(plan, mergepipe.merge(recipe, out, options=options), files_of(out))
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    """All that says what the tensors are: weights, their index and their digests."""
+    names = ("*.safetensors", "model.safetensors.index.json", "mergepipe.blocks")
+    return {path.name: path.read_bytes() for name in names for path in out.glob(name)}
+
+
+def run_part(plan: Plan, out: Path, number: int, n_parts: int, *, resume: bool | None = None) -> PartReport:
+    return mergepipe.run_part(plan, out, (number, n_parts), shard_bytes=SHARD_BYTES, resume=resume, options=OPTIONS)
+
+
+def nothing_else(out: Path) -> bool:
+    """Whether no hidden directory is left beside an output."""
+    return not [path for path in out.parent.iterdir() if path.name.startswith(".")]
+
+
+@given(st.sampled_from([*FULL, *BUDGETED]), st.integers(1, 7), st.randoms(use_true_random=False))
+@settings(max_examples=4)
+def test_run_part__parts_in_any_order_and_repeated_make_what_one_machine_makes(
+    cases: Cases,
+    tmp_path_factory: pytest.TempPathFactory,
+    key: tuple[str, str | None, bool],
+    n_parts: int,
+    random: Random,
+) -> None:
+    case, out = cases(key), tmp_path_factory.mktemp("run") / "out"
+    order = [*range(1, n_parts + 1), *random.choices(range(1, n_parts + 1), k=2)]
+    random.shuffle(order)
+    reports = [run_part(case.plan, out, number, n_parts) for number in order]
+    (finished,) = (report.merge for report in reports if report.merge is not None)
+    assert files_of(out) == case.files
+    assert nothing_else(out)
+    ours, theirs = finished, case.report
+    assert (ours.base_bytes, ours.expert_bytes) == (theirs.base_bytes, theirs.expert_bytes)
+    assert ours.analysis_bytes == theirs.analysis_bytes
+    assert case.plan.limit_bytes is None or ours.expert_bytes + ours.analysis_bytes <= case.plan.limit_bytes
+    assert sum(report.expert_bytes for report in reports) == ours.expert_bytes + ours.analysis_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [*FULL, *BUDGETED])
+def test_run_part__every_case_in_four_parts(cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]) -> None:
+    for number in (3, 1, 4, 2):
+        run_part(cases(key).plan, tmp_path / "out", number, 4)
+    assert files_of(tmp_path / "out") == cases(key).files
+
+
+def test_run_part__racing_workers_make_one_output(cases: Cases, tmp_path: Path) -> None:
+    case, out = cases(("dare_ties", None, True)), tmp_path / "out"
+    with ThreadPoolExecutor(3) as pool:
+        reports = [future.result() for future in [pool.submit(run_part, case.plan, out, 1, 1) for _ in range(3)]]
+    assert sum(report.merge is not None for report in reports) == 1
+    assert files_of(out) == case.files
+    mergepipe.verify(out)
+
+
+def test_run_part__of_another_shard_size_is_refused(cases: Cases, tmp_path: Path) -> None:
+    plan, out = cases(("linear", None, False)).plan, tmp_path / "out"
+    run_part(plan, out, 1, 3)
+    with pytest.raises(ConflictError, match="5 shards"):
+        mergepipe.run_part(plan, out, (2, 3), shard_bytes=10 * SHARD_BYTES, options=OPTIONS)
+
+
+def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> None:
+    plan, out = cases(("linear", None, False)).plan, tmp_path / "out"
+    with pytest.raises(RecipeError, match="0/3"):
+        run_part(plan, out, 0, 3)
+    with pytest.raises(NotFoundError, match="no part of it is made"):
+        mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    with pytest.raises(NotFoundError, match="nothing of it is made"):
+        mergepipe.parts_status(plan, out)
+    run_part(plan, out, 1, 3)
+    with pytest.raises(NotFoundError, match=r"of 5 shards are not made: model-0000"):
+        mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+
+
+def test_run_part__refuses_plans_that_reuse_snapshots(family: DiskFamily, tmp_path: Path) -> None:
+    recipe, home = write_recipe(tmp_path / "r.yml", family, "linear", family.places[1:]), tmp_path / "home"
+    options = MergeOptions(home=home, allow_dropped=("*",))
+    mergepipe.merge(recipe, tmp_path / "earlier", options=options)
+    plan = mergepipe.plan(recipe, "90%", home=home, allow_dropped=("*",))
+    assert plan.reuse
+    with pytest.raises(UnsupportedError, match="reuse=False"):
+        run_part(plan, tmp_path / "out", 1, 2)
+
+
+# --- workers that are interrupted, and those that come back ---
+
+
+def test_run_part__stale_worker_after_the_commit_changes_nothing(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "out"
+    digests = []
+
+    def overtaken(*arguments: object) -> object:
+        result = make_part(*arguments)  # type: ignore[arg-type]
+        monkeypatch.setattr(worker_module, "make_part", make_part)
+        run_part(case.plan, out, 1, 1)
+        digests.append(tree_digest(tmp_path))
+        return result
+
+    monkeypatch.setattr(worker_module, "make_part", overtaken)
+    report = run_part(case.plan, out, 1, 2)
+    assert report.is_published
+    assert report.merge is None
+    assert digests == [tree_digest(tmp_path)]
+    assert nothing_else(out)
+
+
+def test_run_part__stale_worker_of_a_removed_output_fails(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "results" / "out"
+
+    def removed(*arguments: object) -> object:
+        result = make_part(*arguments)  # type: ignore[arg-type]
+        place = parts_directory(out, case.plan.digest)
+        place.rename(tmp_path / "elsewhere")
+        return result
+
+    monkeypatch.setattr(worker_module, "make_part", removed)
+    with pytest.raises(ConflictError, match="finished or removed by somebody else"):
+        run_part(case.plan, out, 1, 2)
+    assert not any(out.parent.iterdir())
+
+
+def test_run_part__other_bytes_of_a_shard_are_refused(cases: Cases, tmp_path: Path) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "out"
+    run_part(case.plan, out, 1, 2)
+    place = parts_directory(out, case.plan.digest)
+    for path in place.glob("shard-*"):
+        path.unlink()
+    record = next(iter(sorted(place.glob("done-*.json"))))
+    record.write_bytes(with_other_digests(record.read_bytes()))
+    with pytest.raises(ConflictError, match="another worker made other bytes"):
+        run_part(case.plan, out, 1, 2)
+
+
+def with_other_digests(record: bytes) -> bytes:
+    """The record of a shard that is done, with other digests of its first tensor."""
+    content = json.loads(record)
+    entry = content["tensors"][0]
+    entry["blocks"] = base64.b64encode(bytes(len(base64.b64decode(entry["blocks"])))).decode()
+    return json.dumps(content).encode()
+
+
+def needs_more_than_the_budget(case: Case, out: Path) -> bool:
+    """Run the part again; whether the budget refuses that, as something is read twice."""
+    try:
+        run_part(case.plan, out, 1, 1)
+    except LimitError as error:
+        return error.code == "parts.budget"
+    return False
+
+
+def check_survives(case: Case, out: Path, at: int, death: Death) -> None:
+    """Kill a worker at a storage operation; then a second worker completes the output, within the budget."""
+    was_killed = run_killed(lambda: run_part(case.plan, out, 1, 1), at, death)
+    has_output = out.exists()
+    is_refused = case.plan.limit_bytes is not None and needs_more_than_the_budget(case, out)
+    again = run_part(case.plan, out, 1, 1, resume=False if is_refused else None)
+    if is_refused:
+        assert again.merge is not None
+        assert again.merge.forgiven_expert_bytes > 0
+    assert was_killed
+    assert again.is_published
+    assert case.plan.limit_bytes is not None or (again.merge is None) == has_output
+    assert files_of(out) == case.files
+    if has_output:  # killed between the commit and the end: what is left beside it is garbage
+        mergepipe.gc([out.parent], home=out.parent.parent / "no-home")
+    left = [path.name for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
+    assert left == []
+    if again.merge is not None and case.plan.limit_bytes is not None:
+        assert again.merge.expert_bytes + again.merge.analysis_bytes <= case.plan.limit_bytes
+
+
+@pytest.mark.parametrize("key", [("dare_ties", None, True), ("dare_ties", "60%", False)])
+def test_run_part__killed_worker_costs_its_shard(
+    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool]
+) -> None:
+    case = cases(key)
+    n_operations = len(count_operations(lambda: run_part(case.plan, tmp_path / "counted", 1, 1)))
+    for at in (n_operations // 3, n_operations * 9 // 10):
+        check_survives(case, tmp_path / f"out-{at}", at, Death.BEFORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", list(Death))
+@pytest.mark.parametrize("key", [("dare_ties", None, True), ("dare_ties", "60%", False)])
+def test_run_part__survives_death_at_every_operation(
+    cases: Cases, tmp_path: Path, key: tuple[str, str | None, bool], death: Death
+) -> None:
+    case = cases(key)
+    names = count_operations(lambda: run_part(case.plan, tmp_path / "counted", 1, 1))
+    for at, name in enumerate(names):
+        if death is Death.BEFORE or name in ("write", "pwrite"):
+            check_survives(case, tmp_path / f"out-{at}", at, death)
+
+
+def test_run_part__failed_finish_gives_the_shards_back(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, out = cases(("ties", "40%", False)), tmp_path / "out"
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConflictError.of("test.failure", out, "fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mergepipe.snapshots.staging.Staging.publish", fail)
+        with pytest.raises(ConflictError, match="fails"):
+            run_part(case.plan, out, 1, 1)
+    status = mergepipe.parts_status(case.plan, out)
+    assert (status.done_shards, status.is_published) == (5, False)
+    report = mergepipe.run_part(case.plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    assert report.expert_bytes == 0
+    assert files_of(out) == case.files
+
+
+def test_parts_status__tells_what_is_missing(cases: Cases, tmp_path: Path) -> None:
+    plan, out = cases(("ties", None, False)).plan, tmp_path / "out"
+    run_part(plan, out, 2, 3)
+    status = mergepipe.parts_status(plan, out, n_parts=3)
+    assert status.missing_parts == (1, 3)
+    assert {shard.state for shard in status.shards} == {"done", "open"}
+    assert {shard.part for shard in status.shards if shard.state == "done"} == {"2/3"}
+    assert 0 < status.read_bytes < status.planned_bytes
+    for number in (1, 3):
+        run_part(plan, out, number, 3)
+    assert mergepipe.parts_status(plan, out, n_parts=3).is_published
+
+
+def test_parse_part__reads_a_part_of_many() -> None:
+    assert parts_job.parse_part("2/7") == (2, 7)
+    for text in ("", "2", "8/7", "0/7", "a/b", "1/", "-1/2"):
+        with pytest.raises(RecipeError):
+            parts_job.parse_part(text)
+
+
+def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, tmp_path: Path) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "out"
+    run_part(case.plan, out, 1, 2)
+    place = parts_directory(out, case.plan.digest)
+    assert mergepipe.gc([tmp_path], home=tmp_path / "home").garbage == ()  # other parts may come
+    mergepipe.run(case.plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
+    assert (garbage.kind, garbage.is_removed) == ("parts", True)
+    assert not place.exists()
