@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from example_models import write_small_models
 from numpy.typing import NDArray
-from small_models import write_small_models
 
 import mergepipe
 from mergepipe.operators.custom import Given, parameter
