@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from make_models import write_small_models
+from example_models import write_small_models
 
 import mergepipe
 

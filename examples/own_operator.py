@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from make_models import write_small_models
+from example_models import write_small_models
 from numpy.typing import NDArray
 
 import mergepipe

@@ -27,7 +27,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_examples__are_all_run_here() -> None:
-    others = {"demo.py", "small_models.py", "first_merge.ipynb"}  # `make demo`; what the others import; below
+    others = {"demo.py", "example_models.py", "first_merge.ipynb"}  # `make demo`; what the others import; below
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == others | RUNNABLE.keys()
 
 
