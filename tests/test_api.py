@@ -24,6 +24,7 @@ EXPORTED = [
     "CheckReport",
     "Explanation",
     "GcReport",
+    "ImportedStatistics",
     "LineageNode",
     "MaterialiseReport",
     "MergeOptions",
@@ -49,6 +50,7 @@ EXPORTED = [
     "errors",
     "explain",
     "gc",
+    "import_statistics",
     "lineage",
     "list_snapshots",
     "materialise",
@@ -71,7 +73,11 @@ EXPORTED = [
 CALLS = {
     "check": ("recipe", "shard_bytes allow_dropped strict lenient"),
     "merge": ("recipe out", "budget target_error force seed options on_progress"),
-    "analyze": ("base experts", "probe_fraction densities block_elements pack options on_progress"),
+    "analyze": (
+        "base experts",
+        "probe_fraction densities block_elements pack import_from export_to options on_progress",
+    ),
+    "import_statistics": ("file", "home"),
     "plan": ("recipe budget", "target_error seed home reuse allow_dropped options"),
     "store_plan": ("plan path", ""),
     "run": ("plan out", "force shard_bytes resume options on_progress"),
@@ -201,7 +207,7 @@ def test_reports__keep_their_fields() -> None:
         "out", "sid", "operator", "merged_tensors", "copied_tensors", "dropped_tensors", "base_bytes",
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
-        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "recipe_notices",
+        "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

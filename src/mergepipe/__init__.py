@@ -14,7 +14,7 @@ Every call checks its arguments, does one job and returns a report, an immutable
 Merging
     check, merge, operator (merge rules of your own)
 Planning under a budget
-    analyze, plan, store_plan, run, explain, sweep
+    analyze, import_statistics, plan, store_plan, run, explain, sweep
 Packing experts
     pack, unpack
 Looking after snapshots
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         diff,
         explain,
         gc,
+        import_statistics,
         lineage,
         list_snapshots,
         materialise,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
         CheckReport,
         Explanation,
         GcReport,
+        ImportedStatistics,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -88,6 +90,7 @@ __all__ = [
     "CheckReport",
     "Explanation",
     "GcReport",
+    "ImportedStatistics",
     "LineageNode",
     "MaterialiseReport",
     "MergeOptions",
@@ -113,6 +116,7 @@ __all__ = [
     "errors",
     "explain",
     "gc",
+    "import_statistics",
     "lineage",
     "list_snapshots",
     "materialise",
@@ -139,6 +143,7 @@ _OTHER_HOMES = {
     "Catalog": "catalog.catalog",
     "CatalogStats": "catalog.rows",
     "Explanation": "reports",
+    "ImportedStatistics": "reports",
     "LineageNode": "catalog.rows",
     "MergeOptions": "options",
     "MergePipeError": "errors",

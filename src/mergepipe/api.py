@@ -1,6 +1,7 @@
 """The public calls: each checks its arguments, runs one job, and returns a report.
 
-Making models: `check`, `merge`; under a budget `analyze`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
+Making models: `check`, `merge`.
+Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 Packing experts: `pack`, `unpack`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         CheckReport,
         Explanation,
         GcReport,
+        ImportedStatistics,
         MaterialiseReport,
         MergeReport,
         PackReport,
@@ -141,6 +143,8 @@ def analyze(
     densities: Sequence[float] = (),
     block_elements: int | None = None,
     pack: str | Path | None = None,
+    import_from: str | Path | None = None,
+    export_to: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> AnalyzeReport:
@@ -154,6 +158,10 @@ def analyze(
         block_elements: elements of a block; default 256 Ki.
         pack: pack the experts that are read in full into this directory on the way; see `MergeOptions`. Not with a
             probe.
+        import_from: first take in the statistics of this file, as `import_statistics` does; models that look like those
+            it tells of are read once for their digests.
+        export_to: write what is known of the experts to this file, for other machines; see `import_statistics`.
+            Models of unknown digest are read once more for it.
         options: threads, memory, the catalog's home.
         on_progress: see `merge`.
 
@@ -180,8 +188,28 @@ def analyze(
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction=probe_fraction,
         pack=None if pack is None else Path(pack),
+        import_from=None if import_from is None else Location.of(import_from),
+        export_to=None if export_to is None else Path(export_to),
     )
     return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
+
+
+def import_statistics(file: str | Path, *, home: str | Path | None = None) -> ImportedStatistics:
+    """Record the statistics that `analyze` exported elsewhere, for whichever models have the same content.
+
+    Nothing is read of models: one whose digest is not known yet is recognised by the next `analyze`. What is recorded
+    is used like an analysis of one's own: import files of people whom you trust with the result.
+
+    Args:
+        file: a path, or a location in a store.
+        home: the catalog's home.
+
+    Raises:
+        MergePipeError: see `mergepipe.errors`; nothing was recorded.
+    """
+    from mergepipe.jobs.analyze import import_file
+
+    return import_file(Location.of(file), home_of(home))
 
 
 def plan(
@@ -258,8 +286,9 @@ def run(
     from mergepipe.jobs.plan import read_plan, run_plan
     from mergepipe.planning.plan import Plan as PlanValue
     from mergepipe.runs.settings import run_settings
+    from mergepipe.storage.stores import Stores
 
-    value = plan if isinstance(plan, PlanValue) else read_plan(Location.of(plan))
+    value = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
     settings = run_settings(options or RunOptions(), value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     return run_plan(value, Path(out), settings, started=started, on_progress=on_progress)
 

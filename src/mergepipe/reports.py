@@ -1,4 +1,4 @@
-"""What callers get back: typed, frozen reports of checks and merges, and progress on the way."""
+"""The values that calls return: frozen reports of checks, merges and other jobs, and progress reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mergepipe.storage.location import Location
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: its phase, and bytes read and written so far of all that are expected.
+    """The progress of a run: its phase, and bytes read and written so far of all that are expected.
 
     `notices` are what the user should know before all else is done; each comes once. `earlier_bytes` of those done are
     of an interrupted run that this one resumes.
@@ -43,7 +43,7 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport(Displayed):
-    """What a merge would do. Bytes are those of tensors; `disk_bytes` is what the output needs."""
+    """A recipe checked: models, tensors, sizes. Bytes are those of tensors; `disk_bytes` is what the output needs."""
 
     recipe: str
     operator: str
@@ -70,7 +70,7 @@ class ExpertCoverage:
 
 @dataclass(frozen=True, slots=True)
 class BudgetVerdict:
-    """What a budget makes of a merge. Errors are relative to what the full merge changes.
+    """The expected loss of a budgeted merge. Errors are relative to what the full merge changes.
 
     `expected_error` is None where nothing is known of some expert, and with `is_least` only a part of what is lost.
     `unread` names the experts of which nothing is read. A budget of `larger_budget_bytes` would leave
@@ -88,7 +88,7 @@ class BudgetVerdict:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MergeReport(Displayed):
-    """What a merge did. Bytes are those requested from storage, page rounding included."""
+    """A finished merge. Bytes are those requested from storage, page rounding included."""
 
     out: Path
     sid: str
@@ -119,7 +119,7 @@ class MergeReport(Displayed):
 
     @property
     def read_bytes(self) -> int:
-        """Everything read."""
+        """All bytes read."""
         earlier_bytes = self.reused_bytes + self.sum_bytes
         return self.base_bytes + self.expert_bytes + earlier_bytes + self.analysis_bytes + self.metadata_bytes
 
@@ -144,8 +144,28 @@ class AnalyzedExpert:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class ImportedStatistics(Displayed):
+    """Statistics that a file brought: pairs of contents, tensors of all of them, and those that were not on record."""
+
+    file: Location
+    pairs: int
+    tensors: int
+    new_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedStatistics:
+    """Statistics that were written to a file: pairs of contents, tensors of all of them, and the file's size."""
+
+    file: Path
+    pairs: int
+    tensors: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class AnalyzeReport(Displayed):
-    """What an analysis did. `analysis_bytes` were read a second time, for want of memory."""
+    """A finished analysis. `analysis_bytes` were read a second time, for want of memory, or for digests."""
 
     base: Location
     experts: tuple[AnalyzedExpert, ...]
@@ -157,6 +177,8 @@ class AnalyzeReport(Displayed):
     is_probe: bool
     packed: tuple[PackedExpert, ...] = ()  # on the way
     not_packed: tuple[NotPacked, ...] = ()
+    imported: ImportedStatistics | None = None
+    exported: ExportedStatistics | None = None
 
 
 # --- delta stores ---
@@ -166,7 +188,7 @@ class AnalyzeReport(Displayed):
 class PackedExpert:
     """One expert as packed: its tensors' bytes, its store's bytes, blocks by codec, and why some are not in bands.
 
-    `is_new`: it was not there yet. `went_on_bytes` of its tensors an interrupted run had packed. `seconds` is its
+    `is_new`: it was not there yet. `resumed_bytes` of its tensors were packed by an interrupted run. `seconds` is its
     share, by bytes, of the time of all that were packed in one pass.
     """
 
@@ -179,7 +201,7 @@ class PackedExpert:
     seconds: float
     is_new: bool
     is_original_removed: bool = False
-    went_on_bytes: int = 0
+    resumed_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -197,7 +219,7 @@ class NotPacked:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PackReport(Displayed):
-    """What `pack` did, expert by expert, and what it requested of the base's and the experts' tensors."""
+    """Packed experts, and the bytes requested of the tensors of base and experts."""
 
     base: Location
     experts: tuple[PackedExpert, ...]
@@ -208,7 +230,7 @@ class PackReport(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class UnpackReport(Displayed):
-    """What `unpack` did."""
+    """An expert restored from its store."""
 
     store: Location
     base: Location
@@ -222,7 +244,7 @@ class UnpackReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What of one expert is in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
+    """The share of one expert in a merge, in blocks of the merged tensors, and its bytes: of everything, planned, read.
 
     `free` blocks equal the base's and are known without reading, `shared` ones were served by another expert's equal
     bytes, `omitted` ones are not in the merge. Bytes are None where nothing planned or nothing read them. Of those read
@@ -413,7 +435,7 @@ class SnapshotReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong with a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
+    """One damaged range of a snapshot: in `file`, bytes `[start, stop)` of it, in `tensor` where it is one.
 
     `kind` is `missing`, `size`, `header`, `block`, `small-file`, `blocks-file`, `config`, `index` or `replay`. The file
     of a block that an overlay takes from its base is an absolute path.
@@ -429,7 +451,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Displayed):
-    """What was looked at and what is wrong. `replayed` are tensors that were made again from the inputs and compared.
+    """A verified snapshot and its damage. `replayed` are tensors that were recomputed from the inputs and compared.
 
     Notices are about what is odd and was so when the snapshot was made, or does not belong to it.
     """
@@ -454,7 +476,7 @@ class VerifyReport(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepairReport(Displayed):
-    """What was damaged and is mended: everything, or an error would have been raised."""
+    """A repaired snapshot: all of its damage is repaired, or an error would have been raised."""
 
     path: Path
     sid: str
@@ -466,7 +488,7 @@ class RepairReport(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MaterialiseReport(Displayed):
-    """What became of an overlay: tensor bytes that it held itself and that were taken from its base, bytes written."""
+    """An overlay completed: tensor bytes that it stored, tensor bytes of its base, and bytes written."""
 
     overlay: Path
     out: Path
@@ -480,7 +502,7 @@ class MaterialiseReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something that nobody needs: `kind` is `staging`, `snapshot-row` or `model-row`; `is_removed` if it is gone."""
+    """A directory or row that nothing refers to: `kind` is `staging`, `snapshot-row` or `model-row`."""
 
     kind: str
     what: str
@@ -491,7 +513,7 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GcReport(Displayed):
-    """What was found to be garbage, and staging that was left alone because its process lives."""
+    """Garbage that was collected, and staging that was kept because its process lives."""
 
     garbage: tuple[Garbage, ...]
     living: tuple[str, ...]
@@ -500,7 +522,7 @@ class GcReport(Displayed):
     @property
     def freed_bytes(self) -> int:
         """Bytes given back, or that would be."""
-        return sum(each.nbytes for each in self.garbage if each.is_removed or self.is_dry_run)
+        return sum(item.nbytes for item in self.garbage if item.is_removed or self.is_dry_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +537,7 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SnapshotDiff(Displayed):
-    """How two snapshots differ. `settings` and `inputs` are lines that tell what is different; `recipe` is a diff."""
+    """The differences of two snapshots. `settings` and `inputs` are a line each; `recipe` is a diff."""
 
     a: Path
     b: Path

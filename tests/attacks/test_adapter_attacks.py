@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mergepipe.checkpoints.formats.adapter_config import AdapterConfig, read_adapter_config
 from mergepipe.checkpoints.formats.delta_mark import DeltaMark, mark_of
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
-from mergepipe.runs.models import open_model
+from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.limits import ADAPTER_CONFIG_BYTES
 from mergepipe.storage.location import Location
 from support.delta_checkpoints import metadata_of

@@ -244,7 +244,7 @@ def test_analyze__is_idempotent_and_adds_what_is_missing(tmp_path: Path) -> None
 
 
 def test_analyze__goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergepipe.runs.catalog_link.BATCH_TENSORS", 4)
+    monkeypatch.setattr("mergepipe.runs.records.catalog_link.BATCH_TENSORS", 4)
     family = write_family(tmp_path, make_budget_models(3))
     analyze(family, tmp_path / "whole")
     counter = Fault()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +27,31 @@ def test_cost__counts_the_pages_that_direct_reads_ask_for() -> None:
     assert PAGE_BYTES == DIRECT_ALIGNMENT_BYTES
     assert range_cost_bytes(0, 1) == range_cost_bytes(4095, 4096) == 4096
     assert range_cost_bytes(4095, 4097) == 8192
-    assert range_cost_bytes(5, 5) == 0
+    assert range_cost_bytes(5, 5) == range_cost_bytes(5, 5, 1) == 0
+    assert range_cost_bytes(4095, 4097, 1) == 2
 
 
-@given(dtype=DTYPES, n=st.integers(1, 50_000), offset=st.integers(0, 2**40), block=st.integers(1, 20_000))
-def test_block_costs__agree_for_one_and_for_many(dtype: DType, n: int, offset: int, block: int) -> None:
-    tensor, spans = entry(dtype, n, offset), list(BlockGrid(n, block).spans())[:50]
+@given(
+    dtype=DTYPES,
+    n=st.integers(1, 50_000),
+    offset=st.integers(0, 2**40),
+    block=st.integers(1, 20_000),
+    granularity=st.sampled_from([1, 512, 4096]),
+)
+def test_block_costs__agree_for_one_and_for_many(
+    dtype: DType, n: int, offset: int, block: int, granularity: int
+) -> None:
+    tensor = replace(entry(dtype, n, offset), granularity_bytes=granularity)
+    spans = list(BlockGrid(n, block).spans())[:50]
     many = block_costs_bytes(
         np.full(len(spans), offset),
         np.full(len(spans), dtype.itemsize),
         np.array([span.start for span in spans]),
         np.array([span.n_elements for span in spans]),
+        np.full(len(spans), granularity),
     )
     assert many.tolist() == [block_cost_bytes(tensor, span) for span in spans]
+    assert granularity > 1 or sum(many.tolist()) == sum(span.n_elements for span in spans) * dtype.itemsize
 
 
 @given(

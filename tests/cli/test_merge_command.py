@@ -144,7 +144,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
         pack="stores",
         allow_dropped=("*.x",),
     )
-    keywords = {"budget": "25%", "target_error": 0.1, "force": True, "seed": 7, "options": expected}
+    keywords = {"budget": "25%", "target_error": "0.1", "force": True, "seed": 7, "options": expected}
     assert given.keywords == keywords
     for option, value in (("--overlay", MergeOptions(overlay=True)), ("--resume", MergeOptions(resume=True))):
         assert given_to_api(monkeypatch, run, "r.yml", "o", option).keywords["options"] == value

@@ -93,6 +93,7 @@ def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runne
 
 def test_pack_and_unpack__name_no_option_that_they_lack(work: Workplace, run: Runner) -> None:
     (work.root / "stores" / "expert-1").mkdir(parents=True)
+    (work.root / "stores" / "expert-1" / "notes.txt").write_text("mine")
     packed = run("pack", work.family.base, work.family.experts[0], "-o", work.root / "stores")
     store = work.root / "more" / "expert-1"
     assert run("pack", work.family.base, work.family.experts[0], "-o", work.root / "more", "--quiet").exit_code == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mergepipe.api import pack, unpack
 from mergepipe.checkpoints.base_bytes import BaseBytes
-from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, Graded, KeptAsItIs, NeedsBase
+from mergepipe.checkpoints.contract import Checkpoint, ComputedTensor, IndexedEntry, LeveledTensor, NeedsBase
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
@@ -240,7 +240,7 @@ def test_open_store__has_the_experts_tensors_in_order(odd: Packed) -> None:
         assert (found.tensors[name].dtype, found.tensors[name].shape) == (entry.dtype, entry.shape)
     for name in (EXTRA, "last"):
         kept = found.tensors[name]
-        assert isinstance(kept, KeptAsItIs)
+        assert isinstance(kept, IndexedEntry)
         assert (kept.entry().nbytes, kept.entry().dtype) == (expert.tensors[name].nbytes, expert.tensors[name].dtype)
 
 
@@ -249,7 +249,7 @@ def test_packed_tensor__keeps_the_contracts(big: Packed) -> None:
     needy: NeedsBase = big_tensor(big)
     assert (tensor.dtype, tensor.is_delta, tensor.is_unit) == (BF16, False, False)
     assert needy.encoded_on.name == tensor.name
-    assert isinstance(tensor, Graded)
+    assert isinstance(tensor, LeveledTensor)
     rough = big_tensor(big).at_level(Level.HEAD)
     assert (rough.dtype, rough.is_delta) == (F32, True)
     assert rough.nbytes < tensor.nbytes
@@ -268,7 +268,7 @@ def test_packed_tensor__fetches_spans_for_no_more_than_their_cost(
     else:
         whole = fetched(tensor, Span(0, N_BIG), LocalStore())
         assert found == whole[4 * span.start : 4 * span.stop]
-    assert store.ledger.usage()[Purpose.EXPERT] <= tensor.cost_bytes(span) + tensor.side.cost_bytes
+    assert store.ledger.usage()[Purpose.EXPERT] <= tensor.cost_bytes(span) + tensor.index_reader.cost_bytes
 
 
 @given(first=st.integers(0, N_BIG // 16384), stop=st.integers(0, N_BIG // 16384 + 1))

@@ -29,7 +29,7 @@ from mergepipe.operators.registry import operator_named
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.planning.candidates.sufficient_levels import sufficient_levels
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.inputs import open_inputs, open_path
+from mergepipe.runs.inputs.opened import open_inputs, open_path
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family, write_recipe

@@ -20,7 +20,7 @@ from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.candidates.level_ladders import Ladder, ladder_steps
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.runs import speeds as speeds_module
+from mergepipe.runs.budget import speeds as speeds_module
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location

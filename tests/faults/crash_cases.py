@@ -15,7 +15,7 @@ from mergepipe.errors import LimitError
 from mergepipe.jobs.verify import verify_snapshot
 from mergepipe.options import MergeOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs import resume as resuming
+from mergepipe.runs.recovery import resume as resuming
 from support.disk_families import weights_digest
 from support.families import TINY, write_family
 

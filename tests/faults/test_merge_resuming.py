@@ -30,8 +30,8 @@ from mergepipe.errors import (
 )
 from mergepipe.options import MergeOptions, RunOptions
 from mergepipe.reports import MergeReport, Progress
-from mergepipe.runs import resume as resuming
-from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.runs.recovery import resume as resuming
+from mergepipe.runs.recovery.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots import staging
 from mergepipe.snapshots.journal import JOURNAL_NAME, expert_bytes_of, read_journal

@@ -91,7 +91,7 @@ def crash_everywhere(case: PackCase, *, step: int, death: Death) -> tuple[int, i
         for name in published:
             assert tree(case.out / name) == expected(case, name)
         report = case.run()
-        resumed += any(expert.went_on_bytes for expert in report.experts)
+        resumed += any(expert.resumed_bytes for expert in report.experts)
         left = {path.name for path in case.out.glob(".*")}
         assert left <= {f".{name}.mergepipe-staging" for name in published}  # killed while it was removed
         assert {name: raw for name, raw in tree(case.out).items() if name[0] != "."} == case.wanted
@@ -133,7 +133,7 @@ def interrupt(case: PackCase, after_bytes: int) -> None:
 def test_pack__interrupted_goes_on_where_it_was(case: PackCase) -> None:
     interrupt(case, 2_000_000)
     report = case.run()
-    assert all(expert.went_on_bytes >= 500_000 for expert in report.experts)
+    assert all(expert.resumed_bytes >= 500_000 for expert in report.experts)
     assert report.base_bytes < 2 * sum(SIZES) - 500_000
     assert tree(case.out) == case.wanted
 
@@ -150,7 +150,7 @@ def test_pack__on_a_disk_that_is_full_at_the_end_goes_on_where_it_was(
             case.run()
     assert len(list(case.out.glob(".*"))) == 2
     report = case.run()
-    assert all(expert.went_on_bytes == 2 * sum(SIZES) for expert in report.experts)
+    assert all(expert.resumed_bytes == 2 * sum(SIZES) for expert in report.experts)
     assert tree(case.out) == case.wanted
 
 
@@ -173,7 +173,7 @@ def test_pack__begins_anew_where_what_was_left_is_of_no_use(
     if what == "version":
         monkeypatch.setattr(mergepipe, "__version__", "0.0.0")
     report = case.run()
-    assert all(expert.went_on_bytes == 0 for expert in report.experts)
+    assert all(expert.resumed_bytes == 0 for expert in report.experts)
     stored = {name: raw for name, raw in tree(case.out).items() if not name.endswith("store.json")}
     assert stored == {name: raw for name, raw in case.wanted.items() if not name.endswith("store.json")}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from crash_cases import CrashJob, make_job, recording_often
 
-from mergepipe.runs import resume as resuming
+from mergepipe.runs.recovery import resume as resuming
 from support.disk_families import weights_digest
 from support.power import Kind, Trace, Traced, leave, undurable
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from reuse_cases import RECIPES, Bench, Recipe, make_bench
 from safetensors.numpy import load_file, save_file
 
 from mergepipe import api as keeping
@@ -24,6 +23,7 @@ from mergepipe.runs.reuse.accumulators import (
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.reuse_cases import RECIPES, Bench, Recipe, make_bench
 
 ADDITIVE = ("task_arithmetic", "linear_sum", "dare_linear")
 WEIGHTS = (0.6, 0.3, 0.2, 0.1)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reuse_cases import RECIPES, Bench, Recipe, make_bench
 from safetensors.numpy import load_file
 
 import mergepipe
 from mergepipe import api as keeping
 from mergepipe.errors import ConflictError, MergePipeError
 from mergepipe.options import RunOptions
-from mergepipe.runs import resume as resuming
+from mergepipe.runs.recovery import resume as resuming
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.local import LocalFile, LocalStore
 from mergepipe.storage.location import Location
 from support.faults import replaced
+from support.reuse_cases import RECIPES, Bench, Recipe, make_bench
 
 SUM = RECIPES["task_arithmetic"]
 EPOCH = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mergepipe.engine.work import OutputPlan
-from mergepipe.runs.resume import INTERVAL_BYTES, INTERVAL_SECONDS, MergeProgress, Resume
+from mergepipe.runs.recovery.resume import INTERVAL_BYTES, INTERVAL_SECONDS, MergeProgress, Resume
 from mergepipe.storage.ledger import Ledger
 
 

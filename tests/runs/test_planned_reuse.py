@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from reuse_cases import RECIPES, SHAPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 from mergepipe import api as keeping
 from mergepipe import api as session
@@ -22,6 +23,7 @@ from mergepipe.options import RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
 from support.flat_options import call_flat
+from support.reuse_cases import RECIPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 NAMES = ("linear", "task_arithmetic", "ties", "ties_rescaled", "dare_linear", "slerp")
 
@@ -30,9 +32,9 @@ def plan(bench: Bench, recipe: Recipe, budget: str, **options: Any) -> Plan:
     return call_flat(session.plan, bench.write(recipe), budget, **{"home": bench.home, "seed": 3, **options})
 
 
-def run(bench: Bench, decided: Plan, name: str) -> int:
+def run(bench: Bench, decided: Plan, name: str, home: Path | None = None) -> int:
     """Expert bytes read to run a plan."""
-    report = session.run(decided, bench.folder / name, options=RunOptions(home=bench.home, threads=2))
+    report = session.run(decided, bench.folder / name, options=RunOptions(home=home or bench.home, threads=2))
     assert report.expert_bytes + report.analysis_bytes <= decided.planned_bytes <= decided.budget_bytes
     return report.expert_bytes
 
@@ -152,25 +154,43 @@ def test_replay__of_a_snapshot_that_reused_needs_the_inputs_only(tmp_path: Path)
 
 
 budgets = st.integers(0, 100).map(lambda share: f"{share}%")
+GRIDS = (16_384, 32_768, 65_536)
+SMALL_SHAPES = {
+    "embed.weight": (65, 1100),  # five blocks of the first grid, three of the second, two of the third, the last broken
+    "layers.0.weight": (130, 300),
+    "layers.1.weight": (13, 300),
+    "norm.weight": (77,),
+}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(NAMES), budgets, budgets, st.sampled_from([16_384, 49_152, 262_144]), st.integers(0, 2))
+@pytest.fixture(name="analysed", scope="module")
+def analyse_each_grid(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Bench]:
+    """Families by seed and grid, each analysed on this grid."""
+    benches = {}
+    for salt, grid in product(range(2), GRIDS):
+        bench = make_bench(tmp_path_factory.mktemp("analysed"), salt, SMALL_SHAPES, 2)
+        experts = [bench.folder / f"expert{i}" for i in (1, 2)]
+        call_flat(
+            session.analyze, bench.folder / "base", experts, home=bench.home, densities=(0.3, 0.5), block_elements=grid
+        )
+        benches[salt, grid] = bench
+    return benches
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(NAMES), budgets, budgets, st.sampled_from(GRIDS), st.integers(0, 1))
 def test_plan__reuses_over_any_two_budgets_and_grids(
-    tmp_path: Path, name: str, first: str, second: str, block_elements: int, salt: int
+    analysed: dict[tuple[int, int], Bench], name: str, first: str, second: str, block_elements: int, salt: int
 ) -> None:
-    folder = tmp_path / f"{name}-{first}-{second}-{block_elements}-{salt}"
-    if folder.exists():
-        shutil.rmtree(folder)
-    bench, recipe = make_bench(folder, salt), RECIPES[name]
-    grid: dict[str, Any] = {"block_elements": block_elements}
-    experts = [bench.folder / f"expert{i}" for i in (1, 2)]
-    call_flat(session.analyze, bench.folder / "base", experts, home=bench.home, densities=(0.3, 0.5), **grid)
-    bench.merge(recipe, "first", budget=first, **grid)
-    decided = plan(bench, recipe, second, **grid)
-    run(bench, decided, "again")
-    run_from_scratch(bench, decided, "scratch")
-    assert bench.digest("again") == bench.digest("scratch")
-    blocks = {name: -(-math.prod(shape) // block_elements) for name, shape in SHAPES.items()}
+    recipe, bench = RECIPES[name], analysed[salt, block_elements]
+    with tempfile.TemporaryDirectory(dir=bench.folder) as place:
+        work = Path(place).name  # with a catalog of its own, that of the analysis
+        home = shutil.copytree(bench.home, bench.folder / work / "home")
+        grid: dict[str, Any] = {"block_elements": block_elements}
+        bench.merge(recipe, f"{work}/first", budget=first, home=home, **grid)
+        decided = plan(bench, recipe, second, home=home, **grid)
+        run(bench, decided, f"{work}/again", home)
+        run_from_scratch(bench, decided, f"{work}/scratch")
+        assert bench.digest(f"{work}/again") == bench.digest(f"{work}/scratch")
+    blocks = {name: -(-math.prod(shape) // block_elements) for name, shape in SMALL_SHAPES.items()}
     assert all(stop <= blocks[tensor.name] for tensor in decided.tensors for _, stop, _ in tensor.reused)
-    shutil.rmtree(folder)

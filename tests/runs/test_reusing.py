@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reuse_cases import RECIPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 from mergepipe import api as keeping
 from mergepipe import api as session
 from mergepipe.errors import CorruptError
 from mergepipe.options import MergeOptions
 from mergepipe.runs import execution as executing
-from mergepipe.runs import resume as resuming
+from mergepipe.runs.recovery import resume as resuming
 from mergepipe.runs.reuse.accumulators import find_kept_sums
 from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
@@ -26,6 +25,7 @@ from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.delta_checkpoints import write_delta
 from support.faults import Fault, replaced
+from support.reuse_cases import RECIPES, Bench, Recipe, in_layer, make_bench, with_weight
 
 MERGED_OF_LAYER_0 = 130 * 300 * 2
 PAGE = 4096

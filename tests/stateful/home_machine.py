@@ -19,7 +19,7 @@ from mergepipe import api as keeping
 from mergepipe.errors import OutputError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.reports import MergeReport
-from mergepipe.runs import resume as resuming
+from mergepipe.runs.recovery import resume as resuming
 from support.crashes import Death, run_killed
 from support.disk_families import tree_digest, weights_digest, write_single
 

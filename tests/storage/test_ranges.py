@@ -20,7 +20,7 @@ from mergepipe.checkpoints.range_reads import read_matrix, read_span
 from mergepipe.core.blocks import F32, Span
 from mergepipe.deltastore.band_sample import read_sample
 from mergepipe.deltastore.index_reader import as_expert
-from mergepipe.deltastore.plain_tensor import KeptFetch
+from mergepipe.deltastore.plain_tensor import PlainFetch
 from mergepipe.errors import CorruptError
 from mergepipe.snapshots.distances import norm
 from mergepipe.storage.contract import RangeFile
@@ -146,7 +146,7 @@ CALLERS: dict[str, Callable[[Path], object]] = {
         {Location.local(path): LocalStore().open(Location.local(path))},
     ),
     "norm": lambda path: norm(LocalStore(), open_checkpoint(LocalStore(), Location.local(path)), ignore),
-    "plain tensor": lambda path: KeptFetch(ENTRY, opened(path))(
+    "plain tensor": lambda path: PlainFetch(ENTRY, opened(path))(
         Span(0, N_ELEMENTS), np.empty(ENTRY.nbytes, np.uint8), Purpose.EXPERT
     ),
     "band sample": lambda path: read_sample(ENTRY, LocalStore().open(Location.local(path)), Purpose.ANALYSIS),

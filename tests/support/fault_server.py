@@ -178,6 +178,12 @@ class FaultServer:
         """The GET requests for ranges."""
         return [request for request in self.requests if request.method == "GET" and request.range is not None]
 
+    def all_sent_bytes(self) -> int:
+        """Return `sent_bytes` once no answer is under way."""
+        while self._n_active:
+            time.sleep(0.001)
+        return self.sent_bytes
+
     def put(self, path: str, content: bytes) -> None:
         """Replace a file by another version."""
         with self._lock:

@@ -13,6 +13,7 @@ from mergepipe.core.canonical_json import digest_of
 from support.torch_bytes import Member, zip_bytes
 
 _OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,6})\s*\]')
+_SIZES = re.compile(rb'"sizes":\[(\d{1,6}(?:,\d{1,6})*)\]')
 _CHECK_DIGITS = 16
 
 
@@ -86,6 +87,18 @@ def seal_statistics(subject: str) -> Callable[[bytes], bytes]:
         return content + blake3(content, key=blake3(subject.encode()).digest()).digest(16)
 
     return seal
+
+
+def seal_statistics_file(content: bytes) -> bytes:
+    """Append the checksum that a file of statistics ends with."""
+    return content + blake3(content).digest()
+
+
+def statistics_file(header: bytes) -> bytes:
+    """A file of statistics with this header, and as many bytes of rows as it seems to speak of."""
+    sizes = [int(number) for sizes in _SIZES.findall(header) for number in sizes.split(b",")]
+    rows = bytes(min(sum(sizes), 1 << 18))
+    return seal_statistics_file(b"MPSTATS\n" + len(header).to_bytes(8, "little") + header + rows)
 
 
 def lines_of(content: bytes) -> Sequence[bytes]:

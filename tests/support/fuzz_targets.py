@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from mergepipe.catalog.rows import Evidence
 from mergepipe.catalog.statistics_bytes import pack, unpack
+from mergepipe.catalog.statistics_file import (
+    MAGIC,
+    SEAL_BYTES,
+    PortableContent,
+    PortableFile,
+    PortablePair,
+    StatisticsFile,
+    pack_row,
+    parse_statistics,
+)
 from mergepipe.checkpoints.computed.adapter import open_adapter
-from mergepipe.checkpoints.contract import Checkpoint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.adapter_config import read_adapter_config
 from mergepipe.checkpoints.formats.inert_pickle import load_inert
@@ -123,6 +135,7 @@ def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
         _journal_target(folder),
         _table_target(),
         _statistics_target(),
+        *_statistics_file_targets(),
     )
 
 
@@ -155,6 +168,29 @@ def _statistics_target() -> Target:
     return Target("statistics", lambda raw: unpack(raw, "whose"), Shape((content,), seals.seal_statistics("whose")))
 
 
+def _statistics_file_targets() -> tuple[Target, Target]:
+    """A file of statistics by its header, and by all its bytes before the checksum."""
+    file = PortableFile("0" * 64, 1000, "1" * 32, is_outside=False)
+    base = PortableContent(CheckpointKind.FULL, (file,), None)
+    expert = PortableContent(CheckpointKind.ADAPTER, (replace(file, is_outside=True), file), "2" * 32)
+    statistics = TensorStatistics(
+        BlockGrid(500, 256), np.zeros(2, BLOCK_RECORD), np.array([0.1, 0.2]), np.zeros(2, np.uint32), np.ones(3)
+    )
+    rows = tuple(pack_row(name, Evidence.EXACT, statistics, expert.digest, base.digest) for name in ("a", "b"))
+    raw = StatisticsFile((base, expert), (PortablePair(expert.digest, base.digest, rows),)).to_bytes()
+
+    def read(raw: bytes) -> object:
+        return [pair.statistics("fuzzed") for pair in parse_statistics(raw, "fuzzed").pairs]
+
+    start = len(MAGIC) + 8
+    header = raw[start : start + int.from_bytes(raw[len(MAGIC) : start], "little")]
+    return (
+        Target("statistics-header", lambda raw: parse_statistics(raw, "fuzzed"),
+               Shape((header,), seals.statistics_file, is_json=True)),
+        Target("statistics-file", read, Shape((raw[:-SEAL_BYTES],), seals.seal_statistics_file, seals.fixed(16, 16))),
+    )  # fmt: skip
+
+
 def tokenizer_targets() -> tuple[Target, ...]:
     """Tokenizer files of all kinds."""
     fast, pieces = seeds.fast_tokenizers(), seeds.sentencepieces()
@@ -181,7 +217,7 @@ def _tokenizer(name: str, others: Mapping[str, bytes]) -> Read:
 
 def recipe_targets(folder: Path) -> tuple[Target, ...]:
     """Recipes of merges, as far as their resolution against real models, and adapters."""
-    from mergepipe.runs.inputs import open_inputs
+    from mergepipe.runs.inputs.opened import open_inputs
 
     home = seeds.write_recipe_models(folder / "recipes")
     recipe, adapter = home / "recipe.yml", home / "lora"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +54,7 @@ class HubServer(FaultServer):
         self.fault: Fault = no_fault
         self._models: dict[str, _Model] = {}
         for server in (self, self.cdn):
+            server.all_sent_bytes()
             server.requests.clear()
             server.faults.clear()
             server.sent_bytes = 0
@@ -85,9 +85,7 @@ class HubServer(FaultServer):
     @property
     def content_bytes(self) -> int:
         """The bytes sent of large files, once no answer is under way."""
-        while self.cdn.is_answering:
-            time.sleep(0.001)
-        return self.cdn.sent_bytes
+        return self.cdn.all_sent_bytes()
 
     def is_large(self, path: str, content: bytes) -> bool:
         return path.endswith(".safetensors") or len(content) >= self._large_bytes
@@ -173,10 +171,6 @@ class _ContentServer(FaultServer):
     def __init__(self, link: Link | None) -> None:
         super().__init__({}, link=link)
         self.signature = 0
-
-    @property
-    def is_answering(self) -> bool:
-        return self._n_active > 0
 
     def answer(self, request: Request) -> Answer:
         if request.query.get("signature") != str(self.signature) or token_of(request):

@@ -220,5 +220,5 @@ def _missing(path: Location) -> MergePipeError:
 @contextmanager
 def memory_scheme(store: InMemoryStore) -> Iterator[None]:
     """Serve all locations of the scheme `memory` from a store, for as long as the context lasts."""
-    with register_scheme("memory", lambda _, ledger: store.charging(ledger)):
+    with register_scheme("memory", lambda _scheme, ledger, _settings: store.charging(ledger)):
         yield

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from mergepipe.catalog import contents, models, snapshots, tensor_statistics
+from mergepipe.catalog import contents, models, snapshots, statistics_transfer, tensor_statistics
 from mergepipe.catalog.database import LOCK_TIMEOUT_SECONDS, Database, open_database
 from mergepipe.catalog.manifests import SnapshotRecord, parse_manifest, read_manifest
 from mergepipe.catalog.rows import (
@@ -19,6 +19,7 @@ from mergepipe.catalog.rows import (
     SnapshotRow,
     StaleModel,
 )
+from mergepipe.catalog.statistics_file import PortablePair, StatisticsFile
 from mergepipe.catalog.usage import catalog_stats
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.formats.strict_json import JsonValue
@@ -192,6 +193,26 @@ class Catalog:
             rows = list(tensor_statistics.rows_of(connection, expert, base, (Evidence.EXACT,)))
         complete = {row.tensor for row in rows if tensor_statistics.covers(row, block_elements, required_densities)}
         return tuple(name for name in names if name not in complete)
+
+    def portable_pair(self, expert: ModelRow, base: ModelRow) -> PortablePair:
+        """Return all statistics of a pair, bound to the digests of the contents in place of this catalog's rows.
+
+        Raises:
+            CorruptError: `catalog.corrupt-statistics`, naming the tensor.
+            ValueError: a digest is unknown.
+        """
+        with self._database.read_transaction() as connection:
+            return statistics_transfer.portable_pair(connection, expert, base)
+
+    def take_in(self, file: StatisticsFile, where: object) -> int:
+        """Record the statistics of a file for whichever models have these contents; return how many rows were new.
+
+        Raises:
+            CorruptError: `stats.row`; nothing was recorded.
+            UnsupportedError: `stats.version`.
+        """
+        with self._database.write_transaction() as connection:
+            return statistics_transfer.take_in(connection, file, where)
 
     # --- snapshots ---
 

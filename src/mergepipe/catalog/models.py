@@ -69,7 +69,7 @@ def model_row(store: Store, checkpoint: Checkpoint, content_id: str | None) -> M
     path = location_text(store, checkpoint.path)
     files = tuple(sorted(checkpoint.files, key=lambda file: file.name))
     return ModelRow(
-        id=_model_id(path, files),
+        id=row_id(path, files),
         path=Location.parse(path),
         kind=_kind_of(store, checkpoint),
         content_id=content_id,
@@ -106,7 +106,8 @@ def _file_text(store: Store, checkpoint: Checkpoint, file: FileFingerprint) -> s
     return location_text(store, checkpoint.root / file.name)
 
 
-def _model_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
+def row_id(path: str, files: tuple[FileFingerprint, ...]) -> str:
+    """Digest a resolved path and what the files there look like, sorted by name."""
     return digest_of([path, [[f.name, f.size_bytes, f.version, f.header_digest] for f in files]])
 
 
@@ -120,7 +121,7 @@ def _kind_of(store: Store, checkpoint: Checkpoint) -> ModelKind:
 
 def has_its_id(model: ModelRow) -> bool:
     """Whether path and files digest to the id: false for a damaged row."""
-    return model.id == _model_id(str(model.path), model.files)
+    return model.id == row_id(str(model.path), model.files)
 
 
 def register(connection: sqlite3.Connection, model: ModelRow, digests: Iterable[FileDigest] = ()) -> ModelRow:

@@ -56,7 +56,7 @@ def content_id(checkpoint: Checkpoint, files: Mapping[Location, RangeFile]) -> s
 def _id_of(checkpoint: Checkpoint, contents: Iterable[bytes]) -> str:
     """The id, given the content of each sample."""
     tensors = _sampled_tensors(checkpoint)
-    hasher = blake3(canonical_json([[each.name, each.dtype.name, list(each.shape)] for each in tensors]))
+    hasher = blake3(canonical_json([[tensor.name, tensor.dtype.name, list(tensor.shape)] for tensor in tensors]))
     for content in contents:
         hasher.update(content)
     return hasher.hexdigest(16)
@@ -79,10 +79,10 @@ class PassingContentId:
     def show(self, tensor: str, first: int, content: NDArray[np.uint8]) -> None:
         """Look at bytes of a tensor from byte `first` on."""
         for i in self._by_name.get(tensor, ()):
-            sample, own = self._samples[i]
+            sample, sampled = self._samples[i]
             low, high = max(first, sample.first), min(first + len(content), sample.stop)
             if low < high:
-                own[low - sample.first : high - sample.first] = content[low - first : high - first].tobytes()
+                sampled[low - sample.first : high - sample.first] = content[low - first : high - first].tobytes()
                 self._left[i] -= high - low
 
     @property
@@ -94,7 +94,7 @@ class PassingContentId:
     def value(self, files: Mapping[Location, RangeFile]) -> str:
         """The id; samples that did not pass by are read from `files`."""
         seen = zip(self._samples, self._left, strict=True)
-        contents = (_bytes_of(sample, files) if left else bytes(own) for (sample, own), left in seen)
+        contents = (_bytes_of(sample, files) if left else bytes(sampled) for (sample, sampled), left in seen)
         return _id_of(self._checkpoint, contents)
 
 
@@ -120,13 +120,13 @@ def _element_bytes(tensor: Readable) -> int:
 
 def _sampled_tensors(checkpoint: Checkpoint) -> list[Readable]:
     """What is stored, by name; of encoded tensors what they stand for."""
-    found: dict[tuple[str, str, int], Readable] = {}
+    sampled: dict[tuple[str, str, int], Readable] = {}
     for tensor in checkpoint.tensors.values():
         if isinstance(tensor, NeedsBase) and not tensor.is_delta:
-            found[tensor.name, "", 0] = tensor
+            sampled[tensor.name, "", 0] = tensor
         else:
-            found.update({(entry.name, str(entry.file), entry.offset): entry for entry in tensor.stored})
-    return [found[key] for key in sorted(found)]
+            sampled.update({(entry.name, str(entry.file), entry.offset): entry for entry in tensor.stored})
+    return [sampled[key] for key in sorted(sampled)]
 
 
 def stored_entries(checkpoint: Checkpoint) -> list[TensorEntry]:

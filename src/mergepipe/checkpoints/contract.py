@@ -1,4 +1,4 @@
-"""What every reader yields: a checkpoint as named tensors, stored in one byte range or worked out from such."""
+"""The contract of checkpoints: named tensors, each stored in one byte range or computed from stored ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mergepipe.checkpoints.base_bytes import BaseBytes
 from mergepipe.core.blocks import DELTA_FLAG, DType, Span, element_count
+from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.file_version import sha256_of_version
 from mergepipe.storage.ledger import Purpose
@@ -40,6 +41,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     is_delta: bool = False  # the stored values are differences from the base
+    granularity_bytes: int = PAGE_BYTES  # reads of its file are charged in multiples of this: see `StoreTerms`
 
     def __post_init__(self) -> None:
         if self.nbytes != self.n_elements * self.dtype.itemsize:
@@ -155,8 +157,8 @@ class NeedsBase(Protocol):
 
 
 @runtime_checkable
-class KeptAsItIs(Protocol):
-    """A computed tensor that is one byte range after all: where it lies is known once something else has been read."""
+class IndexedEntry(Protocol):
+    """A computed tensor that is one byte range, located by an index that is read when first needed."""
 
     @property
     def files(self) -> frozenset[Location]:
@@ -167,8 +169,8 @@ class KeptAsItIs(Protocol):
 
 
 @runtime_checkable
-class Graded(Protocol):
-    """A computed tensor of which less can be read for fewer bytes, by levels: small numbers above 0.
+class LeveledTensor(Protocol):
+    """A computed tensor that can be read less exactly for fewer bytes, by levels: small numbers above 0.
 
     Below the last level it is a delta in float32; read as it is, it is at the last.
     """
@@ -208,8 +210,8 @@ class Graded(Protocol):
         ...
 
 
-class EncodedSide(Protocol):
-    """What a checkpoint of encoded tensors keeps beside them: an index that is read when it is first needed."""
+class PackedIndex(Protocol):
+    """The index of a checkpoint of packed tensors, read when first needed."""
 
     @property
     def cost_bytes(self) -> int:
@@ -284,8 +286,7 @@ def files_of(sources: Iterable[Source]) -> set[Location]:
         elif isinstance(source, NeedsBase):
             files |= {*source.files, source.encoded_on.file}
         else:
-            own = source.files if isinstance(source, KeptAsItIs) else {entry.file for entry in source.stored}
-            files |= own
+            files |= source.files if isinstance(source, IndexedEntry) else {entry.file for entry in source.stored}
     return files
 
 
@@ -323,13 +324,13 @@ class Checkpoint:
     sidecars: tuple[str, ...]
     kind: CheckpointKind = CheckpointKind.FULL
     base_digest: str | None = None  # of a delta: identifies the base it was taken from
-    encoded: EncodedSide | None = None  # of one whose tensors are encoded beside a base's
+    encoded: PackedIndex | None = None  # of one whose tensors are encoded beside a base's
     content_id: str | None = None  # see `checkpoints.content_id`; None where it is unknown without reading tensors
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle what the headers said: whoever unpickles it opens the files anew, at the versions in `files`."""
-        values = (getattr(self, each.name) for each in fields(self))
-        return Checkpoint, tuple(dict(each) if isinstance(each, MappingProxyType) else each for each in values)
+        values = (getattr(self, attribute.name) for attribute in fields(self))
+        return Checkpoint, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
 
     @property
     def tensor_bytes(self) -> int:

@@ -75,21 +75,21 @@ def disagreements(weight_map: Mapping[str, str], stored: Mapping[str, Collection
         for tensor in tensors:
             homes.setdefault(tensor, []).append(shard)
     for tensor in sorted(weight_map.keys() | homes.keys()):
-        found, listed = homes.get(tensor, []), weight_map.get(tensor)
-        if found != [listed]:
-            yield _disagreement(tensor, listed, found)
+        homes_of_tensor, listed = homes.get(tensor, []), weight_map.get(tensor)
+        if homes_of_tensor != [listed]:
+            yield _disagreement(tensor, listed, homes_of_tensor)
 
 
-def _disagreement(tensor: str, listed: str | None, found: list[str]) -> Problem:
+def _disagreement(tensor: str, listed: str | None, homes: list[str]) -> Problem:
     what = f"tensor {shown(tensor)}"
-    if len(found) > 1:
-        code, message = "tensor_twice", f"{what} is stored in {len(found)} shards: {names_shown(found)}"
+    if len(homes) > 1:
+        code, message = "tensor_twice", f"{what} is stored in {len(homes)} shards: {names_shown(homes)}"
     elif listed is None:
-        code, message = "tensor_unlisted", f"{what} is stored in {shown(found[0])}, but the index does not list it"
-    elif not found:
+        code, message = "tensor_unlisted", f"{what} is stored in {shown(homes[0])}, but the index does not list it"
+    elif not homes:
         code, message = "tensor_missing", f"{what} is listed in {shown(listed)}, which does not hold it"
     else:
-        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(found[0])}"
+        code, message = "tensor_misplaced", f"{what} is listed in {shown(listed)}, but stored in {shown(homes[0])}"
     return Problem(f"checkpoint.index.{code}", "", message)
 
 
@@ -172,13 +172,13 @@ def _weight_map(path: Location, document: Mapping[str, JsonValue]) -> dict[str, 
 def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     stats = {shard: stat_regular(store, root, shard) for shard in sorted(set(weight_map.values()))}
-    missing = [shard for shard, found in stats.items() if found is None]
+    missing = [shard for shard, status in stats.items() if status is None]
     if missing:
         where = str(root / index_name)
         raise NotFoundError(
             *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
         )
-    files = [read_weight_file(store, root, shard, found) for shard, found in stats.items() if found is not None]
+    files = [read_weight_file(store, root, shard, status) for shard, status in stats.items() if status is not None]
     stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))
     return files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint
+from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, FileFingerprint
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.storage.buffers import aligned_buffer
@@ -33,14 +33,20 @@ def content_digest(checkpoint: Checkpoint) -> str | None:
 
     Law: two checkpoints with the same digest, opened against the same base, have the same tensors.
     """
-    if not checkpoint.files or any(file.sha256 is None for file in checkpoint.files):
+    return digest_of_files(checkpoint.kind, checkpoint.files)
+
+
+def digest_of_files(kind: CheckpointKind, files: Sequence[FileFingerprint]) -> str | None:
+    """Return the content digest of a checkpoint of these files; None unless the SHA-256 of every file is known."""
+    if not files or any(file.sha256 is None for file in files):
         return None
-    inside = sorted((f.sha256, f.header_digest) for f in checkpoint.files if f.sha256 and not _is_outside(f))
-    outside = sorted((f.sha256, f.header_digest) for f in checkpoint.files if f.sha256 and _is_outside(f))
-    return digest_of([_CONTENT_FORMAT, checkpoint.kind.value, inside, outside])
+    inside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and not is_outside(f))
+    outside = sorted((f.sha256, f.header_digest) for f in files if f.sha256 and is_outside(f))
+    return digest_of([_CONTENT_FORMAT, kind.value, inside, outside])
 
 
-def _is_outside(file: FileFingerprint) -> bool:
+def is_outside(file: FileFingerprint) -> bool:
+    """Whether a file lies outside the folder of its checkpoint, as those of an applied adapter do."""
     return PurePosixPath(file.name).is_absolute() or is_remote(file.name)
 
 

@@ -95,7 +95,7 @@ class _PassingDigest:
 
     def _gap_end(self) -> int:
         """Where the next range that passes by begins; the position itself inside of one."""
-        number = bisect_right(self._shown, self._position, key=lambda each: each[0])
+        number = bisect_right(self._shown, self._position, key=lambda piece: piece[0])
         if number and self._position < self._shown[number - 1][1]:
             return self._position
         return self._shown[number][0] if number < len(self._shown) else self._file.size_bytes
@@ -135,6 +135,6 @@ class _PassingDigest:
             if content is not None:
                 self._update(memoryview(content))
             else:
-                until = min((each for each in self._waiting if each > self._position), default=self._file.size_bytes)
+                until = min((start for start in self._waiting if start > self._position), default=self._file.size_bytes)
                 self._read(min(until, self._position + CHUNK_BYTES))
         return self._hasher.hexdigest()

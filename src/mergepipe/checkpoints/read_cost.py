@@ -1,4 +1,4 @@
-"""The one cost function of planner and engine: what reading blocks requests of a file, in whole pages."""
+"""The one cost function of planner and engine: what reading blocks requests of a file, as its store serves it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from mergepipe.core.blocks import Span
 from mergepipe.storage.buffers import PAGE_BYTES
 
 
-def range_cost_bytes(start: int, stop: int) -> int:
-    """Bytes requested to read `[start, stop)` of a file: rounded outwards to pages at both ends, 0 if it is empty."""
-    return -(-stop // PAGE_BYTES) * PAGE_BYTES - start // PAGE_BYTES * PAGE_BYTES if stop > start else 0
+def range_cost_bytes(start: int, stop: int, granularity_bytes: int = PAGE_BYTES) -> int:
+    """Bytes requested to read `[start, stop)` of a file: rounded outwards at both ends, 0 if it is empty."""
+    step = granularity_bytes
+    return -(-stop // step) * step - start // step * step if stop > start else 0
 
 
 def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
@@ -22,7 +23,7 @@ def block_cost_bytes(entry: TensorEntry, span: Span) -> int:
     costs, since touching pages are joined.
     """
     start = entry.offset + span.start * entry.dtype.itemsize
-    return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize)
+    return range_cost_bytes(start, start + span.n_elements * entry.dtype.itemsize, entry.granularity_bytes)
 
 
 def source_cost_bytes(source: Source, span: Span) -> int:
@@ -33,10 +34,17 @@ def source_cost_bytes(source: Source, span: Span) -> int:
 
 
 def block_costs_bytes(
-    offset_B: NDArray[np.int64], itemsize_B: NDArray[np.int64], first_B: NDArray[np.int64], n_B: NDArray[np.int64]
+    offset_B: NDArray[np.int64],
+    itemsize_B: NDArray[np.int64],
+    first_B: NDArray[np.int64],
+    n_B: NDArray[np.int64],
+    granularity_B: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """`block_cost_bytes` of many blocks: file offset and item size of their tensors, first element, elements (> 0)."""
+    """`block_cost_bytes` of many blocks.
+
+    File offset and item size of their tensors, first element, elements (> 0), granularity of the files.
+    """
     start_B = offset_B + first_B * itemsize_B
     stop_B = start_B + n_B * itemsize_B
-    pages_B = -(-stop_B // PAGE_BYTES) - start_B // PAGE_BYTES
-    return np.asarray(pages_B * PAGE_BYTES, np.int64)
+    steps_B = -(-stop_B // granularity_B) - start_B // granularity_B
+    return np.asarray(steps_B * granularity_B, np.int64)

@@ -39,7 +39,7 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
 
 def bands_of(base: Sample, expert: Sample) -> Bands:
     """Choose the bands of a bf16 tensor from samples of it and of its base."""
-    deltas = [_deltas(own, other) for own, other in zip(base.stretches, expert.stretches, strict=True)]
+    deltas = [_deltas(stretch, other) for stretch, other in zip(base.stretches, expert.stretches, strict=True)]
     return choose_bands(np.concatenate(deltas), is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
 
 

@@ -23,8 +23,8 @@ from mergepipe.deltastore.header import (
     parse_header,
 )
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
-from mergepipe.deltastore.index_reader import Charged, StoreSide, as_expert, as_metadata
-from mergepipe.deltastore.plain_tensor import KeptTensor
+from mergepipe.deltastore.index_reader import Charged, StoreIndexReader, as_expert, as_metadata
+from mergepipe.deltastore.plain_tensor import PlainTensor
 from mergepipe.deltastore.tensor import PackedTensor
 from mergepipe.errors import MismatchError, NotFoundError
 from mergepipe.storage.contract import Store
@@ -38,12 +38,12 @@ class OpenedStore:
 
     root: Location
     header: StoreHeader
-    side: StoreSide
+    index_reader: StoreIndexReader
     fingerprints: tuple[FileFingerprint, ...]
 
     @property
     def index(self) -> StoreIndex:
-        return self.side.index
+        return self.index_reader.index
 
 
 def read_store(store: Store, path: Location) -> OpenedStore:
@@ -74,8 +74,8 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
     sizes |= {kept.name: kept.size_bytes for kept in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
-    found = {file.name: file.size_bytes for file in prints}
-    return OpenedStore(path, header, StoreSide(store, path, header, found, read_index), prints)
+    sizes_bytes = {file.name: file.size_bytes for file in prints}
+    return OpenedStore(path, header, StoreIndexReader(store, path, header, sizes_bytes, read_index), prints)
 
 
 def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
@@ -94,30 +94,32 @@ def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     content_id = opened.header.content_id
     return Checkpoint(
         path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,
-        content_id=content_id, encoded=opened.side,
+        content_id=content_id, encoded=opened.index_reader,
     )  # fmt: skip
 
 
 def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Readable:
     if not entry.has_base:
-        return KeptTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row)
-    found = base.tensors.get(entry.name)
-    if not isinstance(found, TensorEntry):
-        what = "no such tensor" if found is None else "one that is computed, not stored"
+        return PlainTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row)
+    base_tensor = base.tensors.get(entry.name)
+    if not isinstance(base_tensor, TensorEntry):
+        what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
         raise MismatchError.of(
             "store.base", opened.root,
             f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
-    if (found.dtype, found.shape) != (entry.dtype, entry.shape):
+    if (base_tensor.dtype, base_tensor.shape) != (entry.dtype, entry.shape):
         raise MismatchError.of(
             "store.base", opened.root,
             f"tensor {shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, "
-            f"that of {base.path} is {found.dtype.name} {list(found.shape)}",
+            f"that of {base.path} is {base_tensor.dtype.name} {list(base_tensor.shape)}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
     bands = None if entry.cuts is None else Bands(entry.cuts)
-    return PackedTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.side, entry.first_row, found, bands)
+    return PackedTensor(
+        entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row, base_tensor, bands
+    )
 
 
 def _fingerprint(

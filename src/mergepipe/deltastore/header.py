@@ -106,7 +106,7 @@ class StoreHeader:
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
         content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
-        content["tensors"] = [{**asdict(each), "dtype": each.dtype.name} for each in self.tensors]
+        content["tensors"] = [{**asdict(tensor), "dtype": tensor.dtype.name} for tensor in self.tensors]
         document = {**content, "digest": digest_of(content)}
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
@@ -157,15 +157,15 @@ def _check_tensors(header: StoreHeader, path: Location) -> None:
     outputs = [file.name for file in header.files] + [kept.name for kept in header.kept]
     if len(set(names)) != len(names) or len(set(outputs)) != len(outputs):
         raise corrupt(path, "two tensors, or two files, have the same name")
-    row, file = 0, 0
+    row, file_number = 0, 0
     for tensor in header.tensors:
-        if tensor.first_row != row or not file <= tensor.file < len(header.files):
+        if tensor.first_row != row or not file_number <= tensor.file < len(header.files):
             raise corrupt(path, f"tensor {shown(tensor.name)} does not follow the one before it")
-        row, file = row + tensor.n_rows, tensor.file
-    for number, each in enumerate(header.files):
-        stored = each.header_bytes + sum(tensor.nbytes for tensor in header.tensors if tensor.file == number)
-        if stored != each.size_bytes:
-            raise corrupt(path, f"{shown(each.name)} has {each.size_bytes} bytes, its parts have {stored}")
+        row, file_number = row + tensor.n_rows, tensor.file
+    for number, file in enumerate(header.files):
+        stored = file.header_bytes + sum(tensor.nbytes for tensor in header.tensors if tensor.file == number)
+        if stored != file.size_bytes:
+            raise corrupt(path, f"{shown(file.name)} has {file.size_bytes} bytes, its parts have {stored}")
 
 
 class _Fields:

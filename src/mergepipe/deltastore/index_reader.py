@@ -14,6 +14,7 @@ from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, PIECES_OF, Level, 
 from mergepipe.deltastore.header import INDEX_NAME, PIECE_NAMES, StoreHeader
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.writer import index_digest
+from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -37,8 +38,8 @@ def as_expert(store: Store, path: Location, nbytes: int) -> bytes:
         file.close()
 
 
-class StoreSide:
-    """The index of one store, read at most once, and what its size tells before. Safe to use from many threads.
+class StoreIndexReader:
+    """Reads the index of one store when first needed, once; its cost is known before. Safe to use from many threads.
 
     It pickles with its index: that is read and charged once, however many processes read the store's tensors.
 
@@ -61,12 +62,14 @@ class StoreSide:
         self._read = read
         self._lock = threading.Lock()
         self._index = index
+        self.granularity_bytes = PAGE_BYTES if store is None else store.terms(root).granularity_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _with_index, (self._root, self._header, dict(self._sizes), self.index.rows.tobytes())
+        rows = self.index.rows.tobytes()
+        return _with_index, (self._root, self._header, dict(self._sizes), rows, self.granularity_bytes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreSide) and (self._root, self._header) == (other._root, other._header)
+        return isinstance(other, StoreIndexReader) and (self._root, self._header) == (other._root, other._header)
 
     def __hash__(self) -> int:
         return hash((self._root, self._header.index_blake3))
@@ -78,7 +81,7 @@ class StoreSide:
     @property
     def cost_bytes(self) -> int:
         """Bytes requested to read the index, in whole pages."""
-        return range_cost_bytes(0, self.n_rows * ROW_BYTES)
+        return range_cost_bytes(0, self.n_rows * ROW_BYTES, self.granularity_bytes)
 
     @property
     def stored_bytes(self) -> int:
@@ -146,6 +149,10 @@ class StoreSide:
                 raise corrupt(path, f"{message} of {room_B[over_B[0]]}")
 
 
-def _with_index(root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes) -> StoreSide:
+def _with_index(
+    root: Location, header: StoreHeader, sizes: Mapping[str, int], rows: bytes, granularity_bytes: int
+) -> StoreIndexReader:
     """Unpickle: the rows were checked when they were read."""
-    return StoreSide(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader = StoreIndexReader(None, root, header, sizes, as_expert, StoreIndex.parse(rows, str(root / INDEX_NAME)))
+    reader.granularity_bytes = granularity_bytes
+    return reader

@@ -13,7 +13,7 @@ from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
 from mergepipe.deltastore.header import PIECE_NAMES
-from mergepipe.deltastore.index_reader import StoreSide
+from mergepipe.deltastore.index_reader import StoreIndexReader
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -21,14 +21,14 @@ from mergepipe.storage.ranges import read_exact
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTensor:
+class PlainTensor:
     """One tensor of a store that the base lacks; the index is read when its offset is first needed."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     root: Location
-    side: StoreSide
+    index_reader: StoreIndexReader
     first_row: int
 
     is_unit = False
@@ -57,14 +57,15 @@ class KeptTensor:
             CorruptError: it is encoded, or its size does not fit.
         """
         stop = self.first_row + BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
-        index = self.side.index
+        index = self.index_reader.index
         if any(index.codec(row) is not Codec.RAW for row in range(self.first_row, stop)):
             raise corrupt(self.root, f"tensor {shown(self.name)} has no base but is encoded")
         first, last = index.piece_range(Piece.WHOLE, self.first_row, stop)
         if last - first != self.nbytes:
             raise corrupt(self.root, f"tensor {shown(self.name)} has {last - first} bytes, {self.nbytes} are needed")
         file = self.root / PIECE_NAMES[Piece.WHOLE]
-        return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes)
+        granularity = self.index_reader.granularity_bytes
+        return TensorEntry(self.name, self.dtype, self.shape, file, first, self.nbytes, granularity_bytes=granularity)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
@@ -74,13 +75,13 @@ class KeptTensor:
         """Bytes requested to fetch `span` on its own, in whole pages."""
         return block_cost_bytes(self.entry(), span)
 
-    def opened(self, files: Mapping[Location, RangeFile]) -> KeptFetch:
+    def opened(self, files: Mapping[Location, RangeFile]) -> PlainFetch:
         """Make the fetch over open files; it keeps no bytes."""
-        return KeptFetch(self.entry(), files)
+        return PlainFetch(self.entry(), files)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFetch:
+class PlainFetch:
     """Reads spans of an unencoded tensor; holds one at a time."""
 
     entry: TensorEntry

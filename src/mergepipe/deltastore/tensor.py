@@ -28,7 +28,7 @@ from mergepipe.deltastore.codec.levels import (
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.header import PIECE_NAMES
 from mergepipe.deltastore.index import StoreIndex, digest
-from mergepipe.deltastore.index_reader import StoreSide
+from mergepipe.deltastore.index_reader import StoreIndexReader
 from mergepipe.errors import MismatchError
 from mergepipe.storage.buffers import PAGE_BYTES, round_up
 from mergepipe.storage.contract import RangeFile
@@ -52,7 +52,7 @@ class PackedTensor:
     stored_dtype: DType
     shape: tuple[int, ...]
     root: Location
-    side: StoreSide
+    index_reader: StoreIndexReader
     first_row: int
     base: TensorEntry
     bands: Bands | None
@@ -66,11 +66,11 @@ class PackedTensor:
     @property
     def index(self) -> StoreIndex:
         """The store's index, read when it is first needed."""
-        return self.side.index
+        return self.index_reader.index
 
     @property
     def files(self) -> frozenset[Location]:
-        return self.side.files
+        return self.index_reader.files
 
     @property
     def encoded_on(self) -> TensorEntry:
@@ -104,7 +104,11 @@ class PackedTensor:
             start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
             if stop > start:
                 size = stop - start
-                entries.append(TensorEntry(self.name, DTYPES["U8"], (size,), self._path(piece), start, size))
+                step = self.index_reader.granularity_bytes
+                entry = TensorEntry(
+                    self.name, DTYPES["U8"], (size,), self._path(piece), start, size, granularity_bytes=step
+                )
+                entries.append(entry)
         return tuple(entries)
 
     @property
@@ -117,14 +121,14 @@ class PackedTensor:
         return self if wanted is self.level else self.others.setdefault(wanted, replace(self, level=wanted))
 
     def exact_level(self, kept: int) -> Level:
-        """See `Graded`; LOSSLESS where a lower level saves nothing."""
+        """See `LeveledTensor`; LOSSLESS where a lower level saves nothing."""
         for level, band in EXACT_BANDS.items():
             if kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
                 return level
         return Level.LOSSLESS
 
     def ladder(self, top: int) -> tuple[Level, ...]:
-        """See `Graded`."""
+        """See `LeveledTensor`."""
         return LADDERS[Level(top)]
 
     def cost_bytes(self, span: Span) -> int:
@@ -133,8 +137,9 @@ class PackedTensor:
 
     def level_cost_bytes(self, span: Span, level: int) -> int:
         """`cost_bytes` at another level."""
+        step = self.index_reader.granularity_bytes
         return sum(
-            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop))
+            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop), step)
             for first, stop in block_groups(span)
             for piece in PIECES_OF[Level(level)]
         )
@@ -146,11 +151,12 @@ class PackedTensor:
             first_B = np.arange(self.n_blocks)
         last_B = np.append(first_B[1:], self.n_blocks)
         cost_B = np.zeros(len(first_B), np.int64)
+        step = self.index_reader.granularity_bytes
         for piece in PIECES_OF[Level(level)]:
             start_B = self.index.offsets_PR[piece, self.first_row + first_B]
             stop_B = self.index.offsets_PR[piece, self.first_row + last_B]
-            pages_B = -(-stop_B // PAGE_BYTES) - start_B // PAGE_BYTES
-            cost_B += np.where(stop_B > start_B, pages_B, 0) * PAGE_BYTES
+            steps_B = -(-stop_B // step) - start_B // step
+            cost_B += np.where(stop_B > start_B, steps_B, 0) * step
         if len(cost_B) == -(-self.n_blocks // stretches):
             return cost_B
         return np.add.reduceat(cost_B, np.arange(0, self.n_blocks, stretches))
@@ -160,7 +166,7 @@ class PackedTensor:
         return self.index.errors(Level(level), self.first_row, self.first_row + self.n_blocks)
 
     def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
-        """See `Graded`: by the codec of each block."""
+        """See `LeveledTensor`: by the codec of each block."""
         seconds_C = np.array([prices.seconds(codec.name.lower(), level) for codec in Codec])
         codec_B = self.index.rows["codec"][self.first_row : self.first_row + self.n_blocks]
         n_B = np.full(self.n_blocks, BLOCK_ELEMENTS)
@@ -169,7 +175,7 @@ class PackedTensor:
         return seconds_B
 
     def kept_with_ties(self, kept: int) -> int | None:
-        """See `Graded`; known for the density of the second band's cut."""
+        """See `LeveledTensor`; known for the density of the second band's cut."""
         if int(BAND_DENSITIES[0] * self.n_elements) == kept:
             return max(kept, self.elements_above(1))
         return None
@@ -242,8 +248,9 @@ class PackedFetch:
             group = self._read_group(first, stop, purpose)
             with self._turns:
                 for block in range(first, stop):
-                    own = self._tensor.block_span(block)
-                    self._decode(block, self._base_of(block, own, span, base), group, _Target(span, own, out))
+                    block_span = self._tensor.block_span(block)
+                    block_base = self._base_of(block, block_span, span, base)
+                    self._decode(block, block_base, group, _Target(span, block_span, out))
 
     def _read_group(self, first: int, stop: int, purpose: Purpose) -> _Group:
         """Read the pieces of some blocks, one request per piece, into a scratch array of this thread."""
@@ -261,41 +268,41 @@ class PackedFetch:
             at += sizes[piece]
         return _Group(first, stop, offsets, contents)
 
-    def _base_of(self, block: int, own: Span, span: Span, base: BaseBytes | None) -> RawBytes:
+    def _base_of(self, block: int, block_span: Span, span: Span, base: BaseBytes | None) -> RawBytes:
         """Return the base's bytes of a block after checking their digest.
 
         Raises:
             MismatchError: it is not the base that the store was packed with.
         """
         entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
-        if base is not None and span.start <= own.start and own.stop <= span.stop:
-            start, stop = (own.start - span.start) * itemsize, (own.stop - span.start) * itemsize
-            found, found_digest = base.stored[start:stop], base.digest(start, stop)
+        if base is not None and span.start <= block_span.start and block_span.stop <= span.stop:
+            start, stop = (block_span.start - span.start) * itemsize, (block_span.stop - span.start) * itemsize
+            stored, found_digest = base.stored[start:stop], base.digest(start, stop)
         else:
-            start = entry.offset + own.start * itemsize
-            found = read_exact(self._files[entry.file], start, start + own.n_elements * itemsize, Purpose.BASE)
-            found_digest = digest(found)
+            start = entry.offset + block_span.start * itemsize
+            stored = read_exact(self._files[entry.file], start, start + block_span.n_elements * itemsize, Purpose.BASE)
+            found_digest = digest(stored)
         if found_digest != self._index.rows["base"][self._tensor.first_row + block].tobytes():
             raise MismatchError.of(
                 "store.base", self._where(block), f"the base {entry.file} is not the one the store was packed with",
                 "give the base that it was packed with",
             )  # fmt: skip
-        return found
+        return stored
 
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
 
     def _decode(self, block: int, base: RawBytes, group: _Group, target: _Target) -> None:
         tensor, row, where = self._tensor, self._tensor.first_row + block, self._where(block)
-        own = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
-        for piece, content in own.items():
+        pieces = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
+        for piece, content in pieces.items():
             self._index.check_piece(piece, row, content, where)
         context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
         codec = self._index.codec(row)
         if tensor.is_delta:
-            target.write(lambda view: decode_deltas(codec, tensor.level, own, context, view.view(np.float32)))
+            target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))
         else:
-            target.write(lambda view: decode_block(codec, own, context, view), tensor.stored_dtype.itemsize)
+            target.write(lambda view: decode_block(codec, pieces, context, view), tensor.stored_dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,19 +310,19 @@ class _Target:
     """The destination of one block (`own`) in the buffer of `span`."""
 
     span: Span
-    own: Span
+    block_span: Span
     out: RawBytes
 
     def write(self, decode: _Decode, itemsize: int = 4) -> None:
         """Decode directly into the buffer if `span` contains the whole block, else through a copy."""
-        low, high = max(self.own.start, self.span.start), min(self.own.stop, self.span.stop)
+        low, high = max(self.block_span.start, self.span.start), min(self.block_span.stop, self.span.stop)
         place = self.out[(low - self.span.start) * itemsize : (high - self.span.start) * itemsize]
-        if high - low == self.own.n_elements:
+        if high - low == self.block_span.n_elements:
             decode(place)
             return
-        whole = scratch("whole", self.own.n_elements * itemsize, np.uint8)
+        whole = scratch("whole", self.block_span.n_elements * itemsize, np.uint8)
         decode(whole)
-        place[:] = whole[(low - self.own.start) * itemsize : (high - self.own.start) * itemsize]
+        place[:] = whole[(low - self.block_span.start) * itemsize : (high - self.block_span.start) * itemsize]
 
 
 class _Decode(Protocol):

@@ -11,7 +11,7 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.pipeline.jobs import Job, TensorWork
-from mergepipe.engine.pipeline.pipeline import Pipeline
+from mergepipe.engine.pipeline.pipeline import Pipeline, readers_of
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     JobShape,
@@ -28,14 +28,15 @@ from mergepipe.engine.tensor_work import no_function, reporter
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import abort_requests
 
 
 def run_analysis(
-    work: AnalysisWork, files: Mapping[Location, RangeFile], options: EngineOptions, observer: Observer
+    work: AnalysisWork, files: Mapping[Location, RangeFile], store: Store, options: EngineOptions, observer: Observer
 ) -> None:
-    """Read every task's tensors once and report the statistics of each expert.
+    """Read every task's tensors once from open files of `store`, and report the statistics of each expert.
 
     A tensor whose copies do not fit into the memory cap may be read twice. Memory: as `make_part`.
 
@@ -54,8 +55,9 @@ def run_analysis(
         return sample_runs(index, task, grid, work.probe_fraction, work.probe_stride)
 
     pipeline = Pipeline(
-        work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None)
-    )
+        work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
+        readers_of(files, store), lambda: abort_requests(store),
+    )  # fmt: skip
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), pool.limit, observer))
 
 

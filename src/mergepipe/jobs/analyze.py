@@ -19,11 +19,12 @@ from mergepipe.engine import analysis
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.reports import AnalyzedExpert, AnalyzeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
-from mergepipe.runs.inputs import open_path
-from mergepipe.runs.known_content import DigestTap, Recogniser, complete_digests
-from mergepipe.runs.pack_request import PackCandidate, refusal_notices, request_packs
+from mergepipe.reports import AnalyzedExpert, AnalyzeReport, ImportedStatistics, Progress, ProgressCallback
+from mergepipe.runs.inputs.opened import open_path
+from mergepipe.runs.packing.request import PackCandidate, refusal_notices, request_packs
+from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder, known_content_id
+from mergepipe.runs.records.known_content import DigestTap, Recogniser, complete_digests
+from mergepipe.runs.statistics_files import export_statistics, import_statistics
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -34,7 +35,8 @@ class AnalysisRequest:
     """What to gather of `experts` against `base`, and the catalog's home, where it is kept.
 
     `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
-    is read. Experts are packed into `pack` on the way.
+    is read. Experts are packed into `pack` on the way. The statistics of a file are taken in before (`import_from`);
+    in the end those of the experts are written to one (`export_to`).
     """
 
     base: Location
@@ -44,6 +46,8 @@ class AnalysisRequest:
     densities: tuple[float, ...]
     probe_fraction: float = 0.0
     pack: Path | None = None
+    import_from: Location | None = None
+    export_to: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +75,30 @@ def run_analysis(
                 on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
         total = 0
+        imported = None if request.import_from is None else import_statistics(catalog, store, request.import_from)
         recogniser = Recogniser(catalog, link, store, engine.threads, report_progress)
         recognised = recogniser.recognise(
-            catalog.with_known_digests(base_checkpoint), [catalog.with_known_digests(each) for each in checkpoints]
+            catalog.with_known_digests(base_checkpoint),
+            [catalog.with_known_digests(c) for c in checkpoints],
         )
         base_checkpoint, checkpoints = recognised.base, list(recognised.experts)
         base_row = catalog.register_model(base_checkpoint)
-        subjects = [_subject(catalog, base_checkpoint, base_row, each, request) for each in checkpoints]
+        subjects = [_subject(catalog, base_checkpoint, base_row, checkpoint, request) for checkpoint in checkpoints]
         evidence = Evidence.PROBE if request.probe_fraction else Evidence.EXACT
         recorder = StatisticsRecorder(link, base_row, evidence)
         tasks = _tasks(base_checkpoint, subjects, recorder, apart=request.probe_fraction > 0)
         total = store.ledger.total_bytes() + sum(
             task.base.nbytes + sum(entry.nbytes for entry in task.experts) for task in tasks
         )
-        candidates = [PackCandidate(str(path), each) for path, each in zip(request.experts, checkpoints, strict=True)]
+        candidates = [PackCandidate(str(path), c) for path, c in zip(request.experts, checkpoints, strict=True)]
         pack_request = request_packs(base_checkpoint, candidates, tasks, request.pack)
 
         report_progress(refusal_notices(pack_request))
-        everything = (tensor for each in (base_checkpoint, *checkpoints) for tensor in each.tensors.values())
-        opening = open_files(store, files_of(everything), (base_checkpoint, *checkpoints))
+        inputs = (base_checkpoint, *checkpoints)
+        tensors = (tensor for checkpoint in inputs for tensor in checkpoint.tensors.values())
+        opening = open_files(store, files_of(tensors), inputs)
         with pack_request.open_packer(engine.threads, report_progress) as packer, opening as files:
-            for checkpoint in (base_checkpoint, *checkpoints):
+            for checkpoint in inputs:
                 known_content_id(link, checkpoint, files)
             read_whole = () if request.probe_fraction else tasks
             digests = DigestTap((base_checkpoint, *checkpoints), read_whole, files, engine.memory_bytes)
@@ -99,7 +106,7 @@ def run_analysis(
                 tap = None if request.probe_fraction else digests.beside(packer.tap)
                 work = AnalysisWork(tasks, request.block_elements, request.densities, request.probe_fraction)
                 observer = Observer(lambda _: report_progress(), recorder.take, tap)
-                analysis.run_analysis(work, files, engine, observer)
+                analysis.run_analysis(work, files, store, engine, observer)
             digested = digests.finish()
             check_unchanged(store, digested)
             packer.finish()
@@ -109,6 +116,10 @@ def run_analysis(
             usage = store.ledger.usage()
             read_bytes = usage[Purpose.BASE] + usage[Purpose.EXPERT]
             complete_digests(catalog, store, digested, engine.threads, int(read_bytes * MOST_READ_AGAIN_FRACTION))
+        exported = None
+        if request.export_to is not None:
+            base, *experts = digested
+            exported = export_statistics(catalog, store, base, experts, request.export_to, engine.threads)
     usage = store.ledger.usage()
     return AnalyzeReport(
         base=request.base,
@@ -130,7 +141,16 @@ def run_analysis(
         is_probe=request.probe_fraction > 0,
         packed=packed,
         not_packed=pack_request.refused,
+        imported=imported,
+        exported=exported,
     )
+
+
+def import_file(location: Location, home: Path) -> ImportedStatistics:
+    """Take in the statistics of a file; see `api.import_statistics`."""
+    store = Stores()
+    with Catalog.open(home, store=store) as catalog:
+        return import_statistics(catalog, store, location)
 
 
 def _subject(

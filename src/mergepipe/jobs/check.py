@@ -11,7 +11,7 @@ from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import CheckReport, ModelUse
-from mergepipe.runs.inputs import Inputs, open_inputs
+from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.sidecars import sidecar_bytes
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

@@ -28,8 +28,8 @@ def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: Pro
     first, second = (read_manifest_value(store, Location.local(path)) for path in (a, b))
     changes, equal = _changes(first, second)
     measured = tuple(_measured(store, a, b, changes, on_progress)) if reads_tensors else tuple(changes)
-    known = [each for each in measured if each.norm is not None]
-    norm = math.sqrt(sum((each.norm or 0.0) ** 2 for each in known)) if reads_tensors else None
+    known = [change for change in measured if change.norm is not None]
+    norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in known)) if reads_tensors else None
     return SnapshotDiff(
         a=a,
         b=b,
@@ -82,7 +82,7 @@ def _coverage_facts(coverage: Coverage | None) -> dict[str, str]:
 
 def _inputs(a: Manifest, b: Manifest) -> Iterator[str]:
     """List the inputs that only one snapshot has, or whose files differ."""
-    in_a, in_b = ({record.path: record for record in each.inputs} for each in (a, b))
+    in_a, in_b = ({record.path: record for record in manifest.inputs} for manifest in (a, b))
     for path in sorted(in_a.keys() | in_b.keys()):
         if path not in in_b:
             yield f"only in a: {in_a[path].role} {path}"
@@ -98,7 +98,7 @@ def _identity(record: InputRecord) -> list[tuple[str, int, str, str]]:
 
 def _changes(a: Manifest, b: Manifest) -> tuple[list[TensorChange], int]:
     """List the tensors whose digests differ, and count the equal ones."""
-    in_a, in_b = ({tensor.name: tensor for tensor in each.tensors} for each in (a, b))
+    in_a, in_b = ({tensor.name: tensor for tensor in manifest.tensors} for manifest in (a, b))
     changes = []
     for name in sorted(in_a.keys() | in_b.keys()):
         kind = _kind(in_a.get(name), in_b.get(name))

@@ -60,9 +60,9 @@ class _Tensor:
     def touched(self) -> Runs:
         """Runs of blocks that at least one expert contributed to."""
         present = [access for access in self.access if access is not None]
-        own = chain.from_iterable(access.blocks for access in present)
+        contributing = chain.from_iterable(access.blocks for access in present)
         served = ((start, stop) for access in present for start, stop, _ in access.shared)
-        return joined((*own, *served))
+        return joined((*contributing, *served))
 
 
 def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
@@ -76,7 +76,7 @@ def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
     """
     store, place = Stores(), Location.of(asked)
     if place.name != MANIFEST_NAME and is_file(store, place):
-        subject = _Subject(Path(asked), read_plan(place), None)
+        subject = _Subject(Path(asked), read_plan(store, place), None)
     else:
         subject = _snapshot(store, find_snapshot_path(asked, home))
     return explanation_of(subject.path, subject.plan, subject.manifest, pattern)
@@ -278,7 +278,7 @@ def _block_uses(tensor: _Tensor, e: int, reasons: _Reasons) -> Iterable[BlockUse
     if in_full:
         yield BlockUse(model, READ, format_runs(in_full), reasons.read)
     for level in sorted({level for _, _, level in access.levels}):
-        runs = joined((start, stop) for start, stop, own in access.levels if own == level)
+        runs = joined((start, stop) for start, stop, block_level in access.levels if block_level == level)
         yield BlockUse(model, f"{READ} at level {level}", format_runs(runs), f"{level_name(level)}; {reasons.read}")
     for source in sorted({source for _, _, source in access.shared}):
         runs = tuple((start, stop) for start, stop, by in access.shared if by == source)

@@ -53,18 +53,18 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
     for folder in folders:
-        for found in find_staging(folder):
-            if found.owner is not None:
-                living.append(f"{found.directory}: {found.owner}")
+        for staging in find_staging(folder):
+            if staging.owner is not None:
+                living.append(f"{staging.directory}: {staging.owner}")
                 continue
-            nbytes = _allocated_bytes(found.directory)
-            state = read_journal(found.directory / JOURNAL_NAME)
+            nbytes = _allocated_bytes(staging.directory)
+            state = read_journal(staging.directory / JOURNAL_NAME)
             durable = len(state.digests) if state is not None else 0
             reason = f"left by a dead run, {durable} tensors could be resumed" if durable else "left by a dead run"
-            is_removed = not dry_run and remove_dead(found.directory)
-            if not is_removed and not is_dead(found.directory):
+            is_removed = not dry_run and remove_dead(staging.directory)
+            if not is_removed and not is_dead(staging.directory):
                 continue  # another process removed it, or works there by now
-            yield Garbage("staging", str(found.directory), reason, nbytes, is_removed)
+            yield Garbage("staging", str(staging.directory), reason, nbytes, is_removed)
 
 
 def _allocated_bytes(directory: Path) -> int:

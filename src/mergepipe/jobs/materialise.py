@@ -13,7 +13,7 @@ from mergepipe.checkpoints.formats.weight_files import OVERLAY_NAME
 from mergepipe.core.blocks import DTYPES
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, OutputError
 from mergepipe.reports import Damage, MaterialiseReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, block_digest, root_of
 from mergepipe.snapshots.layout import SnapshotLayout, read_table
@@ -172,8 +172,8 @@ def scan_overlay(
 
 
 def _header_damages(overlay: Overlay, table: BlockTable | None, scan: Scan) -> Iterator[Damage]:
-    for file, found, wanted in zip(overlay.layout.files, scan.headers, table.headers if table else (), strict=False):
-        if found != wanted:
+    for file, header, wanted in zip(overlay.layout.files, scan.headers, table.headers if table else (), strict=False):
+        if header != wanted:
             message = "its header was written by another version, and cannot be made again"
             yield Damage("header", file.name, "", 0, file.data_start, message)
 
@@ -188,7 +188,7 @@ def _wrong_roots(layout: SnapshotLayout, scan: Scan) -> Iterator[Damage]:
 def _damages(overlay: Overlay, wrong: dict[tuple[str, Location], list[FoundBlock]]) -> Iterator[Damage]:
     for (tensor, where), blocks in wrong.items():
         first, last = blocks[0], blocks[-1]
-        reason = next((found.failure for found in blocks if found.failure), "not what the overlay was made with")
+        reason = next((read.failure for read in blocks if read.failure), "not what the overlay was made with")
         is_own = first.place.is_stored
         what = f"{len(blocks)} of the blocks that {'it holds' if is_own else 'are taken from it'}: {reason}"
         name = where.relative_to(overlay.path).as_posix() if is_own else str(where)

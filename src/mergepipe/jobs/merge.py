@@ -8,9 +8,9 @@ from pathlib import Path
 from mergepipe.operators.registry import operator_named
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import open_inputs
+from mergepipe.runs.inputs.opened import open_inputs
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.accumulators import check_sums_can_be_kept
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores

@@ -11,7 +11,7 @@ from pathlib import Path
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.checkpoint import read_store
-from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, building
+from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import check_names, is_packed, job_of, open_base
 from mergepipe.deltastore.pack.originals import (
@@ -22,7 +22,7 @@ from mergepipe.deltastore.pack.originals import (
 from mergepipe.errors import MergePipeError, RecipeError
 from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
-from mergepipe.runs.packed_facts import packed_facts
+from mergepipe.runs.packing.facts import packed_facts
 from mergepipe.snapshots.staging import check_free_space, remove_dead, staging_directory
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
@@ -48,7 +48,7 @@ def pack_experts(
     started = time.perf_counter()
     store = Stores()
     base_checkpoint = open_base(store, store.pin(base))
-    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, store.pin(each)), out) for each in experts]
+    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, store.pin(location)), out) for location in experts]
     check_names(jobs)
     if replaces:
         for job in jobs:
@@ -68,7 +68,7 @@ def pack_experts(
             _check_replaceable(store, job, threads)
         for job in jobs:
             remove_original(job)
-        done = tuple(replace(each, is_original_removed=True) for each in done)
+        done = tuple(replace(expert, is_original_removed=True) for expert in done)
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
     return PackReport(base, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
@@ -87,10 +87,10 @@ def _pack_together(
     inputs = set[Location]().union(*(job.weight_files for job in jobs))
     allow_open_files(len(inputs) + len(jobs) * FILES_OF_BUILDER)
     with contextlib.ExitStack() as stack:
-        builders = [stack.enter_context(building(job, store, resumes=True)) for job in jobs]
+        builders = [stack.enter_context(open_builder(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        checkpoints = [each for job in jobs for each in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in jobs for checkpoint in (job.base, job.expert)]
         with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
@@ -99,8 +99,10 @@ def _pack_together(
     seconds = time.perf_counter() - started
     facts = [packed_facts(store, builder.job, is_new=True) for builder in published]
     return {
-        each.store: replace(each, seconds=seconds * each.tensor_bytes / max(total, 1), went_on_bytes=builder.done_bytes)
-        for builder, each in zip(published, facts, strict=True)
+        expert.store: replace(
+            expert, seconds=seconds * expert.tensor_bytes / max(total, 1), resumed_bytes=builder.done_bytes
+        )
+        for builder, expert in zip(published, facts, strict=True)
     }
 
 

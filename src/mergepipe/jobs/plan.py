@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import Evidence
-from mergepipe.checkpoints.contract import Checkpoint, Graded
+from mergepipe.checkpoints.contract import Checkpoint, LeveledTensor
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS
 from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, NotFoundError, Problem, RecipeError, UnsupportedError
@@ -26,16 +26,24 @@ from mergepipe.recipes.parse.recipe_files import reload_recipe
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, PairStatistics, open_inputs, open_recipes, with_known_digests, with_parameters
+from mergepipe.runs.budget.probe import Prober, probe_unknown
+from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
+from mergepipe.runs.inputs.opened import (
+    Inputs,
+    PairStatistics,
+    open_inputs,
+    open_recipes,
+    with_known_digests,
+    with_parameters,
+)
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.packed_indices import find_unread
-from mergepipe.runs.probe import Prober, probe_unknown
-from mergepipe.runs.resume import Resume
+from mergepipe.runs.packing.indices import find_unread
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.reuse.planned import ReusingPlanner
 from mergepipe.runs.settings import price_request
-from mergepipe.runs.speeds import BY_BYTES, PriceRequest
+from mergepipe.runs.statistics_files import StatisticsBeside
 from mergepipe.runs.stored_plan import plan_key, stored_plan
 from mergepipe.snapshots.staging import staging_directory
 from mergepipe.storage.contract import Store
@@ -129,14 +137,16 @@ def make_plan(
         name = models[min(inputs.intermediates)].text
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
-    known = link.use(lambda catalog: _lookup_known(catalog, inputs))
-    if known is None:
-        known = _KnownFacts((None,) * len(models), ({},) * len(inputs.expert_models))
+    beside = StatisticsBeside(store, link.notices)
+    known = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
     block_elements = request.block_elements or _suitable_block(inputs, known)
+    request_bytes = request.pricing.request_bytes(inputs, store, link.home)
     statistics, probe_bytes = known.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
-        probe = probe_unknown(prober, inputs, known.statistics, request.budget, block_elements, link)
+        probe = probe_unknown(
+            prober, inputs, known.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
+        )
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
         operator=inputs.recipe.operator.name,
@@ -149,6 +159,7 @@ def make_plan(
         speeds=speeds,
         unread=find_unread(inputs, request.budget),
         probe_bytes=probe_bytes if any(probe_bytes) else (),
+        request_bytes=request_bytes if any(request_bytes) else (),
     )
     ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
@@ -185,7 +196,7 @@ def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
     if any(known.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
-    are_packed = all(any(isinstance(t, Graded) for t in expert.tensors.values()) for expert in experts)
+    are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
     return PACKED_BLOCK_ELEMENTS if experts and are_packed else DEFAULT_BLOCK_ELEMENTS
 
 
@@ -197,16 +208,16 @@ class _KnownFacts:
     statistics: tuple[Mapping[str, TensorStatistics], ...]
 
 
-def _lookup_known(catalog: Catalog, inputs: Inputs) -> _KnownFacts:
-    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE))
-    rows = [pairs.row(model) for model in range(len(inputs.checkpoints))]
+def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBeside) -> _KnownFacts:
+    pairs = PairStatistics(catalog, inputs, (Evidence.EXACT, Evidence.PROBE), beside)
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
             found = pairs.of(task, slot)
             if found is not None:
                 by_model[model][task.name] = found
-    return _KnownFacts(tuple(row.content_id if row else None for row in rows), tuple(by_model.values()))
+    content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
+    return _KnownFacts(content_ids, tuple(by_model.values()))
 
 
 def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path) -> Plan:
@@ -280,14 +291,14 @@ def _no_tick() -> None:
     """Samples are read in moments: nothing is reported."""
 
 
-def read_plan(path: Location) -> Plan:
+def read_plan(store: Store, path: Location) -> Plan:
     """Read a stored plan.
 
     Raises:
         NotFoundError: there is none.
         CorruptError, UnsupportedError: as `parse_plan`.
     """
-    return parse_plan(Stores().read_small(path, PLAN_BYTES), path)
+    return parse_plan(store.read_small(path, PLAN_BYTES), path)
 
 
 def _open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:

@@ -66,7 +66,8 @@ def repair_snapshot(
         message = f"is a link to {path.resolve()}, and nothing is written through links"
         raise OutputError.of("output.link", path, message, "name the snapshot itself")
     path = path.resolve()
-    refuse_overlay(path, read_manifest_value(Stores(), Location.local(path)), "mended")
+    store = Stores()
+    refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
     examination = examine(path, engine.threads, on_progress)
     written = 0
     names = examination.damaged
@@ -74,7 +75,7 @@ def repair_snapshot(
         sizes = {tensor.name: tensor.nbytes for tensor in examination.layout.tensors}
         check_free_space(path, sum(sizes[name] for name in names))
         with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
-            rebuilt = rebuild_tensors(examination.manifest, names, staging.path, engine) if names else ()
+            rebuilt = rebuild_tensors(store, examination.manifest, names, staging.path, engine) if names else ()
             small = _small_files(examination)
             patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
             written = _apply(path, examination.layout, patches, staging.directory)
@@ -158,10 +159,10 @@ def _apply(directory: Path, layout: SnapshotLayout, patches: Sequence[_Patch], b
     """Write the patches file by file, set every file's size, and make them durable."""
     written = 0
     for file in layout.files:
-        own = [patch for patch in patches if patch.file.name == file.name]
+        file_patches = [patch for patch in patches if patch.file.name == file.name]
         path = directory / file.name
-        if own or not path.exists() or path.stat().st_size != file.size_bytes:
-            written += _patch_file(directory, file, own, beside)
+        if file_patches or not path.exists() or path.stat().st_size != file.size_bytes:
+            written += _patch_file(directory, file, file_patches, beside)
     sync_directory(directory)
     return written
 
@@ -267,21 +268,21 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
 
 def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
     """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
-    found = examine(path, engine.threads, None)
-    record = found.manifest.blocks
-    if not any(damage.kind == "blocks-file" for damage in found.damages):
+    examination = examine(path, engine.threads, None)
+    record = examination.manifest.blocks
+    if not any(damage.kind == "blocks-file" for damage in examination.damages):
         return 0
-    blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in found.scan.blocks)
-    headers = tuple(header for header in found.scan.headers if header is not None)
-    content = BlockTable(found.layout.block_elements, headers, blocks).to_bytes()
+    blocks = tuple(tuple(b for b in tensor if b is not None) for tensor in examination.scan.blocks)
+    headers = tuple(header for header in examination.scan.headers if header is not None)
+    content = BlockTable(examination.layout.block_elements, headers, blocks).to_bytes()
     if small_digest(content) != record.blake3:
         message = "the table of block digests cannot be made again"
         raise CorruptError.of("repair.impossible", path / record.name, message, _HINT)
     return _write_small(path, {record.name: content}, beside)
 
 
-def _check_mended(found: Examination) -> None:
-    if found.damages:
+def _check_mended(examination: Examination) -> None:
+    if examination.damages:
         raise CorruptError(
-            *(Problem("repair.failed", str(found.path / d.file), d.message, _HINT) for d in found.damages)
+            *(Problem("repair.failed", str(examination.path / d.file), d.message, _HINT) for d in examination.damages)
         )

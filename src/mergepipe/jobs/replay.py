@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mergepipe.errors import ConflictError, Problem
 from mergepipe.reports import MergeReport, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
 from mergepipe.runs.rebuild import open_recorded, recorded_plan
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import layout_of
 from mergepipe.snapshots.manifest import InputRecord, Manifest

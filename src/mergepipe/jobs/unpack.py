@@ -97,8 +97,8 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Chec
 
 
 def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Location]:
-    own = {kept.name for kept in opened.header.kept}
-    yield from (opened.root / fingerprint.name for fingerprint in opened.fingerprints if fingerprint.name not in own)
+    sidecars = {kept.name for kept in opened.header.kept}
+    yield from (opened.root / file.name for file in opened.fingerprints if file.name not in sidecars)
     yield from (base.root / file.name for file in base.files)
 
 
@@ -127,7 +127,7 @@ class _Reader:
     def file_header(self, files: Mapping[Location, RangeFile], number: int) -> RawBytes:
         """Read and check the header of weight file `number`."""
         packed = self.opened.header.files
-        start = sum(each.header_bytes for each in packed[:number])
+        start = sum(file.header_bytes for file in packed[:number])
         path = self.opened.root / HEADERS_NAME
         content = read_exact(files[path], start, start + packed[number].header_bytes, Purpose.METADATA)
         if digest(content).hex() != packed[number].header_blake3:

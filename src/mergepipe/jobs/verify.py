@@ -17,7 +17,7 @@ from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Storag
 from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
-from mergepipe.runs.config_check import config_findings
+from mergepipe.runs.inputs.configuration import config_findings
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
 from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_NAME, read_totals
 from mergepipe.runs.snapshots import read_manifest_value
@@ -83,21 +83,21 @@ def verify_snapshot(
             message = "a composite of tailor is not made again from its sources"
             raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
         return verify_composite(store, Location.local(path), engine.threads, started=started, on_progress=on_progress)
-    found = examine(path, engine.threads, on_progress)
-    names = sampled_tensors(found.manifest, deep_fraction) if deep_fraction > 0 else ()
-    replayed = tuple(_replayed(found, names, engine)) if names else ()
+    examination = examine(path, engine.threads, on_progress)
+    names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()
+    replayed = tuple(_replayed(store, examination, names, engine)) if names else ()
     return VerifyReport(
         path=path,
-        sid=found.manifest.sid,
-        files=len(found.manifest.files) + len(found.manifest.sidecars),
-        tensors=len(found.manifest.tensors),
-        blocks=sum(map(len, found.scan.blocks)),
-        read_bytes=found.scan.n_bytes,
+        sid=examination.manifest.sid,
+        files=len(examination.manifest.files) + len(examination.manifest.sidecars),
+        tensors=len(examination.manifest.tensors),
+        blocks=sum(map(len, examination.scan.blocks)),
+        read_bytes=examination.scan.n_bytes,
         seconds=time.perf_counter() - started,
-        damages=(*found.damages, *replayed),
-        notices=found.notices,
+        damages=(*examination.damages, *replayed),
+        notices=examination.notices,
         replayed=names,
-        replayed_bytes=sum(t.nbytes for t in found.layout.tensors if t.name in set(names)),
+        replayed_bytes=sum(t.nbytes for t in examination.layout.tensors if t.name in set(names)),
     )
 
 
@@ -125,8 +125,8 @@ def examine(path: Path, threads: int, on_progress: ProgressCallback | None) -> E
         table = None
     small = tuple(_small_damages(store, directory, manifest))
     if is_overlay(manifest):
-        scan, found = _scan_overlay(store, directory, manifest, layout, table, threads, advance)
-        damages.extend(each for each in found if each.file not in {known.file for known in small})
+        scan, overlay_damages = _scan_overlay(store, directory, manifest, layout, table, threads, advance)
+        damages.extend(damage for damage in overlay_damages if damage.file not in {known.file for known in small})
     else:
         scan = scan_snapshot(store, directory, layout, threads, advance)
         for file in layout.files:
@@ -199,9 +199,9 @@ def _header_damages(
     except MergePipeError as error:
         yield _damage("header", file.name, 0, file.data_start, error.problems[0].message)
         return
-    found = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
+    entries = sorted((entry.name, entry.dtype, entry.shape, entry.offset) for entry in header.entries if entry.nbytes)
     wanted = sorted((t.name, t.dtype, t.shape, t.offset) for t in file.tensors if t.nbytes)
-    if [(*row[:1], row[1].name, *row[2:]) for row in found] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
+    if [(*row[:1], row[1].name, *row[2:]) for row in entries] != [(*row[:1], row[1].name, *row[2:]) for row in wanted]:
         yield _damage("header", file.name, 0, file.data_start, "its tensors are not the manifest's")
 
 
@@ -209,20 +209,20 @@ def _tensor_damages(
     file: PlacedFile, tensor: PlacedTensor, layout: SnapshotLayout, table: BlockTable | None, scan: Scan
 ) -> Iterator[Damage]:
     """Report runs of damaged blocks; without a table the whole tensor."""
-    found = scan.blocks[tensor.index]
-    whole = [digest for digest in found if digest is not None]
+    digests = scan.blocks[tensor.index]
+    whole = [digest for digest in digests if digest is not None]
     reason = scan.unreadable.get(file.name, "")
     if table is None:
-        if len(whole) < len(found) or root_of(whole) != tensor.root:
+        if len(whole) < len(digests) or root_of(whole) != tensor.root:
             message = reason or "its digest is not what was written"
             yield _damage("block", file.name, tensor.offset, tensor.offset + tensor.nbytes, message, tensor.name)
         return
     block_bytes = layout.block_elements * tensor.dtype.itemsize
-    wrong = [i for i, (a, b) in enumerate(zip(found, table.tensors[tensor.index], strict=True)) if a != b]
+    wrong = [i for i, (a, b) in enumerate(zip(digests, table.tensors[tensor.index], strict=True)) if a != b]
     for first, last in _joined(wrong):
         start, stop = tensor.offset + first * block_bytes, tensor.offset + min(tensor.nbytes, last * block_bytes)
         blocks = f"block {first}" if last == first + 1 else f"blocks {first} to {last - 1}"
-        is_there = all(found[i] is not None for i in range(first, last))
+        is_there = all(digests[i] is not None for i in range(first, last))
         what = "are not what was written" if is_there else "cannot be read"
         yield _damage("block", file.name, start, stop, f"{blocks}: {reason or what}", tensor.name)
 
@@ -268,10 +268,10 @@ def _sum_damages(directory: Path, manifest: Manifest, threads: int) -> Iterator[
 
 def _small_file_trouble(store: Store, path: Location, record: SmallFileRecord) -> str:
     try:
-        found = file_digest(store, path, record.size_bytes)
+        digest = file_digest(store, path, record.size_bytes)
     except MergePipeError as error:
         return error.problems[0].message
-    return "" if found == (record.size_bytes, record.blake3) else "is not what was written"
+    return "" if digest == (record.size_bytes, record.blake3) else "is not what was written"
 
 
 def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
@@ -281,8 +281,8 @@ def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
         return error.problems[0].message
     except (ValueError, RecursionError):
         return "is not JSON"
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    return "" if found == weight_map(manifest) else "does not say where the manifest's tensors are"
+    recorded = content.get("weight_map") if isinstance(content, dict) else None
+    return "" if recorded == weight_map(manifest) else "does not say where the manifest's tensors are"
 
 
 def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:
@@ -304,11 +304,13 @@ def _notices(scan: Scan) -> Iterator[str]:
 # --- from the inputs ---
 
 
-def _replayed(found: Examination, names: tuple[str, ...], engine: EngineOptions) -> Iterator[Damage]:
+def _replayed(
+    store: Store, examination: Examination, names: tuple[str, ...], engine: EngineOptions
+) -> Iterator[Damage]:
     """Recompute tensors from the inputs, and compare them with the manifest."""
-    by_name = {tensor.name: (file, tensor) for file in found.layout.files for tensor in file.tensors}
+    by_name = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     with tempfile.TemporaryDirectory(prefix="mergepipe-verify-") as work:
-        for made in rebuild_tensors(found.manifest, names, Path(work), engine):
+        for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
                 message = "made again from the inputs it is another"

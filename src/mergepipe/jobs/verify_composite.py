@@ -57,7 +57,9 @@ def verify_composite(
     damages: list[Damage] = []
     done, total = 0, sum(file.size_bytes for file in files)
     with ThreadPoolExecutor(max(2, threads), "mergepipe-verify") as pool:
-        for file, damage in zip(files, pool.map(lambda each: _damage_of(store, path, each), files), strict=True):
+        for file, damage in zip(
+            files, pool.map(lambda recorded: _damage_of(store, path, recorded), files), strict=True
+        ):
             done += file.size_bytes
             damages.extend([damage] if damage is not None else [])
             if on_progress is not None:
@@ -67,8 +69,8 @@ def verify_composite(
 
 
 def _recorded(value: JsonValue, where: Location) -> Iterator[_Recorded]:
-    for each in value if isinstance(value, list) else [None]:
-        match each:
+    for item in value if isinstance(value, list) else [None]:
+        match item:
             case {"name": str(name), "size_bytes": int(size), "blake3": str(digest)} if _is_inside(name):
                 yield _Recorded(name, size, digest)
             case _:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.budget import BudgetRequest
@@ -121,11 +121,16 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     for e, t in by_rows:  # cut between rows: no block is free alone, a page at each cut may be read twice
         inside = columns.of_tensor(t)
         known_statistics.free_EB[e, inside] = known_statistics.free_EB[e, inside].all()
-        cost_EB[e, inside] += PAGE_BYTES
+        source = columns.source(e, t)
+        step = source.granularity_bytes if isinstance(source, TensorEntry) else PAGE_BYTES
+        cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
     decoding_EB = _decoding(columns, ladders, pricing)
-    candidates = find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB)
+    candidates = replace(
+        find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB),
+        request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
+    )
     sample_E, index_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
     side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
@@ -144,7 +149,7 @@ def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[n
                 decoding_EB[e, inside] = 0.0 if ladder.decoding_KB is None else ladder.decoding_KB[-1]
                 continue
             source, n_B = columns.source(e, t), columns.n_B[inside]
-            if source is not None and isinstance(source, Graded) and len(n_B):
+            if source is not None and isinstance(source, LeveledTensor) and len(n_B):
                 seconds = pricing.of_decoding(source, source.last_level, 1).sum()
                 decoding_EB[e, inside] = seconds * n_B / n_B.sum()
     return decoding_EB
@@ -164,14 +169,14 @@ def _decoding_seconds(candidates: Candidates, selection: Selection) -> float:
 
 def _side_costs(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return the bytes of each index that is read to make the plan."""
-    sides = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.cost_bytes for side in sides], np.int64)
+    indices = [None if e in problem.unread else model.checkpoint.encoded for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.cost_bytes for index in indices], np.int64)
 
 
 def _unread_lower_bounds(problem: PlanningProblem) -> NDArray[np.int64]:
     """Return a lower bound on the full cost of each expert whose index is not read."""
-    sides = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
-    return np.array([0 if side is None else side.least_bytes for side in sides], np.int64)
+    indices = [model.checkpoint.encoded if e in problem.unread else None for e, model in enumerate(problem.experts)]
+    return np.array([0 if index is None else index.least_bytes for index in indices], np.int64)
 
 
 def _sample_costs(problem: PlanningProblem) -> NDArray[np.int64]:
@@ -285,8 +290,8 @@ class Ranking:
         Of an expert whose index is not read only that cost is known.
         """
         side_bytes = int(self.data.side_E.sum())
-        sides = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
-        least = [side_bytes + side.cost_bytes for side in sides if side is not None]
+        indices = (self.problem.experts[e].checkpoint.encoded for e in sorted(self.problem.unread))
+        least = [side_bytes + index.cost_bytes for index in indices if index is not None]
         if len(self.items):
             begins_I = np.ones(len(self.items), np.bool_)  # a block's first step, or a whole tensor
             flat_S = self.items.flat_I[: self.items.n_single]

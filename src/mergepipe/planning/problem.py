@@ -35,7 +35,8 @@ class PlanningProblem:
     tensor without an entry, or with statistics of another grid, is one of which nothing is known.
 
     With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read. `probe_bytes` of
-    each expert were read to estimate its statistics; none where empty.
+    each expert were read to estimate its statistics; none where empty. A request of each expert's files is worth
+    `request_bytes` more bytes: shorter gaps between selected blocks are selected too; none where empty.
     """
 
     operator: str
@@ -48,6 +49,7 @@ class PlanningProblem:
     speeds: Speeds | None = None
     unread: frozenset[int] = frozenset()
     probe_bytes: tuple[int, ...] = ()
+    request_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_elements < 1:
@@ -56,6 +58,8 @@ class PlanningProblem:
             raise ValueError(f"statistics of {len(self.statistics)} experts for {len(self.experts)}")
         if self.probe_bytes and len(self.probe_bytes) != len(self.experts):
             raise ValueError(f"probes of {len(self.probe_bytes)} experts for {len(self.experts)}")
+        if self.request_bytes and len(self.request_bytes) != len(self.experts):
+            raise ValueError(f"requests of {len(self.request_bytes)} experts for {len(self.experts)}")
         if len(self.models) != len(self.resolution.models):
             raise ValueError(f"{len(self.models)} models for {len(self.resolution.models)}")
 

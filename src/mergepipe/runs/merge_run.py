@@ -24,11 +24,13 @@ from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
-from mergepipe.runs.catalog_link import CatalogLink, StatisticsRecorder
-from mergepipe.runs.coverage import coverage_of
+from mergepipe.runs.budget.coverage import coverage_of
+from mergepipe.runs.budget.verdict import analysis_advice, verdict_of
 from mergepipe.runs.execution import Execution, MergeResult, ReuseSources
-from mergepipe.runs.inputs import Inputs, with_known_digests
-from mergepipe.runs.manifest_records import (
+from mergepipe.runs.inputs.opened import Inputs, with_known_digests
+from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
+from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder
+from mergepipe.runs.records.manifest import (
     file_records,
     own_sum_bytes,
     realized,
@@ -36,13 +38,11 @@ from mergepipe.runs.manifest_records import (
     tensor_bytes_read,
     tensor_records,
 )
-from mergepipe.runs.pack_request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
-from mergepipe.runs.resume import MergeProgress, Resume, run_key
+from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, sidecar_bytes, sidecar_contents
 from mergepipe.runs.stored_plan import store_plan
-from mergepipe.runs.verdict import analysis_advice, verdict_of
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (

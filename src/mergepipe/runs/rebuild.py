@@ -19,15 +19,14 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.parse.problems import LENIENT
 from mergepipe.recipes.parse.recipe_files import reload_recipes
 from mergepipe.recipes.parse.references import reference_text, referenced_paths
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs, Stage, open_recipes, with_parameters
+from mergepipe.runs.inputs.opened import Inputs, Stage, open_recipes, with_parameters
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import SourceNames, block_keys
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.manifest import InputRecord, Manifest
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.storage.contract import Store
-from mergepipe.storage.stores import Stores
 
 _ONE_FILE = 1 << 62
 _HINT = "put the input back as it was"
@@ -113,7 +112,7 @@ def sampled_tensors(manifest: Manifest, fraction: float) -> tuple[str, ...]:
 
 
 def rebuild_tensors(
-    manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
+    store: Store, manifest: Manifest, names: Collection[str], directory: Path, engine: EngineOptions
 ) -> tuple[RebuiltTensor, ...]:
     """Recompute the named tensors into one file in `directory`.
 
@@ -121,7 +120,6 @@ def rebuild_tensors(
         NotFoundError, ConflictError: as `open_recorded`.
         ConflictError: `input.changed`, an input changed during the run.
     """
-    store = Stores()
     settings = MergeSettings(engine, manifest.seed, force=False, shard_bytes=_ONE_FILE, home=None)
     with IntermediateWriter(directory / "made", settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)

@@ -14,10 +14,10 @@ from mergepipe.options import (
 )
 from mergepipe.planning.budget import parse_speed
 from mergepipe.recipes.parse.problems import Strictness
+from mergepipe.runs.budget.speeds import PriceRequest
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.resume import Resume
+from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
-from mergepipe.runs.speeds import PriceRequest
 from mergepipe.storage.prices import Price
 
 

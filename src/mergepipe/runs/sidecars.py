@@ -26,8 +26,8 @@ from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
-from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.verdict import verdict_of
+from mergepipe.runs.budget.verdict import verdict_of
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
@@ -162,7 +162,7 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
     """
     content = _parsed(config) or {}
     sections = _sections_of(content, layers.prefix)
-    stated = [(each, key) for each in sections for key in _layer_keys(each, layers)]
+    stated = [(section, key) for section in sections for key in _layer_keys(section, layers)]
     if not stated:
         raise MismatchError.of(
             "config.layers", where,
@@ -183,13 +183,15 @@ def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
 
 def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
     """Find the keys that state the number of these layers, such as `num_hidden_layers` or `decoder_layers`."""
-    found = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
+    stated_keys = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
     side = next((side for side in _SIDES if side in layers.prefix), None)
     if side is None:
-        return found
-    own = [key for key in found if side in key]
-    neutral = [key for key in found if not any(each in key for each in _SIDES)]
-    return own if own and side == "decoder" else own + neutral  # models with both count encoders without naming them
+        return stated_keys
+    side_keys = [key for key in stated_keys if side in key]
+    neutral = [key for key in stated_keys if not any(other_side in key for other_side in _SIDES)]
+    if side_keys and side == "decoder":
+        return side_keys
+    return side_keys + neutral  # models with both count encoders without naming them
 
 
 def _sections_of(content: Json, prefix: str) -> list[Json]:

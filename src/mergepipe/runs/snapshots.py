@@ -76,11 +76,11 @@ def catalog_statistics(home: Path) -> CatalogStats:
     Raises:
         NotFoundError: `catalog.missing`.
     """
-    found = _with_catalog(home, lambda catalog: catalog.stats())
-    if found is None:
+    statistics = _with_catalog(home, lambda catalog: catalog.stats())
+    if statistics is None:
         hint = "`mergepipe analyze` or a merge makes one; --home names another place"
         raise NotFoundError.of("catalog.missing", home / CATALOG_NAME, "there is no catalog", hint)
-    return found
+    return statistics
 
 
 def find_snapshot_path(reference: str, home: Path) -> Path:
@@ -151,20 +151,20 @@ def _of_row(row: SnapshotRow) -> SnapshotReport:
     )
 
 
-def _of_manifest(found: SnapshotRecord, path: Path, created: datetime) -> SnapshotReport:
+def _of_manifest(record: SnapshotRecord, path: Path, created: datetime) -> SnapshotReport:
     return SnapshotReport(
-        sid=found.sid,
+        sid=record.sid,
         path=path,
-        operator=found.operator,
+        operator=record.operator,
         created=created,
-        plan_digest=found.plan_digest,
-        base_bytes=found.realized.base,
-        expert_bytes=found.realized.expert,
-        analysis_bytes=found.realized.analysis,
-        output_bytes=found.realized.output,
+        plan_digest=record.plan_digest,
+        base_bytes=record.realized.base,
+        expert_bytes=record.realized.expert,
+        analysis_bytes=record.realized.analysis,
+        output_bytes=record.realized.output,
         inputs=tuple(
             SnapshotInput(i.role, i.model, i.path, i.content_id, i.read_bytes, sid_of_unchanged_input(Stores(), i))
-            for i in found.inputs
+            for i in record.inputs
         ),
         is_present=True,
         is_recorded=False,

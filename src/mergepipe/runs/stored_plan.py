@@ -11,7 +11,7 @@ from mergepipe.core.canonical_json import digest_of
 from mergepipe.errors import MergePipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location

@@ -17,8 +17,8 @@ from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.operators.registry import operator_named
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink, known_content_id
-from mergepipe.runs.inputs import Inputs, PairStatistics
+from mergepipe.runs.inputs.opened import Inputs, PairStatistics
+from mergepipe.runs.records.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 

@@ -59,7 +59,7 @@ def tensor_norms(
     store: Store, a: Checkpoint, b: Checkpoint, names: Iterable[str], on_tick: OnTick
 ) -> dict[str, tuple[float, float]]:
     """`||A - B||` and `||A||` of each named float tensor that both have in the same shape; `on_tick` as above."""
-    found = {}
+    norms = {}
     with _opened(store, a, b) as files:
         for name in names:
             entry, other = a.tensors[name], b.tensors[name]
@@ -72,8 +72,8 @@ def tensor_norms(
                 elements_N -= _elements(files, other, span)
                 difference += float(np.dot(elements_N, elements_N))
                 on_tick(span.n_elements * (entry.dtype.itemsize + other.dtype.itemsize))
-            found[name] = (math.sqrt(difference), math.sqrt(norm))
-    return found
+            norms[name] = (math.sqrt(difference), math.sqrt(norm))
+    return norms
 
 
 def _is_float(entry: Readable) -> bool:
@@ -85,8 +85,8 @@ def _opened(store: Store, *checkpoints: Checkpoint) -> Iterator[Mapping[Location
     """Open all files for cached reads: they were written or read recently."""
     with contextlib.ExitStack() as stack:
         files: dict[Location, RangeFile] = {}
-        stored = [entry for each in checkpoints for tensor in each.tensors.values() for entry in tensor.stored]
-        for path in sorted({entry.file for entry in stored}):
+        tensors = [tensor for checkpoint in checkpoints for tensor in checkpoint.tensors.values()]
+        for path in sorted({entry.file for tensor in tensors for entry in tensor.stored}):
             files[path] = store.open(path)
             stack.callback(files[path].close)
         yield files

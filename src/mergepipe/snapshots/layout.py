@@ -98,7 +98,7 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
         raise CorruptError.of("manifest.accounting", where, message, _HINT)
 
     by_file: dict[str, list[tuple[int, OutputTensor]]] = {file.name: [] for file in manifest.files}
-    names = [*by_file, *(each.name for each in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
+    names = [*by_file, *(sidecar.name for sidecar in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
     if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(_is_contained, names)):
         refuse("its files stand twice, or outside of the snapshot")
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
@@ -109,22 +109,22 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
         by_file[tensor.file].append((index, tensor))
     files = []
     for number, record in enumerate(manifest.files):
-        own = by_file[record.name]
-        rows = [[t.name, t.dtype, list(t.shape), t.blake3] for _, t in own]
+        placed_tensors = by_file[record.name]
+        rows = [[t.name, t.dtype, list(t.shape), t.blake3] for _, t in placed_tensors]
         if digest_of(rows) != record.blake3:
             refuse(f"the digest of {record.name} is not that of its tensors")
-        file = _placed(number, record.name, record.size_bytes, own)
+        file = _placed(number, record.name, record.size_bytes, placed_tensors)
         if file.data_start < 0:
             refuse(f"{record.name} has {record.size_bytes} bytes, its tensors {record.size_bytes - file.data_start}")
         files.append(file)
     return SnapshotLayout(tuple(files), block_elements)
 
 
-def _placed(number: int, name: str, size_bytes: int, own: Sequence[tuple[int, OutputTensor]]) -> PlacedFile:
-    sizes = [element_count(t.shape) * DTYPES[t.dtype].itemsize for _, t in own]
+def _placed(number: int, name: str, size_bytes: int, placed_tensors: Sequence[tuple[int, OutputTensor]]) -> PlacedFile:
+    sizes = [element_count(t.shape) * DTYPES[t.dtype].itemsize for _, t in placed_tensors]
     data_start = offset = size_bytes - sum(sizes)
     tensors = []
-    for (index, tensor), nbytes in zip(own, sizes, strict=True):
+    for (index, tensor), nbytes in zip(placed_tensors, sizes, strict=True):
         tensors.append(PlacedTensor(index, tensor.name, DTYPES[tensor.dtype], tensor.shape, tensor.blake3, offset))
         offset += nbytes
     return PlacedFile(number, name, size_bytes, data_start, tuple(tensors))

@@ -71,9 +71,9 @@ def check_format(text: str, where: object) -> None:
 
 
 def _check_digest(top: JsonFields, stated: str, where: object) -> None:
-    found = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
-    if stated != found:
-        message = f"its digest is '{stated[:40]}', its content's '{found}'"
+    computed_digest = digest_of({key: value for key, value in top.mapping().items() if key != "digest"})
+    if stated != computed_digest:
+        message = f"its digest is '{stated[:40]}', its content's '{computed_digest}'"
         raise CorruptError.of("manifest.digest", where, message, _HINT)
 
 
@@ -109,66 +109,70 @@ def _manifest(top: JsonFields) -> Manifest:
     )
 
 
-def _input(found: JsonFields) -> InputRecord:
+def _input(entry: JsonFields) -> InputRecord:
     return InputRecord(
-        role=found.text("role"),
-        model=found.text("model"),
-        path=found.text("path"),
-        files=found.each("files", _file),
-        content_id=found.optional_text("content_id"),
-        read_bytes=found.size("read_bytes"),
+        role=entry.text("role"),
+        model=entry.text("model"),
+        path=entry.text("path"),
+        files=entry.each("files", _file),
+        content_id=entry.optional_text("content_id"),
+        read_bytes=entry.size("read_bytes"),
     )
 
 
-def _file(found: JsonFields) -> FileRecord:
+def _file(entry: JsonFields) -> FileRecord:
     return FileRecord(
-        found.text("name"), found.size("size_bytes"), found.text("version"), found.text("header_blake3"),
-        found.optional_text("sha256") if "sha256" in found.remaining() else None,
+        entry.text("name"), entry.size("size_bytes"), entry.text("version"), entry.text("header_blake3"),
+        entry.optional_text("sha256") if "sha256" in entry.remaining() else None,
     )  # fmt: skip
 
 
-def _output_file(found: JsonFields) -> OutputFileRecord:
-    return OutputFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
+def _output_file(entry: JsonFields) -> OutputFileRecord:
+    return OutputFileRecord(entry.text("name"), entry.size("size_bytes"), entry.text("blake3"))
 
 
-def _small_file(found: JsonFields) -> SmallFileRecord:
-    return SmallFileRecord(found.text("name"), found.size("size_bytes"), found.text("blake3"))
+def _small_file(entry: JsonFields) -> SmallFileRecord:
+    return SmallFileRecord(entry.text("name"), entry.size("size_bytes"), entry.text("blake3"))
 
 
-def _tensor(found: JsonFields) -> OutputTensor:
+def _tensor(entry: JsonFields) -> OutputTensor:
     return OutputTensor(
-        name=found.text("name"),
-        dtype=found.text("dtype"),
-        shape=found.sizes("shape"),
-        file=found.text("file"),
-        blake3=found.text("blake3"),
-        action=found.text("action"),
-        reason=found.text("reason"),
+        name=entry.text("name"),
+        dtype=entry.text("dtype"),
+        shape=entry.sizes("shape"),
+        file=entry.text("file"),
+        blake3=entry.text("blake3"),
+        action=entry.text("action"),
+        reason=entry.text("reason"),
     )
 
 
-def _dropped(found: JsonFields) -> DroppedRecord:
-    return DroppedRecord(found.text("model"), found.text("tensor"), found.text("reason"))
+def _dropped(entry: JsonFields) -> DroppedRecord:
+    return DroppedRecord(entry.text("model"), entry.text("tensor"), entry.text("reason"))
 
 
-def _run_facts(found: JsonFields) -> dict[str, float | int | str]:
+def _run_facts(entry: JsonFields) -> dict[str, float | int | str]:
     """Parse the description of the run: numbers and strings under arbitrary names."""
     facts: dict[str, float | int | str] = {}
-    for key in found.remaining():
-        value = found.take(key)
+    for key in entry.remaining():
+        value = entry.take(key)
         if isinstance(value, bool) or not isinstance(value, float | int | str):
-            found.refuse(f"'{key}' is neither a number nor a string")
+            entry.refuse(f"'{key}' is neither a number nor a string")
         if isinstance(value, float) and not math.isfinite(value):
-            found.refuse(f"'{key}' is not finite")
+            entry.refuse(f"'{key}' is not finite")
         facts[key] = value
     return facts
 
 
-def _realized(found: JsonFields) -> RealizedBytes:
-    return RealizedBytes(*(found.size(name) for name in _names(RealizedBytes)))
+def _realized(entry: JsonFields) -> RealizedBytes:
+    return RealizedBytes(*(entry.size(name) for name in _names(RealizedBytes)))
 
 
-def _coverage(found: JsonFields) -> Coverage:
+def _coverage(entry: JsonFields) -> Coverage:
     return Coverage(
-        found.size("blocks"), found.size("touched"), found.sizes("read"), found.sizes("shared"), found.sizes("free")
+        entry.size("blocks"),
+        entry.size("touched"),
+        entry.sizes("read"),
+        entry.sizes("shared"),
+        entry.sizes("free"),
     )

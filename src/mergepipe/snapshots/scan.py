@@ -69,9 +69,9 @@ def scan_snapshot(store: Store, directory: Location, layout: SnapshotLayout, thr
             stack.callback(opened.close)
             scan.headers[file.index] = _header_digest(store, opened.location, file)
             reads = _bounded(pool, [_Read(opened, blocks, buffers) for blocks in _runs(layout, file)])
-            for found in reads:
-                _take(scan, found)
-                on_bytes(found.n_bytes)
+            for read in reads:
+                _take(scan, read)
+                on_bytes(read.n_bytes)
     return scan
 
 
@@ -165,30 +165,30 @@ class _Read:
         """Read every block on its own, for a file that ends inside the request for all."""
         alone = [replace(self, blocks=(block,))() for block in self.blocks]
         not_finite: Counter[str] = Counter()
-        for found in alone:
-            not_finite.update(found.not_finite)
-        digests = tuple(pair for found in alone for pair in found.digests)
-        failures = [found.failure for found in alone if found.failure]
-        return _Found(digests, not_finite, sum(found.n_bytes for found in alone), failures[0] if failures else "")
+        for read in alone:
+            not_finite.update(read.not_finite)
+        digests = tuple(pair for read in alone for pair in read.digests)
+        failures = [read.failure for read in alone if read.failure]
+        return _Found(digests, not_finite, sum(read.n_bytes for read in alone), failures[0] if failures else "")
 
 
 def _bounded(pool: ThreadPoolExecutor, reads: list[_Read]) -> Iterator[_Found]:
     """Run reads in order, with a bounded number of them waiting."""
     waiting = [pool.submit(read) for read in reads[:_QUEUED_READS]]
     for position in range(len(reads)):
-        found = waiting[position].result()
+        read = waiting[position].result()
         if len(waiting) < len(reads):
             waiting.append(pool.submit(reads[len(waiting)]))
-        yield found
+        yield read
 
 
-def _take(scan: Scan, found: _Found) -> None:
-    scan.n_bytes += found.n_bytes
-    for block, digest in found.digests:
+def _take(scan: Scan, read: _Found) -> None:
+    scan.n_bytes += read.n_bytes
+    for block, digest in read.digests:
         scan.blocks[block.tensor.index][block.index] = digest
-        if found.failure:
-            scan.unreadable[block.file.name] = found.failure
-    for name, count in found.not_finite.items():
+        if read.failure:
+            scan.unreadable[block.file.name] = read.failure
+    for name, count in read.not_finite.items():
         scan.not_finite[name] = scan.not_finite.get(name, 0) + count
 
 

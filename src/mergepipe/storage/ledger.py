@@ -91,6 +91,18 @@ class Ledger:
             self._by_purpose[purpose] += nbytes
             self._by_file[(file, purpose)] += nbytes
 
+    def refund(self, file: str, purpose: Purpose, nbytes: int) -> None:
+        """Take back `nbytes` of a charge: it is proved that they were not sent.
+
+        Raises:
+            ValueError: more than was charged.
+        """
+        with self._lock:
+            if not 0 <= nbytes <= self._by_file[(file, purpose)]:
+                raise ValueError(f"{file}: no charge of {nbytes} bytes to take back")
+            self._by_purpose[purpose] -= nbytes
+            self._by_file[(file, purpose)] -= nbytes
+
     def add(self, usage: Usage) -> None:
         """Count what another ledger has counted: that of a part which another process made.
 

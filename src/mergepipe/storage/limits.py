@@ -36,6 +36,7 @@ STORE_HEADER_BYTES: Final = 64 * _MIB  # one record a tensor
 PACK_PROGRESS_BYTES: Final = 16 * _MIB  # one cut a group of tensors
 JOURNAL_BYTES: Final = 256 * _MIB  # one digest a block
 ACCOUNT_BYTES: Final = 16 * _MIB  # one short line for each part of a budget
+STATISTICS_BYTES: Final = 256 * _MIB  # 0.025 % of the experts: those of 10**12 bytes
 OWNER_BYTES: Final = 64 * _KIB  # four short values
 SPEEDS_BYTES: Final = 1 * _MIB  # a few numbers a disk
 

@@ -76,7 +76,7 @@ def read_descriptor_range(descriptor: int, path: Path, offset: int, nbytes: int)
     return content
 
 
-def fill_from_descriptor(descriptor: int, path: Path, offset: int, out: NDArray[np.uint8]) -> None:
+def fill_from_descriptor(descriptor: int, path: object, offset: int, out: NDArray[np.uint8]) -> None:
     """Fill all of `out` (uint8) from `offset` of an open file of this machine, as `read_descriptor_range` reads."""
     done = 0
     while done < len(out):

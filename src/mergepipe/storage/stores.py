@@ -13,14 +13,22 @@ from mergepipe.storage.contract import Entry, FileStatus, RangeFile, Store, Stor
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import (
+    NO_REQUESTS,
+    RemoteSettings,
+    RequestCounts,
+    abort_requests,
+    request_counts,
+    store_notices,
+)
 
-OpenStore: TypeAlias = Callable[[str, Ledger], Store]
+OpenStore: TypeAlias = Callable[[str, Ledger, RemoteSettings], Store]
 """Makes the store of a scheme, which charges a ledger."""
 
 EXTRA: Final = "mergepipe[remote]"
 _REMOTE = "mergepipe.storage.remote"
 _OPENERS: dict[str, str | OpenStore] = {
-    "": lambda _, ledger: LocalStore(ledger),
+    "": lambda _scheme, ledger, _settings: LocalStore(ledger),
     **dict.fromkeys(("s3", "gs", "az"), f"{_REMOTE}.objects:open_store"),
     **dict.fromkeys(("http", "https"), f"{_REMOTE}.web:open_store"),
     "hf": f"{_REMOTE}.hub:open_store",
@@ -46,14 +54,34 @@ class Stores:
     Safe to use from many threads. A member is made on the first use of its scheme, and kept.
     """
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self, ledger: Ledger | None = None, settings: RemoteSettings | None = None) -> None:
         self._ledger = ledger if ledger is not None else Ledger()
+        self._settings = settings or RemoteSettings()
         self._members: dict[str, Store] = {}
         self._lock = threading.Lock()
 
     @property
     def ledger(self) -> Ledger:
         return self._ledger
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The requests of all members so far."""
+        return sum(map(request_counts, self._known()), NO_REQUESTS)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The notices of all members."""
+        return tuple(notice for member in self._known() for notice in store_notices(member))
+
+    def abort(self) -> None:
+        """Fail the requests in flight of all members; see `RemoteStore.abort`."""
+        for member in self._known():
+            abort_requests(member)
+
+    def _known(self) -> list[Store]:
+        with self._lock:
+            return list(self._members.values())
 
     def member(self, location: Location) -> Store:
         """The store of a location.
@@ -64,7 +92,7 @@ class Stores:
         """
         with self._lock:
             if location.scheme not in self._members:
-                self._members[location.scheme] = _opener(location)(location.scheme, self._ledger)
+                self._members[location.scheme] = _opener(location)(location.scheme, self._ledger, self._settings)
             return self._members[location.scheme]
 
     def terms(self, location: Location) -> StoreTerms:

@@ -131,7 +131,7 @@ def recipe(
     if (strategy is None) == (from_log is None):
         raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
     if strategy is not None:
-        known = [each.value for each in Strategy]
+        known = [item.value for item in Strategy]
         if strategy not in known:
             raise RecipeError.of(
                 "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, known)
@@ -165,8 +165,8 @@ def recipe_text(
     if ends < 0:
         raise LimitError.of("option.negative", "--ends", f"{shown_number(ends)} was given", "give a number of layers")
 
-    found = find_checkpoints(Stores(), absolute(run), at)
-    return strategy_recipe(Strategy(strategy), found, ends, Location.of(folder))
+    checkpoints = find_checkpoints(Stores(), absolute(run), at)
+    return strategy_recipe(Strategy(strategy), checkpoints, ends, Location.of(folder))
 
 
 def recipe_from_log(
@@ -189,8 +189,8 @@ def recipe_from_log(
         units = tuple(find_checkpoints(store, absolute(run), at)[0].units.parameters)
     except NotFoundError:  # the log itself says what is missing
         units = None
-    found = composition_from_log_file(store, absolute(log), absolute(run), at, units=units)
-    return found.to_yaml(absolute(folder)), found.notes
+    composition = composition_from_log_file(store, absolute(log), absolute(run), at, units=units)
+    return composition.to_yaml(absolute(folder)), composition.notes
 
 
 def absolute(path: str | Path) -> Location:

@@ -157,15 +157,15 @@ def _unit_report(checkpoint: TrainingCheckpoint, unit: Unit, names: tuple[str, .
         for kind in checkpoint.kinds:
             state = checkpoint.states.get((name, kind))
             by_kind[kind] += state.nbytes if state is not None else 0
-    own = set(names)
-    steps = [step for step in checkpoint.steps if not own.isdisjoint(step.parameters)]
+    parameters = set(names)
+    steps = [step for step in checkpoint.steps if not parameters.isdisjoint(step.parameters)]
     return UnitReport(
         unit=str(unit),
         n_parameters=len(names),
         n_elements=sum(element_count(checkpoint.parameters[name]) for name in names),
         bytes_by_kind=MappingProxyType(by_kind),
         adam_steps=tuple(sorted({step.value for step in steps})),
-        shared_step=any(not own.issuperset(step.parameters) for step in steps),
+        shared_step=any(not parameters.issuperset(step.parameters) for step in steps),
     )
 
 

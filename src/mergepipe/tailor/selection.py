@@ -121,10 +121,10 @@ def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: s
     """
     chosen: set[str] = set()
     for selector in selectors:
-        found = _matching(selector, units, where)
-        if not found:
+        parameters = _matching(selector, units, where)
+        if not parameters:
             raise _nothing(selector, units, where)
-        chosen.update(found)
+        chosen.update(parameters)
     return tuple(name for name in units.names if name in chosen)
 
 

@@ -96,10 +96,10 @@ def model_units(parameters: Iterable[str], tied: Mapping[str, str] | None = None
     aliases = dict(tied or {})
     names = [name for name in dict.fromkeys(parameters) if name not in aliases]
     stack = _main_stack(names)
-    found: dict[Unit, list[str]] = {}
+    members: dict[Unit, list[str]] = {}
     for name in names:
-        found.setdefault(_unit_of(name, stack), []).append(name)
-    ordered = {unit: tuple(found[unit]) for unit in sorted(found)}
+        members.setdefault(_unit_of(name, stack), []).append(name)
+    ordered = {unit: tuple(members[unit]) for unit in sorted(members)}
     return ModelUnits(MappingProxyType(ordered), MappingProxyType(aliases))
 
 

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.computed.adapted import Adapted
 from mergepipe.checkpoints.computed.low_rank import LowRankDelta
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.errors import CorruptError, MergePipeError, MismatchError, NotFoundError, UnsupportedError
-from mergepipe.runs.models import open_model
+from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.location import Location
 from support.fetching import fetched
 from support.stores import MetadataStore

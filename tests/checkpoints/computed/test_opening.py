@@ -15,7 +15,7 @@ from mergepipe.checkpoints.contract import CheckpointKind
 from mergepipe.checkpoints.formats.delta_mark import DeltaMark
 from mergepipe.checkpoints.formats.torch_weights import SUFFIXES, WRAPPERS
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
-from mergepipe.runs.models import open_model
+from mergepipe.runs.inputs.models import open_model
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
 from support.delta_checkpoints import metadata_of

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, StorageError
-from mergepipe.storage.contract import Entry, FileKind
+from mergepipe.storage.contract import Entry, FileKind, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.remote import hub_api
-from mergepipe.storage.remote.hub import CACHED_TERMS, REMOTE_TERMS, HubStore, open_store
+from mergepipe.storage.remote.hub import CACHED_TERMS, HubStore, open_store
 from mergepipe.storage.remote.hub_api import expires_at
 from mergepipe.storage.remote.hub_settings import HubSettings
 from mergepipe.storage.remote.retry import RetryPolicy
-from mergepipe.storage.remote.transfers import Transfers
+from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.traffic import CONNECTIONS, RemoteSettings
 from support.fault_server import Answer, Fault, Request, cut, no_fault, status, with_headers
 from support.hub_cache_files import write_hub_cache
 from support.hub_server import HubServer, hub_server, token_of
@@ -286,7 +287,7 @@ def test_pin__refuses_an_answer_without_end(hub: HubServer, store: HubStore, mon
 def test_cache__serves_what_it_holds_without_the_network(hub: HubServer, tmp_path: Path) -> None:
     write_hub_cache(tmp_path, "org/name", "c" * 40, {"old-name.safetensors": WEIGHTS})
     store = store_of(hub, tmp_path)
-    assert store.terms(MODEL) == REMOTE_TERMS
+    assert store.terms(MODEL) == StoreTerms(1, CONNECTIONS, REQUEST_COST_BYTES)
     pinned = store.pin(MODEL)
     file = store.open(pinned / "model.safetensors", direct=True)
     assert (file.version, file.size_bytes) == (f"sha256:{SHA256}", len(WEIGHTS))
@@ -295,7 +296,7 @@ def test_cache__serves_what_it_holds_without_the_network(hub: HubServer, tmp_pat
     assert store.ledger.usage().by_file == {(f"{pinned}/model.safetensors", Purpose.EXPERT): 495}
     assert len(hub.requests) == 1
     assert store.terms(pinned / "model.safetensors") == CACHED_TERMS
-    assert store.terms(pinned) == REMOTE_TERMS
+    assert store.terms(pinned) == StoreTerms(1, CONNECTIONS, REQUEST_COST_BYTES)
     assert read(store, pinned / "sub/other.safetensors", 0, 5) == b"other"
     assert len(hub.cdn.requests) == 1
 
@@ -320,6 +321,8 @@ def test_offline__pins_and_reads_from_the_cache(running: HubServer, tmp_path: Pa
     for revision in ("", "main", commit):
         pinned = store.pin(MODEL.with_revision(revision))
         assert pinned.revision == commit
+    notices = [f"commit {commit[:12]} of the local cache is used, which 'main' led to when it was downloaded"]
+    assert [text.partition("reached: ")[2] for text in store.notices] == ([] if is_offline else notices)
     assert store.read_small(pinned / "config.json", 100) == FILES["config.json"]
     assert read(store, pinned / "sub/other.safetensors", 0, 5) == b"other"
     assert running.requests == []
@@ -346,4 +349,4 @@ def test_open_store__reads_the_environment(hub: HubServer, tmp_path: Path, monke
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "token").write_text("hf_right")
     hub.private.add("org/name")
-    assert read(open_store("hf", Ledger()), FILE, 0, 10) == WEIGHTS[:10]
+    assert read(open_store("hf", Ledger(), RemoteSettings()), FILE, 0, 10) == WEIGHTS[:10]

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from mergepipe.errors import LimitError, StorageError
+from mergepipe.errors import LimitError, MergePipeError, StorageError
 from mergepipe.storage.contract import StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import objects, web
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy
-from mergepipe.storage.remote.transfers import REQUEST_BYTES, REQUEST_COST_BYTES, RequestCounts, Transfers
-from support.fault_server import BucketServer, Link, status
+from mergepipe.storage.remote.transfers import REQUEST_BYTES, REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.remote.web import WebStore
+from mergepipe.storage.traffic import RemoteSettings, RequestCounts
+from support.fault_server import Answer, BucketServer, Link, Request, status
 from support.remote_stores import Waits, remote_store, root_of, set_environment, transfers
 
 WHERE = Location.parse("s3://bucket/file")
@@ -90,12 +92,87 @@ def test_read__that_is_interrupted_makes_no_more_attempts() -> None:
     requests.close()
 
 
+def test_refused_attempts__cost_what_the_refusal_was_long() -> None:
+    ledger = Ledger()
+    ledger.expert_limit_bytes = 17
+    refusals = [Failure(FailureKind.STATUS, "503", 503, sent_bytes=n) for n in (3, 4)]
+    unreachable = Failure(FailureKind.UNREACHABLE, "no route", sent_bytes=0)
+    requests = transfers(ledger=ledger)
+    requests.read(Numbers(*refusals, unreachable), 0, memoryview(bytearray(10)), Purpose.EXPERT)
+    assert ledger.usage()[Purpose.EXPERT] == 17
+    assert requests.counts == RequestCounts(4, 3, 7)
+
+
+def test_refused_attempts__with_answers_longer_than_the_range_cost_the_range() -> None:
+    requests = transfers()
+    long_refusal = Failure(FailureKind.STATUS, "503", 503, sent_bytes=11)
+    requests.read(Numbers(long_refusal), 0, memoryview(bytearray(10)), Purpose.EXPERT)
+    assert requests.ledger.usage()[Purpose.EXPERT] == 20
+
+
+def test_abort__ends_reads_that_wait_and_no_later_ones() -> None:
+    waiting, broken = threading.Event(), threading.Event()
+
+    def sleep(_seconds: float, stop: threading.Event) -> None:
+        waiting.set()
+        assert stop.wait(5)
+
+    requests = Transfers(Ledger(), connections=2, sleep=sleep)
+    requests.on_abort(broken.set)
+    errors: list[MergePipeError] = []
+
+    def read() -> None:
+        try:
+            requests.read(Numbers(*[UNAVAILABLE] * 9), 0, memoryview(bytearray(10)), Purpose.BASE)
+        except MergePipeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert waiting.wait(5)
+    requests.abort()
+    thread.join(5)
+    assert [error.code for error in errors] == ["storage.aborted"]
+    assert broken.is_set()
+    requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.BASE)
+
+
+def test_abort__breaks_connections_to_silent_servers(server: BucketServer) -> None:
+    store = WebStore(Transfers(Ledger(), RetryPolicy(most_attempts=1)))
+    file = store.open(root_of("http", server) / "file")
+    asked = threading.Event()
+
+    def silent(_request: Request, answer: Answer) -> Answer:
+        answer.cut_after_bytes, answer.stall_seconds = 100, 20.0
+        asked.set()
+        return answer
+
+    server.faults = [silent]
+    errors: list[MergePipeError] = []
+
+    def read() -> None:
+        try:
+            file.read_into(0, memoryview(bytearray(10_000)), Purpose.BASE)
+        except MergePipeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert asked.wait(5)
+    while server.sent_bytes < 100:
+        asked.wait(0.01)
+    store.abort()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
 def test_budget__that_other_retries_used_up_says_so() -> None:
     ledger = Ledger()
     ledger.expert_limit_bytes = 30
     requests = transfers(ledger=ledger)
     requests.read(Numbers(UNAVAILABLE), 0, memoryview(bytearray(10)), Purpose.EXPERT)
-    with pytest.raises(LimitError, match=r"used up by retries: 11 more bytes do not fit: 1 retries asked for 10 again"):
+    with pytest.raises(LimitError, match=r"used up by retries: 11 more bytes do not fit: failed attempts took 10"):
         requests.read(Numbers(), 0, memoryview(bytearray(11)), Purpose.EXPERT)
     requests.read(Numbers(), 0, memoryview(bytearray(10)), Purpose.EXPERT)
     assert requests.counts == RequestCounts(3, 1, 10)
@@ -153,11 +230,11 @@ def test_counts__tell_retries_to_progress(server: BucketServer) -> None:
 
 
 def test_open_store__keeps_its_terms_and_refuses_other_schemes() -> None:
-    store = objects.open_store("s3", Ledger(), connections=7)
+    store = objects.open_store("s3", Ledger(), RemoteSettings(connections=7))
     assert store.terms(WHERE) == StoreTerms(1, 7, REQUEST_COST_BYTES)
     assert store.pin(WHERE) == WHERE
     store.close()
-    web.open_store("https", Ledger()).close()
+    web.open_store("https", Ledger(), RemoteSettings()).close()
     for module in (objects, web):
         with pytest.raises(ValueError, match="has the scheme"):
-            module.open_store("ftp", Ledger())
+            module.open_store("ftp", Ledger(), RemoteSettings())

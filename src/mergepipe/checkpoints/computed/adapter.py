@@ -52,7 +52,7 @@ def open_adapter(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
         UnsupportedError: it is no plain LoRA.
     """
     config, fingerprint = _read_config(store, path)
-    name = next((each for each in ADAPTER_NAMES if each in list_names(store, path)), None)
+    name = next((candidate for candidate in ADAPTER_NAMES if candidate in list_names(store, path)), None)
     if name is None:
         raise NotFoundError.of("adapter.weights", path, f"holds neither {' nor '.join(ADAPTER_NAMES)}")
     file = read_weight_file(store, path, name, stat_present(store, path, name))
@@ -138,12 +138,12 @@ class _Opener:
         full: dict[str, TensorEntry] = {}
         for entry in entries:
             name = entry.name.removeprefix(PREFIX)
-            found = _FACTOR.fullmatch(name)
-            if found:
+            match = _FACTOR.fullmatch(name)
+            if match:
                 self._check_factor(entry)
-                parts = factors[found["module"]]
-                parts.sides[found["side"]] = entry
-                parts.is_embedding = found["embedding"] is not None
+                parts = factors[match["module"]]
+                parts.sides[match["side"]] = entry
+                parts.is_embedding = match["embedding"] is not None
             elif (variant := _VARIANT.search(name)) is not None:
                 raise UnsupportedError.of(
                     "adapter.variant", self._path, f"{shown(entry.name)}: '{variant[0]}' is not part of a plain LoRA",
@@ -167,8 +167,8 @@ class _Opener:
 
     def _check_pair(self, module: str, parts: _Factors) -> None:
         if len(parts.sides) != 2:
-            found = next(iter(parts.sides.values())).name
-            raise CorruptError.of("adapter.factor", self._path, f"{shown(found)} has no counterpart, A or B")
+            stored_name = next(iter(parts.sides.values())).name
+            raise CorruptError.of("adapter.factor", self._path, f"{shown(stored_name)} has no counterpart, A or B")
         down, up = parts.sides["A"], parts.sides["B"]
         rank = self._config.rank_of(module)
         if (down.shape[0], up.shape[1]) != (rank, rank):

@@ -38,7 +38,7 @@ def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> d
     for name in others:
         other = prefix.applied(name) if prefix else None
         if other is None:
-            candidates = [each for each in base if each.rpartition(".")[2] == name.rpartition(".")[2]]
+            candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
             raise MismatchError.of(
                 "adapter.tensor.unknown", where, f"{shown(name)} has no counterpart in the base",
                 did_you_mean(name, candidates[:_MOST_CANDIDATES]),
@@ -50,9 +50,9 @@ def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> d
 def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -> Prefix | None:
     longest = max(names, key=lambda name: name.count("."))
     for candidates in _candidates(longest, base):
-        fitting = _most_alike([each for each in candidates if all(each.applied(name) in base for name in names)])
+        fitting = _most_alike([prefix for prefix in candidates if all(prefix.applied(name) in base for name in names)])
         if len(fitting) > 1:
-            both = " or ".join(shown(each.applied(longest)) for each in fitting[:2])
+            both = " or ".join(shown(prefix.applied(longest)) for prefix in fitting[:2])
             raise MismatchError.of("adapter.tensor.ambiguous", where, f"{shown(longest)} could be the base's {both}")
         if fitting:
             return fitting[0]
@@ -61,8 +61,8 @@ def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -
 
 def _most_alike(prefixes: list[Prefix]) -> list[Prefix]:
     """Return the prefix changes that keep most words: `model.language_model.` is no `vision_tower.encoder.`."""
-    kept = [len({*each.removed.split(".")} & {*each.added.split(".")} - {""}) for each in prefixes]
-    return [each for each, count in zip(prefixes, kept, strict=True) if count == max(kept)]
+    kept = [len({*prefix.removed.split(".")} & {*prefix.added.split(".")} - {""}) for prefix in prefixes]
+    return [prefix for prefix, count in zip(prefixes, kept, strict=True) if count == max(kept)]
 
 
 def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:
@@ -76,8 +76,8 @@ def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:
         removed = name[: len(name) - len(rest)]
         if _has_number(removed):
             return
-        found = (each[: len(each) - len(rest)] for each in base if each == rest or each.endswith(f".{rest}"))
-        yield [Prefix(removed, added) for added in found if not _has_number(added)]
+        prefixes = (n[: len(n) - len(rest)] for n in base if n == rest or n.endswith(f".{rest}"))
+        yield [Prefix(removed, added) for added in prefixes if not _has_number(added)]
 
 
 def _has_number(prefix: str) -> bool:

@@ -18,8 +18,8 @@ def embedding_ending(name: str) -> str | None:
 
     Its number of rows decides: `output.weight`, for one, is a usual name for other tensors too.
     """
-    found = _NAME.search(name)
-    return found[1] if found else None
+    match = _NAME.search(name)
+    return match[1] if match else None
 
 
 def is_head(name: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mergepipe.checkpoints.computed.stacked import Stacked
-from mergepipe.checkpoints.contract import Checkpoint, KeptAsItIs, Readable, TensorEntry
+from mergepipe.checkpoints.contract import Checkpoint, IndexedEntry, Readable, TensorEntry
 
 ROUTER = -1
 _MOST_EXPERTS = 1 << 16
@@ -54,13 +54,13 @@ def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 
 def pieces_of(name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """List the pieces of a tensor of this name and shape, in order; empty if it is no matrix of experts."""
-    if found := _SINGLE.fullmatch(name):
-        return (Piece(found["layer"], int(found["expert"]), _ROLES[found["role"]]),)
-    if found := _ROUTER_NAME.fullmatch(name):
-        return (Piece(found["layer"], ROUTER, "router"),)
-    if (found := _FUSED_NAME.fullmatch(name)) and _is_fused(shape, len(_FUSED[found["roles"]])):
-        roles = _FUSED[found["roles"]]
-        return tuple(Piece(found["layer"], expert, role) for expert in range(shape[0]) for role in roles)
+    if match := _SINGLE.fullmatch(name):
+        return (Piece(match["layer"], int(match["expert"]), _ROLES[match["role"]]),)
+    if match := _ROUTER_NAME.fullmatch(name):
+        return (Piece(match["layer"], ROUTER, "router"),)
+    if (match := _FUSED_NAME.fullmatch(name)) and _is_fused(shape, len(_FUSED[match["roles"]])):
+        roles = _FUSED[match["roles"]]
+        return tuple(Piece(match["layer"], expert, role) for expert in range(shape[0]) for role in roles)
     return ()
 
 
@@ -72,7 +72,7 @@ def _stock(spare: Mapping[str, Readable]) -> Iterator[tuple[Piece, TensorEntry]]
     """Return every piece of the stored tensors as a tensor of its own."""
     for tensor in spare.values():
         pieces = pieces_of(tensor.name, tensor.shape)
-        entry = tensor.entry() if pieces and isinstance(tensor, KeptAsItIs) else tensor
+        entry = tensor.entry() if pieces and isinstance(tensor, IndexedEntry) else tensor
         if pieces and isinstance(entry, TensorEntry):
             shape, nbytes = _piece_shape(entry.shape, len(pieces)), entry.nbytes // len(pieces)
             for index, piece in enumerate(pieces):
@@ -85,16 +85,16 @@ def _piece_shape(shape: tuple[int, ...], n_pieces: int) -> tuple[int, ...]:
     return (shape[1] * shape[0] // n_pieces, shape[2])
 
 
-def _made_of(wanted: Readable, found: list[TensorEntry], n_needed: int) -> Readable | None:
+def _made_of(wanted: Readable, pieces: list[TensorEntry], n_needed: int) -> Readable | None:
     """Assemble a tensor from its pieces; None if one is missing or has another shape."""
     shape = _piece_shape(wanted.shape, n_needed)
-    if len(found) != n_needed or any(piece.shape != shape for piece in found):
+    if len(pieces) != n_needed or any(piece.shape != shape for piece in pieces):
         return None
     if len(wanted.shape) != 3:
-        return replace(found[0], name=wanted.name)
-    if any(piece.is_delta != found[0].is_delta for piece in found):
+        return replace(pieces[0], name=wanted.name)
+    if any(piece.is_delta != pieces[0].is_delta for piece in pieces):
         return None
-    return Stacked(wanted.name, wanted.shape, tuple(found))
+    return Stacked(wanted.name, wanted.shape, tuple(pieces))
 
 
 def _replaced(

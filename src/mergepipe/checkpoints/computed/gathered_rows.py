@@ -172,7 +172,7 @@ class GatheredRows:
             if origin >= 0:
                 cost += self._source_cost_bytes(origin, runs.of(origin))
             elif origin != ZERO:
-                cost += sum(self._range_cost_bytes(part, each) for part, each in self.mean_spans(origin))
+                cost += sum(self._range_cost_bytes(part, span) for part, span in self.mean_spans(origin))
         return cost + (self._units_cost_bytes() if runs.n_N.size else 0)
 
     def opened(self, files: Mapping[Location, RangeFile]) -> Fetch:
@@ -392,7 +392,7 @@ def _requested_bytes(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> i
 
 def _requests(start_N: NDArray[np.int64], stop_N: NDArray[np.int64]) -> Iterator[Span]:
     """Return the requests for byte ranges (sorted by start): whole pages, at most `REQUEST_BYTES` each."""
-    for first, stop in zip(*(each.tolist() for each in _joined_pages(start_N, stop_N)), strict=True):
+    for first, stop in zip(*(bounds_N.tolist() for bounds_N in _joined_pages(start_N, stop_N)), strict=True):
         for at in range(first, stop, REQUEST_BYTES):
             yield Span(at, min(at + REQUEST_BYTES, stop))
 

@@ -66,12 +66,12 @@ class Stacked:
 
     def pieces(self, span: Span) -> Iterator[tuple[TensorEntry, Span]]:
         """Yield the parts that `span` touches, in order, with the span inside each."""
-        each = self.parts[0].n_elements
+        part_elements = self.parts[0].n_elements
         at = span.start
         while at < span.stop:
-            index = at // each
-            stop = min(span.stop, (index + 1) * each)
-            yield self.parts[index], Span(at - index * each, stop - index * each)
+            index = at // part_elements
+            stop = min(span.stop, (index + 1) * part_elements)
+            yield self.parts[index], Span(at - index * part_elements, stop - index * part_elements)
             at = stop
 
     def cost_bytes(self, span: Span) -> int:

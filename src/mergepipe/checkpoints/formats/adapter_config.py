@@ -111,19 +111,19 @@ def _check_kind(config: Mapping[str, JsonValue], path: Location) -> None:
 
 
 def _patterns(config: Mapping[str, JsonValue], key: str, path: Location) -> list[tuple[str, JsonValue]]:
-    found = config.get(key)
-    if found is None:
+    patterns = config.get(key)
+    if patterns is None:
         return []
-    if not isinstance(found, dict):
-        raise CorruptError.of("adapter.config.pattern", path, f"'{key}' must be an object, found {shown(found)}")
-    for pattern in found:
+    if not isinstance(patterns, dict):
+        raise CorruptError.of("adapter.config.pattern", path, f"'{key}' must be an object, found {shown(patterns)}")
+    for pattern in patterns:
         _check_pattern(pattern, key, path)
-    return list(found.items())
+    return list(patterns.items())
 
 
 def _check_pattern(pattern: str, key: str, path: Location) -> None:
     """Refuse a regular expression that could run for long; module names, as peft writes them, all pass."""
-    repeats, choices, groups = (sum(map(pattern.count, each)) for each in ("*+", "|", "("))
+    repeats, choices, groups = (sum(map(pattern.count, characters)) for characters in ("*+", "|", "("))
     is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
     if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
         raise UnsupportedError.of(

@@ -102,8 +102,8 @@ def resolve_global(module: str, name: str, where: str) -> Global:
     Raises:
         UnsupportedError: the name is not on the list.
     """
-    found = (module, name)
-    known = found in _RECORDS or found in _CONSTRUCTORS or found in _TYPES
+    qualified_name = (module, name)
+    known = qualified_name in _RECORDS or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
     if not (known or _is_torch_constant(module, name)):
         shown = f"{module[:80]}.{name[:80]}"
         raise UnsupportedError.of(
@@ -127,10 +127,10 @@ def construct(kind: object, args: object, where: str) -> object:
     """
     if not isinstance(kind, Global) or not isinstance(args, tuple):
         raise _corrupt(where, "something that is not a listed type is called")
-    found = (kind.module, kind.name)
-    if found in _CONSTRUCTORS:
-        return _CONSTRUCTORS[found](args, where)
-    if found in _RECORDS:
+    qualified_name = (kind.module, kind.name)
+    if qualified_name in _CONSTRUCTORS:
+        return _CONSTRUCTORS[qualified_name](args, where)
+    if qualified_name in _RECORDS:
         return Record(kind, args)
     raise _corrupt(where, f"'{kind}' is called, and only names something")
 

@@ -36,9 +36,9 @@ def refuse_quantised(store: Store, checkpoint: Checkpoint) -> None:
     """
     tensors = checkpoint.tensors
     for name in tensors:
-        found = _code_format(name, tensors) or _scaled(name, tensors)
-        if found:
-            what = f"{shown(name)} shows that the weights are quantised ({found})"
+        quantisation = _code_format(name, tensors) or _scaled(name, tensors)
+        if quantisation:
+            what = f"{shown(name)} shows that the weights are quantised ({quantisation})"
             raise UnsupportedError.of("model.quantised", checkpoint.path, what, _HINT)
     declared = _declared(store, checkpoint)
     if declared:
@@ -53,10 +53,10 @@ def _code_format(name: str, tensors: Mapping[str, Readable]) -> str:
 
 
 def _scaled(name: str, tensors: Mapping[str, Readable]) -> str:
-    found = _SCALE.fullmatch(name)
-    if not found:
+    match = _SCALE.fullmatch(name)
+    if not match:
         return ""
-    for beside in (f"{found[1]}.weight", found[1]):
+    for beside in (f"{match[1]}.weight", match[1]):
         tensor = tensors.get(beside)
         if tensor is not None and _is_code(tensor):
             return f"{tensor.dtype.name} with scales"

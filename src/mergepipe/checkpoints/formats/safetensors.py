@@ -48,7 +48,8 @@ def read_header(store: Store, path: Location) -> SafetensorsHeader:
     data_start = len(prefix) + len(raw)
     document = parse_object(raw, where=path, code="checkpoint.header")
     metadata = _metadata(document.pop(METADATA_KEY), path) if METADATA_KEY in document else {}
-    unsorted = [_entry(path, name, record, data_start) for name, record in document.items()]
+    granularity = store.terms(path).granularity_bytes
+    unsorted = [_entry(path, name, record, data_start, granularity) for name, record in document.items()]
     # An empty tensor shares its offset with the next one: it sorts before it.
     entries = tuple(sorted(unsorted, key=lambda e: (e.offset, e.nbytes, e.name)))
     _check_tiling(path, entries, data_start, size_bytes)
@@ -108,7 +109,7 @@ def _metadata(value: JsonValue, path: Location) -> dict[str, str]:
     return checked
 
 
-def _entry(path: Location, name: str, record: JsonValue, data_start: int) -> TensorEntry:
+def _entry(path: Location, name: str, record: JsonValue, data_start: int, granularity: int) -> TensorEntry:
     _check_name(path, name)
     fields = _fields(path, name, record)
     dtype = _dtype(path, name, fields["dtype"])
@@ -121,7 +122,7 @@ def _entry(path: Location, name: str, record: JsonValue, data_start: int) -> Ten
             f"tensor {shown(name)} of shape {shown(list(shape))} and dtype {dtype.name} needs {nbytes} bytes, "
             f"its data_offsets [{begin}, {end}] give {end - begin}",
         )  # fmt: skip
-    return TensorEntry(name, dtype, shape, path, data_start + begin, nbytes)
+    return TensorEntry(name, dtype, shape, path, data_start + begin, nbytes, granularity_bytes=granularity)
 
 
 def _check_name(path: Location, name: str) -> None:

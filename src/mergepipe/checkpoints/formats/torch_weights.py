@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -43,19 +43,21 @@ def read_torch_weights(store: Store, path: Location) -> TorchWeights:
     archive = read_torch_zip(store, path)
     state = _state_of(archive)
     entries = [_entry(archive, name, value) for name, value in state.items() if not _is_nothing(value)]
+    granularity = store.terms(path).granularity_bytes
+    entries = [replace(entry, granularity_bytes=granularity) for entry in entries]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     return TorchWeights(tuple(entries), store.size_bytes(path), _digest(archive))
 
 
 def _state_of(archive: TorchArchive) -> Mapping[object, object]:
     """The mapping of names to tensors: what was saved, or what a trainer wrapped it in."""
-    found = archive.root
+    state = archive.root
     for _ in range(_MOST_WRAPPERS):
-        if isinstance(found, dict) and any(isinstance(value, PickledTensor) for value in found.values()):
-            return found
-        if not isinstance(found, dict):
+        if isinstance(state, dict) and any(isinstance(value, PickledTensor) for value in state.values()):
+            return state
+        if not isinstance(state, dict):
             break
-        found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), dict)), None)
+        state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
     raise UnsupportedError.of(
         "torch.weights.none", archive.file,
         f"holds no mapping of names to tensors, neither by itself nor under {', '.join(WRAPPERS)}",
@@ -83,4 +85,4 @@ def _entry(archive: TorchArchive, name: object, value: object) -> TensorEntry:
 
 def _digest(archive: TorchArchive) -> str:
     members = sorted((m.offset, m.nbytes, m.crc32) for m in archive.members.values())
-    return blake3(canonical_json([archive.pickle.crc32, [list(each) for each in members]])).hexdigest(length=16)
+    return blake3(canonical_json([archive.pickle.crc32, [list(member) for member in members]])).hexdigest(length=16)

@@ -89,10 +89,10 @@ class _Directory:
     def _read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._window.nbytes:
             raise self._corrupt("truncated", f"bytes [{offset}, {offset + nbytes}) of {self._window.nbytes} are needed")
-        found = self._store.read_metadata(self._window.path, self._window.start + offset, nbytes)
-        if len(found) != nbytes:
-            raise self._corrupt("truncated", f"{nbytes} bytes at {offset} are needed, {len(found)} are there")
-        return found
+        content = self._store.read_metadata(self._window.path, self._window.start + offset, nbytes)
+        if len(content) != nbytes:
+            raise self._corrupt("truncated", f"{nbytes} bytes at {offset} are needed, {len(content)} are there")
+        return content
 
     def _corrupt(self, code: str, message: str) -> MergePipeError:
         return CorruptError.of(f"zip.{code}", self._window.path, message)
@@ -139,16 +139,16 @@ class _Directory:
     def listed(self, start: int, stop: int, count: int) -> list[_Listed]:
         """Parse the central directory, which must hold exactly `count` entries."""
         raw = self._read(start, stop - start)
-        found: dict[str, _Listed] = {}
+        listed_members: dict[str, _Listed] = {}
         position = 0
         for _ in range(count):
             entry, position = self._entry(raw, position, start)
-            if entry.name in found:
+            if entry.name in listed_members:
                 raise self._corrupt("duplicate", f"two members are called {entry.name!r}")
-            found[entry.name] = entry
+            listed_members[entry.name] = entry
         if position != len(raw):
             raise self._corrupt("directory", f"{len(raw) - position} bytes follow the last of {count} entries")
-        return list(found.values())
+        return list(listed_members.values())
 
     def _entry(self, raw: bytes, position: int, start: int) -> tuple[_Listed, int]:
         names_at = position + _CENTRAL.size
@@ -213,11 +213,11 @@ class _Directory:
 
     def members(self, listed: list[_Listed], directory_start: int) -> dict[str, ZipMember]:
         """Check every local header and that members follow each other without overlap."""
-        found: dict[str, ZipMember] = {}
+        zip_members: dict[str, ZipMember] = {}
         limits = [*(m.header_offset for m in listed[1:]), directory_start][: len(listed)]
         for entry, limit in zip(listed, limits, strict=True):
-            found[entry.name] = self._member(entry, limit)
-        return found
+            zip_members[entry.name] = self._member(entry, limit)
+        return zip_members
 
     def _member(self, entry: _Listed, limit: int) -> ZipMember:
         name = entry.name.encode("ascii")

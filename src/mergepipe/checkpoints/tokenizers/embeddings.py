@@ -24,27 +24,27 @@ def embeddings_of(model: Checkpoint, vocabulary: Vocabulary, store: Store) -> di
     """
     vocab_size = _vocab_size(TokenizerFiles(model, store).document(CONFIG_NAME))
     named = {name: tensor for name, tensor in model.tensors.items() if tensor.shape and embedding_ending(name)}
-    found = {
+    embeddings = {
         name: tensor
         for name, tensor in named.items()
         if tensor.shape[0] == vocab_size or tensor.shape[0] >= vocabulary.n_ids
     }
-    if named and not found and model.kind is CheckpointKind.FULL:
+    if named and not embeddings and model.kind is CheckpointKind.FULL:
         name, tensor = next(iter(named.items()))
         raise MismatchError.of(
             "tokenizer.rows", name,
             f"{tensor.shape[0]} rows in '{model.path}', its {vocabulary.file} needs {vocabulary.n_ids}",
             f"is it the model's own tokenizer? If so, state '{VOCAB_SIZE_KEY}' in its {CONFIG_NAME}",
         )  # fmt: skip
-    return found
+    return embeddings
 
 
 def paired_embeddings(embeddings: Sequence[Mapping[str, Readable]]) -> list[dict[int, Readable]]:
     """Group the corresponding embeddings of the models, each group keyed by model; name prefixes may differ."""
     is_short = all(max(Counter(map(_ending, embedding)).values(), default=0) <= 1 for embedding in embeddings)
     groups: dict[str, dict[int, Readable]] = {}
-    for model, each in enumerate(embeddings):
-        for name, tensor in each.items():
+    for model, named_embeddings in enumerate(embeddings):
+        for name, tensor in named_embeddings.items():
             groups.setdefault(_ending(name) if is_short else name, {})[model] = tensor
     return list(groups.values())
 

@@ -53,7 +53,7 @@ class TokenRows:
         return TokenRows(np.where(self.row_MR < limit_M1, self.row_MR, -1), self.is_token_R)
 
 
-def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, given: Mapping[int, Given]) -> RowMap:
+def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, choices: Mapping[int, Given]) -> RowMap:
     """Choose rows for models that lack a token; origins are models. Only `donors` provide rows.
 
     One donor has the token: its row. Several have it: the base's, else the mean of theirs. None has it: zeros.
@@ -66,15 +66,15 @@ def fill_rows(rows: TokenRows, donors: Sequence[int], base: int | None, given: M
         lends_R = present_R & ((count_R == 1) | (donor == base))
         origin_R[lends_R], row_R[lends_R] = donor, rows.row_MR[donor][lends_R]
     is_needed_R = count_R < len(donors)
-    is_needed_R[[row for row, each in given.items() if each.force]] = True
+    is_needed_R[[row for row, choice in choices.items() if choice.force]] = True
     means: list[tuple[RowRange, ...]] = []
     for row in np.flatnonzero(is_needed_R & (count_R > 1) & (origin_R == ZERO)).tolist():
         origin_R[row] = mean_origin(len(means))
         having = (donor for donor, has in zip(donors, present_DR[:, row].tolist(), strict=True) if has)
         means.append(tuple(RowRange(donor, at := int(rows.row_MR[donor, row]), at + 1) for donor in having))
-    for row, each in given.items():
-        if not each.is_usual:
-            origin_R[row], row_R[row] = (ZERO, 0) if each.model is None else (each.model, each.row)
+    for row, choice in choices.items():
+        if not choice.is_usual:
+            origin_R[row], row_R[row] = (ZERO, 0) if choice.model is None else (choice.model, choice.row)
     return RowMap(origin_R, row_R, tuple(means))
 
 
@@ -84,7 +84,7 @@ def no_rows(n_rows: int) -> RowMap:
 
 
 def model_rows(
-    rows: TokenRows, model: int, fill: RowMap, padding: Sequence[tuple[int, int]], given: Mapping[int, Given]
+    rows: TokenRows, model: int, fill: RowMap, padding: Sequence[tuple[int, int]], choices: Mapping[int, Given]
 ) -> RowMap:
     """Choose the rows of one model's aligned embedding; origins are models.
 
@@ -93,7 +93,7 @@ def model_rows(
     """
     own_R = rows.row_MR[model]
     is_own_R = own_R >= 0
-    is_own_R[[row for row, each in given.items() if each.force]] = False
+    is_own_R[[row for row, choice in choices.items() if choice.force]] = False
     origin_R = np.where(is_own_R, np.int32(model), fill.origin_R)
     row_R = np.where(is_own_R, own_R, fill.row_R)
     place_R = np.arange(own_R.size, dtype=np.int64)
@@ -111,7 +111,7 @@ def of_sources(rows: RowMap, model: int) -> tuple[RowMap, tuple[int, ...]]:
     models = set(np.unique(rows.origin_R[rows.origin_R >= 0]).tolist())
     models |= {part.source for mean in means for part in mean}
     order = (model, *sorted(models - {model}))
-    place = {each: index for index, each in enumerate(order)}
+    place = {source: index for index, source in enumerate(order)}
     place_M = np.full(max(order) + 1, ZERO, np.int32)
     place_M[list(order)] = np.arange(len(order))
     origin_R = np.where(rows.origin_R >= 0, place_M[np.maximum(rows.origin_R, 0)], rows.origin_R)

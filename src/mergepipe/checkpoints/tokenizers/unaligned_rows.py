@@ -30,13 +30,14 @@ def unaligned_notices(
     `names` are the models', `used` those whose embeddings are merged. Tokenizer files with the same bytes are not
     parsed. One that cannot be read is a notice, no error: nothing that is merged depends on it.
     """
-    first, own = models[0], _contents(models[0], store)
+    first, own_files = models[0], _contents(models[0], store)
     lines: list[str] = []
-    for model, name in ((models[each], names[each]) for each in sorted(used) if each > 0):
+    for model, name in ((models[index], names[index]) for index in sorted(used) if index > 0):
         if model.kind is not CheckpointKind.FULL:
             continue
         theirs = _contents(model, store)
-        tokens = list(_model_notices(first, names[0], model, name, store)) if own and theirs and own != theirs else []
+        differ = own_files and theirs and own_files != theirs
+        tokens = list(_model_notices(first, names[0], model, name, store)) if differ else []
         lines += tokens or _row_notices(first, names[0], model, name)
     return tuple(lines)
 
@@ -76,9 +77,9 @@ def _token_notices(base: Vocabulary, base_name: str, other: Vocabulary, name: st
 def _row_notices(first: Checkpoint, first_name: str, model: Checkpoint, name: str) -> list[str]:
     """Report rows beyond the output's whose tokens are unknown."""
     rows = {
-        (tensor.shape[0], model.tensors[each].shape[0])
-        for each, tensor in first.tensors.items()
-        if tensor.shape and embedding_ending(each) and each in model.tensors and model.tensors[each].shape
+        (tensor.shape[0], other.shape[0])
+        for key, tensor in first.tensors.items()
+        if tensor.shape and embedding_ending(key) and (other := model.tensors.get(key)) is not None and other.shape
     }
     return [
         f"embeddings have {more} rows in '{name}', {fewer} in '{first_name}': the rest is left out"

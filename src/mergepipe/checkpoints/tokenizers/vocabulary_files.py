@@ -167,12 +167,12 @@ def _decoder(files: TokenizerFiles) -> list[tuple[AddedToken, int]]:
     decoder = files.document(SETTINGS_NAME).get(DECODER_KEY, {})
     if not isinstance(decoder, dict):
         raise files.error(SETTINGS_NAME, "added", f"'{DECODER_KEY}' must be an object, found {shown(decoder)}")
-    found = []
+    added_tokens = []
     for text, record in decoder.items():
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_TOKEN_ID))):
             raise files.error(SETTINGS_NAME, "id", f"'{DECODER_KEY}' has the id {shown(text)}")
-        found.append((_added_token(files, SETTINGS_NAME, record), int(text)))
-    return sorted(found, key=lambda pair: pair[1])
+        added_tokens.append((_added_token(files, SETTINGS_NAME, record), int(text)))
+    return sorted(added_tokens, key=lambda pair: pair[1])
 
 
 def _added_token(files: TokenizerFiles, name: str, record: JsonValue) -> AddedToken:

@@ -9,7 +9,14 @@ from collections.abc import Iterable
 from mergepipe.cli.render.layout import Fact, facts_text
 from mergepipe.cli.render.packing import packing_facts
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
-from mergepipe.reports import AnalyzedExpert, AnalyzeReport, CheckReport, MergeReport
+from mergepipe.reports import (
+    AnalyzedExpert,
+    AnalyzeReport,
+    CheckReport,
+    ExportedStatistics,
+    ImportedStatistics,
+    MergeReport,
+)
 
 MAX_PATTERNS = 4
 SHORT_SID = 12
@@ -72,10 +79,27 @@ def analyze_table(report: AnalyzeReport) -> str:
             ("experts read", format_bytes(report.expert_bytes)),
             *again,
             *packing_facts(report.packed, report.not_packed),
+            *([("imported", _imported_text(report.imported))] if report.imported else []),
+            *([("exported", _exported_text(report.exported))] if report.exported else []),
             ("time", format_seconds(report.seconds)),
             ("catalog", str(report.home)),
         ]
     )
+
+
+def import_table(report: ImportedStatistics) -> str:
+    """What a file of statistics brought."""
+    return facts_text([("imported", _imported_text(report))])
+
+
+def _imported_text(report: ImportedStatistics) -> str:
+    counts = f"{plural(report.tensors, 'tensor')}, {report.new_tensors} of them new"
+    return f"{plural(report.pairs, 'expert')} ({counts}) from {report.file}"
+
+
+def _exported_text(report: ExportedStatistics) -> str:
+    counts = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.file_bytes)}"
+    return f"{plural(report.pairs, 'expert')} ({counts}) to {report.file}"
 
 
 def _analyzed_text(expert: AnalyzedExpert) -> str:

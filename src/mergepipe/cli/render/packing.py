@@ -40,7 +40,7 @@ def _packed_line(expert: PackedExpert) -> str:
     if not expert.is_new:
         return f"{expert.store}: was packed before, left as it is"
     speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "no time"
-    before = f", {format_bytes(expert.went_on_bytes)} of it by an interrupted run" if expert.went_on_bytes else ""
+    before = f", {format_bytes(expert.resumed_bytes)} of it by an interrupted run" if expert.resumed_bytes else ""
     return f"{expert.store}: {_size_text(expert)}; {format_seconds(expert.seconds)}, {speed}{before}"
 
 

@@ -36,7 +36,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class BlockGroup:
     """The elements `span` of tensors of the same name, dtype and shape: the base's bytes and those of each expert.
 
     `span` begins and ends at block boundaries. Without a base (both None) the blocks are stored unencoded.
@@ -86,17 +86,17 @@ class BandChooser:
         self._files = files
         self._lock = threading.Lock()
 
-    def choose(self, sight: Sight) -> None:
-        """Make sure that the builders of a `Sight` have the bands of their tensors.
+    def choose(self, blocks: BlockGroup) -> None:
+        """Make sure that the builders of a `BlockGroup` have the bands of their tensors.
 
         Raises:
             StorageError, CorruptError: a sample could not be read.
         """
         with self._lock:
-            lacking = [member for member in sight.members if member.builder.lacks_bands(member.number)]
-            if not lacking or sight.base_entry is None or sight.base is None:
+            lacking = [member for member in blocks.members if member.builder.lacks_bands(member.number)]
+            if not lacking or blocks.base_entry is None or blocks.base is None:
                 return
-            base = self._sample(sight.base_entry, sight.base, Purpose.BASE)
+            base = self._sample(blocks.base_entry, blocks.base, Purpose.BASE)
             for member in lacking:
                 expert = self._sample(member.entry, member.content, Purpose.ANALYSIS)
                 member.builder.set_bands(member.number, bands_of(base, expert))

@@ -133,7 +133,7 @@ def _memory_share(nbytes: int, sharing: int) -> int:
 
 
 @contextlib.contextmanager
-def building(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
+def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
     """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
     With `resumes` it resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable
@@ -173,7 +173,7 @@ def building(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> 
 
 
 class StoreBuilder:
-    """Builds the store of one job in its staging directory; made by `building`.
+    """Builds the store of one job in its staging directory; made by `open_builder`.
 
     Accepts blocks in any order from many threads. Memory: 8 MiB of write buffers, 8 MiB of blocks that arrive early,
     and 160 bytes for each block that waits on disk.

@@ -14,7 +14,7 @@ from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import Span
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.pack.blocks import BandChooser, Member, Sight, block_bytes
+from mergepipe.deltastore.pack.blocks import BandChooser, BlockGroup, Member, block_bytes
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
 from mergepipe.storage.buffers import PAGE_BYTES, BufferPool, round_up
 from mergepipe.storage.contract import RangeFile
@@ -29,7 +29,7 @@ GROUPS_AHEAD = 3
 MEMORY_BYTES = GROUPS_AHEAD * (GROUP_BYTES + 2 * PAGE_BYTES * (EXPERTS_AT_ONCE + 1))
 
 
-def everything(_place: Place) -> bool:
+def every_tensor(_place: Place) -> bool:
     """Accept every tensor."""
     return True
 
@@ -39,7 +39,7 @@ def pack_all(
     files: Mapping[Location, RangeFile],
     threads: int,
     on_bytes: Callable[[int], None],
-    wanted: Callable[[Place], bool] = everything,
+    wanted: Callable[[Place], bool] = every_tensor,
 ) -> None:
     """Read the remaining blocks of the `wanted` tensors of all experts and their base, each once; encode them.
 
@@ -168,9 +168,9 @@ class _Reader:
         for builder, number, entry in group.members:
             content, at = self._fill(entry, group.span, buffer, at, Purpose.EXPERT)
             members.append(Member(builder, number, content))
-        sight = Sight(group.span, group.base, base, tuple(members))
-        self._bands.choose(sight)
-        return [self._encoders.submit(sight.encode, block) for block in sight.blocks]
+        blocks = BlockGroup(group.span, group.base, base, tuple(members))
+        self._bands.choose(blocks)
+        return [self._encoders.submit(blocks.encode, block) for block in blocks.blocks]
 
     def _fill(
         self, entry: TensorEntry, span: Span, buffer: NDArray[np.uint8], at: int, purpose: Purpose

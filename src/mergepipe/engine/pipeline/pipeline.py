@@ -28,14 +28,19 @@ from mergepipe.engine.pipeline.segments import SegmentShape
 from mergepipe.errors import StorageError
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
-from mergepipe.storage.contract import RangeFile
+from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.ranges import request
 
-READER_THREADS = 8
+FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 24
 TICK_SECONDS = 0.1
+
+
+def readers_of(files: Iterable[Location], store: Store) -> int:
+    """Return how many reads of some files are made at once: as many as the most able of their stores takes."""
+    return max((store.terms(file).most_requests for file in files), default=FEWEST_READERS)
 
 
 class SegmentSink(Protocol):
@@ -105,7 +110,11 @@ class _Failed:
 
 
 class Pipeline:
-    """Runs jobs in order over open files. For one run only."""
+    """Runs jobs in order over open files. For one run only.
+
+    `readers` requests are made at once. `on_failure` is called when a run ends early, before its threads are waited
+    for: it gives up reads that could take long.
+    """
 
     def __init__(
         self,
@@ -116,6 +125,8 @@ class Pipeline:
         sink: SegmentSink,
         threads: int,
         on_tick: Callable[[], None],
+        readers: int = FEWEST_READERS,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
         self._files = files
@@ -124,6 +135,8 @@ class Pipeline:
         self._sink = sink
         self._threads = threads
         self._on_tick = on_tick
+        self._readers = readers
+        self._on_failure = on_failure
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
         self._compute_queue: SimpleQueue[tuple[_Filled, Stage] | None] = SimpleQueue()
@@ -144,9 +157,13 @@ class Pipeline:
         """
         workers: list[threading.Thread] = []
         try:
-            for loop in (*[self._read_loop] * READER_THREADS, *[self._compute_loop] * self._threads, self._write_loop):
+            for loop in (*[self._read_loop] * self._readers, *[self._compute_loop] * self._threads, self._write_loop):
                 self._start(loop, workers)
             self._coordinate(iter(jobs))
+        except BaseException:
+            self._stopping.set()
+            self._on_failure()
+            raise
         finally:
             try:
                 self._stop(workers)
@@ -331,7 +348,7 @@ class Pipeline:
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:
         self._stopping.set()
-        for _ in range(READER_THREADS):
+        for _ in range(self._readers):
             self._read_queue.put(None)
         for _ in range(self._threads):
             self._compute_queue.put(None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.contract import (
-    Graded,
+    LeveledTensor,
     NeedsBase,
     Readable,
     Source,
@@ -66,20 +66,20 @@ class Run:
 RunsOf = Callable[[int, MergeTask], Iterable[Run]]
 
 
-def graded(source: Source) -> Graded:
-    """Cast a source to `Graded`; raise if it has no levels.
+def leveled(source: Source) -> LeveledTensor:
+    """Return the source as a `LeveledTensor`.
 
     Raises:
         ValueError: it has none.
     """
-    if not isinstance(source, Graded):
+    if not isinstance(source, LeveledTensor):
         raise ValueError(f"{source.name} has no levels: it is read as it is")
     return source
 
 
 def at_level(source: Readable, level: int) -> Readable:
     """Return the source at a level: itself at 0."""
-    return graded(source).at_level(level) if level else source
+    return leveled(source).at_level(level) if level else source
 
 
 Levels = tuple[tuple[int, int], ...]
@@ -167,8 +167,8 @@ def stored_bytes(task: MergeTask, n_elements: int, experts: Sequence[int]) -> in
 def _widest_item_bytes(source: Source) -> int:
     """Return the largest bytes per element at any level."""
     is_stored = isinstance(source, TensorEntry | Unchanged)  # first: looking for a protocol takes microseconds
-    is_graded = not is_stored and isinstance(source, Graded)
-    return max(source.dtype.itemsize, F32.itemsize) if is_graded else source.dtype.itemsize
+    is_leveled = not is_stored and isinstance(source, LeveledTensor)
+    return max(source.dtype.itemsize, F32.itemsize) if is_leveled else source.dtype.itemsize
 
 
 def _run_bytes(task: MergeTask, run: Run, n_elements: int) -> int:

@@ -118,8 +118,11 @@ def read_costs(columns: Columns, known: Collection[tuple[int, int]] = ()) -> NDA
         stored_T = np.array([isinstance(source, TensorEntry) for source in sources], np.bool_)
         offset_T = np.array([s.offset if isinstance(s, TensorEntry) else 0 for s in sources], np.int64)
         itemsize_T = np.array([s.dtype.itemsize if isinstance(s, TensorEntry) else 1 for s in sources], np.int64)
+        granularity_T = np.array([s.granularity_bytes if isinstance(s, TensorEntry) else 1 for s in sources], np.int64)
         tensor_B = columns.tensor_B
-        costs_B = block_costs_bytes(offset_T[tensor_B], itemsize_T[tensor_B], columns.element_B, columns.n_B)
+        costs_B = block_costs_bytes(
+            offset_T[tensor_B], itemsize_T[tensor_B], columns.element_B, columns.n_B, granularity_T[tensor_B]
+        )
         cost_EB[e] = np.where(stored_T[tensor_B], costs_B, 0)
         for t, source in enumerate(sources):
             if source is not None and not isinstance(source, TensorEntry) and (e, t) not in known:

@@ -13,7 +13,7 @@ def sample_cost_bytes(checkpoint: Checkpoint) -> int:
     for sample in samples(checkpoint):
         if isinstance(sample.tensor, TensorEntry):
             offset = sample.tensor.offset
-            cost += range_cost_bytes(offset + sample.first, offset + sample.stop)
+            cost += range_cost_bytes(offset + sample.first, offset + sample.stop, sample.tensor.granularity_bytes)
         else:
             cost += sample.tensor.cost_bytes(sample.span)
     return cost

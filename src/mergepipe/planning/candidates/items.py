@@ -25,6 +25,7 @@ class Candidates:
         ladders: of what can be read in part; `cost_EB` is that of all of a block.
         price_of_byte: what a byte is priced at.
         extra_price_EB: what a block is priced at beyond its bytes; None where only bytes count.
+        request_bytes_E: the bytes that a request of an expert's file is worth; 0 where requests cost nothing.
     """
 
     columns: Columns
@@ -35,6 +36,7 @@ class Candidates:
     ladders: Ladders = field(default_factory=dict)
     price_of_byte: float = 1.0
     extra_price_EB: NDArray[np.float64] | None = None
+    request_bytes_E: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def price_EB(self) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Compute cost and remaining error of each level of graded experts by block, and the efficient steps between levels."""
+"""Compute cost and remaining error of each level of packed experts by block, and the efficient steps between levels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded, Unchanged
+from mergepipe.checkpoints.contract import LeveledTensor, Unchanged
 from mergepipe.operators.base import Operator
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.operator_rules import operator_input
@@ -80,7 +80,7 @@ NO_LADDERS: Ladders = {}
 
 
 def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pricing = BY_BYTES) -> Ladders:
-    """Build the ladders of all graded tensors whose encoded blocks fit into blocks of `grid` elements.
+    """Build the ladders of all tensors with levels whose encoded blocks fit into blocks of `grid` elements.
 
     Those of other grids are read in full or not at all, as anything else.
     """
@@ -92,7 +92,7 @@ def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pric
         sufficient = dict(sufficient_levels(operator, operator_input(open_task), open_task))
         for slot, e in enumerate(columns.participants(t)):
             source = open_task.experts[slot]
-            if isinstance(source, Graded) and grid % source.cut_elements == 0:
+            if isinstance(source, LeveledTensor) and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
                 found[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
     return found
@@ -109,7 +109,7 @@ def _without_unread_experts(task: MergeTask, columns: Columns, t: int) -> MergeT
     return replace(task, experts=tuple(experts))
 
 
-def _ladder(source: Graded, top: int, stretches: int, pricing: Pricing) -> Ladder:
+def _ladder(source: LeveledTensor, top: int, stretches: int, pricing: Pricing) -> Ladder:
     levels = source.ladder(top)
     beyond_B = _joined(source.squared_errors(top), stretches)
     square_B = _joined(source.squared_errors(0), stretches)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Speeds
 
 
@@ -28,7 +28,7 @@ class Pricing:
         """Price in seconds if speeds are given, else in bytes."""
         return cls() if speeds is None else cls(speeds.seconds_per_byte, speeds.decoding, speeds.threads, is_time=True)
 
-    def of_decoding(self, source: Graded, level: int, stretches: int) -> NDArray[np.float64]:
+    def of_decoding(self, source: LeveledTensor, level: int, stretches: int) -> NDArray[np.float64]:
         """Compute the seconds to decode each group of `stretches` encoded blocks at a level, with all threads."""
         n_C = source.decoding_seconds(level, self.decoding) / self.threads
         joined: NDArray[np.float64] = np.add.reduceat(n_C, np.arange(0, len(n_C), stretches))

@@ -1,10 +1,10 @@
-"""Find the lowest level of each graded expert that gives the operator the same result."""
+"""Find the lowest level of each packed expert that gives the operator the same result."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, OperatorInput, Reduced
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
@@ -14,14 +14,14 @@ def sufficient_levels(operator: Operator, given: OperatorInput, task: MergeTask)
 
     That is so for rules that keep nothing but the largest deltas of each expert, if a level has all of these.
     """
-    if task.action is Action.COPY or not any(isinstance(source, Graded) for source in task.experts):
+    if task.action is Action.COPY or not any(isinstance(source, LeveledTensor) for source in task.experts):
         return ()
     request = operator.reduction(given, NOTHING_REDUCED)
     if not isinstance(request, MagnitudeCut) or not _trims_only(operator, given):
         return ()
     found = []
     for e, (source, kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
-        if isinstance(source, Graded):
+        if isinstance(source, LeveledTensor):
             level = source.exact_level(kept)
             if level < source.last_level:
                 found.append((e, level))

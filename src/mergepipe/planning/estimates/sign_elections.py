@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import Graded
+from mergepipe.checkpoints.contract import LeveledTensor
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.operator_rules import Rules
@@ -212,7 +212,7 @@ def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.flo
         source = columns.source(e, t)
         if (e, t) in rules.shares_kept:
             kept_share_E[e] = rules.shares_kept[e, t]
-        if source is not None and isinstance(source, Graded) and share_E[e] < 1:
+        if source is not None and isinstance(source, LeveledTensor) and share_E[e] < 1:
             kept = source.kept_with_ties(int(share_E[e] * n_elements))
             kept_share_E[e] = kept_share_E[e] if kept is None else kept / n_elements
     return kept_share_E
@@ -231,7 +231,7 @@ def is_error_complete(columns: Columns, rules: Rules) -> bool:
         n_elements = columns.tasks[t].base.n_elements
         for e in columns.participants(t) if n_elements else ():
             source = columns.source(e, t)
-            if share_E[e] == 1 or source is None or not isinstance(source, Graded):
+            if share_E[e] == 1 or source is None or not isinstance(source, LeveledTensor):
                 continue
             if source.kept_with_ties(int(share_E[e] * n_elements)) is None:
                 return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergepipe.planning.candidates.items import Candidates, Items
+from mergepipe.planning.selection.gaps import Gaps
 from mergepipe.planning.selection.policy_order import Order
 
 
@@ -53,8 +55,12 @@ def select_items(
     """Select the longest prefix of `order_I` that costs at most `budget_bytes`, then what else fits, in that order.
 
     `sample_E` is charged with the first item that an expert takes part in, be it with bytes of its own or served.
+    Where requests have a price, a prefix comes with the blocks of short gaps in it; see `gaps.Gaps`.
     """
     users = _item_users(candidates, items, np.flatnonzero(sample_E))
+    gaps = Gaps(candidates, items)
+    if gaps.is_priced:
+        return _select_with_gaps(candidates, items, order_I, sample_E, budget_bytes, users, gaps)
     cost_I = items.cost_I[order_I]
     for e, uses_I in users.items():
         if uses_I.any():
@@ -70,6 +76,45 @@ def select_items(
     for e, uses_I in users.items():
         planned_E[e] += sample_E[e] * uses_I[chosen].any()
     return Selection(level_EB, _served(candidates, level_EB > 0), planned_E, n_prefix)
+
+
+def _select_with_gaps(
+    candidates: Candidates,
+    items: Items,
+    order_I: Order,
+    sample_E: NDArray[np.int64],
+    budget_bytes: int,
+    users: Mapping[int, NDArray[np.bool_]],
+    gaps: Gaps,
+) -> Selection:
+    """Do as `select_items` where requests have a price.
+
+    Law: a longer prefix comes with all that a shorter one comes with, so that its cost never falls.
+    """
+
+    def cost_bytes(chosen_I: NDArray[np.bool_]) -> int:
+        samples = sum(int(sample_E[e]) for e, uses_I in users.items() if (uses_I & chosen_I).any())
+        return int(items.cost_I[chosen_I].sum()) + samples
+
+    low, high = 0, len(order_I)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = cost_bytes(gaps.closed(order_I[:middle])) <= budget_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    chosen_I = gaps.closed(order_I[:low])
+    left_bytes = budget_bytes - cost_bytes(chosen_I)
+    samples = [(int(sample_E[e]), uses_I) for e, uses_I in users.items() if not (uses_I & chosen_I).any()]
+    rest = order_I[low:]
+    rest = rest[~chosen_I[rest]]
+    if left_bytes > 0:
+        chosen_I[_fitting_items(items, rest, left_bytes, samples)] = True
+    chosen = np.flatnonzero(chosen_I)
+    level_EB = _expand(candidates, items, chosen)
+    planned_E = np.zeros(candidates.n_experts, np.int64)
+    np.add.at(planned_E, items.expert_I[chosen], items.cost_I[chosen])
+    for e, uses_I in users.items():
+        planned_E[e] += sample_E[e] * uses_I[chosen].any()
+    return Selection(level_EB, _served(candidates, level_EB > 0), planned_E, low)
 
 
 def _fitting_items(

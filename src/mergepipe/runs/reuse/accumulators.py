@@ -75,8 +75,8 @@ class RunningTotal:
 
 def running_totals(work: MergeWork, tasks: Sequence[MergeTask], names: SourceNames) -> dict[str, RunningTotal]:
     """Return the sums of the tensors that are elementwise sums of contributions with `names`."""
-    found = ((task.name, _running_total(work, task, names)) for task in tasks)
-    return {name: total for name, total in found if total is not None}
+    running = ((task.name, _running_total(work, task, names)) for task in tasks)
+    return {name: total for name, total in running if total is not None}
 
 
 def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> RunningTotal | None:
@@ -100,11 +100,11 @@ def _running_total(work: MergeWork, task: MergeTask, names: SourceNames) -> Runn
     return RunningTotal(Sum(start, tuple(additions)), rule, experts)
 
 
-def _sum_rule(operator: Operator, given: OperatorInput) -> ElementwiseRule | None:
+def _sum_rule(operator: Operator, inputs: OperatorInput) -> ElementwiseRule | None:
     """Return the operator's rule for a tensor if it is a sum over experts; None for any other."""
-    if operator.granularity(given) > 1 or operator.reduction(given) is not None:
+    if operator.granularity(inputs) > 1 or operator.reduction(inputs) is not None:
         return None
-    rule = operator.block_function(given, NOTHING_REDUCED)
+    rule = operator.block_function(inputs, NOTHING_REDUCED)
     if not isinstance(rule, ElementwiseRule) or rule.consensus or rule.keep not in (Keep.ALL, Keep.RANDOM):
         return None
     return rule
@@ -118,10 +118,10 @@ def check_sums_can_be_kept(operator: Operator, tasks: Iterable[MergeTask]) -> No
     """
     for task in (task for task in tasks if task.action is Action.MERGE and task.experts and task.base.n_elements):
         parameters, keys = task.parameters, (0,) * len(task.experts)
-        given = OperatorInput(
+        inputs = OperatorInput(
             parameters.globals, parameters.anchor, parameters.experts, task.base.n_elements, keys, shape=task.shape
         )
-        if _sum_rule(operator, given) is not None:
+        if _sum_rule(operator, inputs) is not None:
             return
     message = f"'{operator.spec.name}' does not add up experts one by one, so there is no sum to keep"
     hint = "pack the experts (`mergepipe pack`): a merge with one more then reads about a tenth of their bytes"
@@ -162,12 +162,12 @@ def find_kept_sums(
             continue
         there = totals_as_in(earlier)
         for name in totals:
-            found = kept.find(name, there[name])
-            if found is not None and (name not in best or found.n_additions > best[name][0].n_additions):
-                best[name] = (found, kept)
+            candidate = kept.find(name, there[name])
+            if candidate is not None and (name not in best or candidate.n_additions > best[name][0].n_additions):
+                best[name] = (candidate, kept)
     for kept in {id(kept): kept for _, kept in best.values()}.values():
-        kept.check([name for name, (_, own) in best.items() if own is kept], ledger, threads)
-    return {name: found for name, (found, _) in best.items()}
+        kept.check([name for name, (_, used) in best.items() if used is kept], ledger, threads)
+    return {name: candidate for name, (candidate, _) in best.items()}
 
 
 def continuation_task(task: MergeTask, total: RunningTotal, kept: KeptSum) -> tuple[MergeTask, BlockFunction]:
@@ -286,7 +286,7 @@ class KeptTotals:
         scan = scan_snapshot(Stores(), self.path.parent, layout, threads, lambda _: None)
         ledger.charge(str(self.path), Purpose.REUSE, scan.n_bytes)
         expected = dict(zip(self.entries, self.table.tensors, strict=True))
-        return tuple(e.name for e, found in zip(rows, scan.blocks, strict=True) if tuple(found) != expected[e.name])
+        return tuple(e.name for e, digests in zip(rows, scan.blocks, strict=True) if tuple(digests) != expected[e.name])
 
 
 def read_totals(store: Store, directory: Location, manifest: Manifest) -> KeptTotals | None:
@@ -317,10 +317,10 @@ def _parsed(store: Store, path: Location, sid: str, record: Any, blocks: bytes) 
     }
     shapes = {name: tuple(shape) for name, shape, *_ in record["tensors"]}
     table = block_table_of(blocks, path, 1, [element_count(shape) for shape in shapes.values()])
-    found = {
+    entries = {
         e.name: KeptTotal(e.name, e.dtype, e.shape, e.file, e.offset, e.nbytes)
         for e in read_header(store, path).entries
     }
-    if {n: (e.dtype, e.shape) for n, e in found.items()} != {n: (F32, shape) for n, shape in shapes.items()}:
+    if {n: (e.dtype, e.shape) for n, e in entries.items()} != {n: (F32, shape) for n, shape in shapes.items()}:
         return None
-    return KeptTotals(store, path, sid, sums, {name: found[name] for name in shapes}, table)
+    return KeptTotals(store, path, sid, sums, {name: entries[name] for name in shapes}, table)

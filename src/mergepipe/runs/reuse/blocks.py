@@ -22,7 +22,7 @@ from mergepipe.errors import ConflictError, CorruptError, MergePipeError, Proble
 from mergepipe.planning.plan import Plan, ReusedSnapshot
 from mergepipe.recipes.parse.references import referenced_paths
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.reuse.keys import KEYS_NAME, NO_KEY, NamedKeys, RecordedFile, SourceFile
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BLOCKS_NAME, BlockTable, block_table_of
@@ -59,21 +59,21 @@ class Reuse:
     @property
     def reusable(self) -> Mapping[str, Reusable]:
         """The reusable spans by tensor, as `MergeWork.reusable` takes them."""
-        return {name: each.reusable for name, each in self.known.items()}
+        return {name: tensor.reusable for name, tensor in self.known.items()}
 
     @property
     def files(self) -> set[Location]:
         """The files that blocks are copied from."""
-        return {each.reusable.entry.file for each in self.known.values()}
+        return {tensor.reusable.entry.file for tensor in self.known.values()}
 
     @property
     def sids(self) -> tuple[str, ...]:
         """Ids of the snapshots that blocks are copied from."""
-        return tuple(sorted({each.snapshot.sid for each in self.known.values()}))
+        return tuple(sorted({tensor.snapshot.sid for tensor in self.known.values()}))
 
     def without(self, lost: Collection[Location]) -> Reuse:
         """Return the reuse without blocks of the given files."""
-        return Reuse({n: each for n, each in self.known.items() if each.reusable.entry.file not in lost})
+        return Reuse({n: tensor for n, tensor in self.known.items() if tensor.reusable.entry.file not in lost})
 
     def check(self, written: Iterable[TensorDigest]) -> None:
         """Compare the digests of copied blocks with those that the earlier snapshot recorded.
@@ -103,25 +103,25 @@ def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: NamedKeys, sna
         for t, (task, blocks) in enumerate(zip(tasks, keys.own.tensors, strict=True))
         if any(key != NO_KEY for key in blocks)
     }
-    found: dict[str, ReusableTensor] = {}
+    matches: dict[str, ReusableTensor] = {}
     open_names = set(wanted)
     for earlier in snapshots if open_names else ():
         there = keys.as_recorded(earlier.inputs)
         for name in sorted(open_names):
             t, task = wanted[name]
             match = earlier.match(task, there.tensors[t], there.block_elements)
-            if match is None or (name in found and match.n_elements <= found[name].n_elements):
+            if match is None or (name in matches and match.n_elements <= matches[name].n_elements):
                 continue
             if can_reuse(replace(work, reusable={name: match.reusable}), task):
-                found[name] = match
+                matches[name] = match
                 if match.reusable.is_whole:
                     open_names.discard(name)
         if not open_names:
             break
-    return Reuse(found)
+    return Reuse(matches)
 
 
-def limit_to_plan(found: Reuse, plan: Plan) -> Reuse:
+def limit_to_plan(reuse: Reuse, plan: Plan) -> Reuse:
     """Limit reuse to exactly the blocks that the plan names.
 
     Raises:
@@ -135,7 +135,7 @@ def limit_to_plan(found: Reuse, plan: Plan) -> Reuse:
         grid = BlockGrid(tensor.n_elements, plan.block_elements)
         spans = tuple(Span(grid.span(a).start, grid.span(b - 1).stop) for a, b, _ in tensor.reused)
         source = tensor.reused[0][2]
-        here = found.known.get(tensor.name)
+        here = reuse.known.get(tensor.name)
         if (
             here is None
             or here.snapshot.sid != plan.reuse[source].sid
@@ -145,7 +145,7 @@ def limit_to_plan(found: Reuse, plan: Plan) -> Reuse:
         else:
             known[tensor.name] = replace(here, reusable=replace(here.reusable, spans=spans))
     if gone:
-        raise ConflictError(*(_missing_snapshot_problem(plan.reuse[each]) for each in sorted(gone)))
+        raise ConflictError(*(_missing_snapshot_problem(plan.reuse[source]) for source in sorted(gone)))
     return Reuse(known)
 
 
@@ -222,8 +222,8 @@ def _recorded_file(location: str, file: FileRecord, link: CatalogLink) -> Record
         known = link.use(lambda catalog: catalog.known_sha256(location, file.version, file.size_bytes))
     if known is None:
         return None
-    found = SourceFile(location, file.size_bytes, file.version, file.header_blake3, known)
-    return RecordedFile(found, found.place if file.sha256 is None else found.name)
+    recorded = SourceFile(location, file.size_bytes, file.version, file.header_blake3, known)
+    return RecordedFile(recorded, recorded.place if file.sha256 is None else recorded.name)
 
 
 def changed_files(files: Iterable[Location], snapshots: EarlierSnapshots) -> set[Location]:
@@ -283,7 +283,7 @@ class EarlierSnapshot:
         counts = Counter(t for key in wanted for t in self.place_of.get(key, ()))
         if not counts:
             return None
-        t = min(counts, key=lambda each: (-counts[each], each))
+        t = min(counts, key=lambda snapshot_tensor: (-counts[snapshot_tensor], snapshot_tensor))
         entry = self.checkpoint.tensors.get(self.manifest.tensors[t].name)
         if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != (task.dtype, task.shape):
             return None

@@ -123,8 +123,8 @@ class SourceNames:
 
     def as_recorded(self, earlier: Sequence[RecordedFile]) -> SourceNames:
         """Call each file what an earlier merge calls the same content; unknown ones keep their names."""
-        by_place = {each.file.place: each.name for each in earlier}
-        by_content = {each.file.content: each.name for each in earlier if each.file.content is not None}
+        by_place = {file.file.place: file.name for file in earlier}
+        by_content = {file.file.content: file.name for file in earlier if file.file.content is not None}
 
         def name(file: SourceFile) -> FileName:
             return by_place.get(file.place) or (file.content and by_content.get(file.content)) or file.name
@@ -150,13 +150,13 @@ class _Keys:
 
     def __iter__(self) -> Iterator[bytes]:
         shared = self._shared()
-        given = operator_input(self.work, self.task) if shared is not None else None
-        rule = None if given is None else _separable_rule(self.work, given)
+        inputs = operator_input(self.work, self.task) if shared is not None else None
+        rule = None if inputs is None else _separable_rule(self.work, inputs)
         for run in self.runs:
             blocks = range(run.span.start // self.block_elements, -(-run.span.stop // self.block_elements))
             described = None
-            if given is not None:
-                described = self._alone(given, rule, run) if rule is not None else self._together(given)
+            if inputs is not None:
+                described = self._alone(inputs, rule, run) if rule is not None else self._together(inputs)
             if described is None:
                 yield from (NO_KEY for _ in blocks)
                 continue
@@ -179,34 +179,37 @@ class _Keys:
             "shape": list(task.shape),
         }
 
-    def _alone(self, given: OperatorInput, rule: _Separable, run: Run) -> Described | None:
+    def _alone(self, inputs: OperatorInput, rule: _Separable, run: Run) -> Described | None:
         """Return the key parts of a block that depends on its own elements and on quantities of single experts."""
         if not run.present:
             return None
-        experts = [[*self._expert(given, e), rule.kept_E[e] if rule.kept_E else None] for e in run.present]
-        return {**_in_force(rule.rule, run), "experts": experts} if self._has_content_ids(given, run.present) else None
+        experts = [[*self._expert(inputs, e), rule.kept_E[e] if rule.kept_E else None] for e in run.present]
+        return {**_in_force(rule.rule, run), "experts": experts} if self._has_content_ids(inputs, run.present) else None
 
-    def _together(self, given: OperatorInput) -> Described | None:
+    def _together(self, inputs: OperatorInput) -> Described | None:
         """Return the key parts of a block that depends on the whole tensor."""
         everyone = tuple(range(len(self.task.experts)))
         read = tuple(e for run in self.runs for e in run.present)
-        if not read or not self._has_content_ids(given, read):
+        if not read or not self._has_content_ids(inputs, read):
             return None
         return {
-            "globals": dict(given.globals),
-            "anchor": dict(given.anchor),
-            "renormalize": given.renormalize,
+            "globals": dict(inputs.globals),
+            "anchor": dict(inputs.anchor),
+            "renormalize": inputs.renormalize,
             "access": [[run.span.start, list(run.present), list(run.free)] for run in self.runs],
-            "experts": [[*self._expert(given, e), dict(given.experts[e])] for e in everyone],
+            "experts": [[*self._expert(inputs, e), dict(inputs.experts[e])] for e in everyone],
         }
 
-    def _expert(self, given: OperatorInput, e: int) -> list[object]:
-        return [self.names.name(self.task.experts[e]), given.stream_keys[e] if given.stream_keys else None]
+    def _expert(self, inputs: OperatorInput, e: int) -> list[object]:
+        return [
+            self.names.name(self.task.experts[e]),
+            inputs.stream_keys[e] if inputs.stream_keys else None,
+        ]
 
-    def _has_content_ids(self, given: OperatorInput, experts: Iterable[int]) -> bool:
+    def _has_content_ids(self, inputs: OperatorInput, experts: Iterable[int]) -> bool:
         """Whether the content ids that key randomness are known."""
         models = self.task.expert_models
-        return not given.stream_keys or all(self.work.content_ids[models[e]] for e in experts)
+        return not inputs.stream_keys or all(self.work.content_ids[models[e]] for e in experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +220,16 @@ class _Separable:
     kept_E: tuple[int, ...] | None
 
 
-def _separable_rule(work: MergeWork, given: OperatorInput) -> _Separable | None:
-    if work.operator.granularity(given) > 1:
+def _separable_rule(work: MergeWork, inputs: OperatorInput) -> _Separable | None:
+    if work.operator.granularity(inputs) > 1:
         return None
-    request, kept_E = work.operator.reduction(given, NOTHING_REDUCED), None
+    request, kept_E = work.operator.reduction(inputs, NOTHING_REDUCED), None
     if isinstance(request, MagnitudeCut):
         kept_E = request.kept_E
-        request = work.operator.reduction(given, Reduced(np.zeros(len(kept_E), np.uint32)))
+        request = work.operator.reduction(inputs, Reduced(np.zeros(len(kept_E), np.uint32)))
     if request is not None:
         return None
-    rule = work.operator.block_function(given, NOTHING_REDUCED)
+    rule = work.operator.block_function(inputs, NOTHING_REDUCED)
     return _Separable(rule, kept_E) if isinstance(rule, ElementwiseRule) else None
 
 

@@ -11,7 +11,7 @@ from mergepipe.engine.work import MergeWork, OutputPlan
 from mergepipe.planning.plan import Plan, ReusedSnapshot, Runs
 from mergepipe.planning.planner import Ranking
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots, ReusableTensor, Reuse, find_reuse
 from mergepipe.runs.reuse.keys import NamedKeys, SourceNames
 from mergepipe.runs.work import planned_access, renormalizes
@@ -95,22 +95,22 @@ def _prefix_cost(earlier: EarlierSnapshot) -> int | None:
     if content is None:
         return None
     planned, reuse = content.get("planned_bytes"), content.get("reuse", ())
-    saved = [sum(each["saved_bytes"]) for each in reuse] if isinstance(reuse, list | tuple) else []
+    saved = [sum(snapshot["saved_bytes"]) for snapshot in reuse] if isinstance(reuse, list | tuple) else []
     return planned + sum(saved) if isinstance(planned, int) else None
 
 
 def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
     """Add the reused blocks to a plan and subtract their cost."""
     planned = {tensor.name for tensor in plan.tensors}
-    known = {name: each for name, each in reuse.known.items() if name in planned}
+    known = {name: tensor for name, tensor in reuse.known.items() if name in planned}
     if not known:
         return plan
-    runs = {name: _runs(each, plan.block_elements) for name, each in known.items()}
-    earlier = {each.snapshot.sid: each.snapshot for each in known.values()}
+    runs = {name: _runs(tensor, plan.block_elements) for name, tensor in known.items()}
+    earlier = {tensor.snapshot.sid: tensor.snapshot for tensor in known.values()}
     snapshots, saved_E = [], np.zeros(sum(model.role == "expert" for model in plan.models), np.int64)
     for sid, snapshot in earlier.items():
-        own = {name: runs[name] for name, each in known.items() if each.snapshot.sid == sid}
-        own_E = ranking.read_cost_E(plan, own)
+        runs_of_snapshot = {name: runs[name] for name, tensor in known.items() if tensor.snapshot.sid == sid}
+        own_E = ranking.read_cost_E(plan, runs_of_snapshot)
         saved_E += own_E
         snapshots.append(ReusedSnapshot(sid, str(snapshot.path), tuple(own_E.tolist())))
     index = {sid: i for i, sid in enumerate(earlier)}

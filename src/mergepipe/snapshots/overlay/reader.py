@@ -91,8 +91,9 @@ def completed(manifest: Manifest) -> Manifest:
 
     Law: `completed(as_overlay(m, contents, table)[0]) == m` for a manifest whose sidecars are `contents`.
     """
-    own = (record for record in manifest.sidecars if record.name.startswith(_PREFIX))
-    return replace(manifest, sidecars=tuple(replace(each, name=each.name.removeprefix(_PREFIX)) for each in own))
+    stored = (record for record in manifest.sidecars if record.name.startswith(_PREFIX))
+    sidecars = (replace(record, name=record.name.removeprefix(_PREFIX)) for record in stored)
+    return replace(manifest, sidecars=tuple(sidecars))
 
 
 def _card(manifest: Manifest, table: OverlayTable) -> bytes:
@@ -169,7 +170,7 @@ def open_overlay(store: Store, path: Location, manifest: Manifest) -> Overlay:
         CorruptError: `overlay.digest`, `overlay.format`, or the manifest is damaged.
         NotFoundError, StorageError: the table cannot be read.
     """
-    record = next((each for each in manifest.sidecars if each.name == OVERLAY_TABLE_NAME), None)
+    record = next((candidate for candidate in manifest.sidecars if candidate.name == OVERLAY_TABLE_NAME), None)
     if record is None:
         message = "is a whole snapshot: there is nothing to complete"
         raise UnsupportedError.of("snapshot.not-overlay", path, message, "use it as it is")
@@ -233,16 +234,16 @@ def _opened(overlay: Overlay, store: Store, stack: contextlib.ExitStack) -> list
     """Open the files of overlay and base; for unusable ones give the reason."""
     wanted = [(overlay.path / OVERLAY_NAME, overlay.table.stored_bytes)]
     wanted += [(Location.parse(file.path), file.size_bytes) for file in overlay.table.files]
-    found: list[RangeFile | str] = []
+    opened: list[RangeFile | str] = []
     for path, size_bytes in wanted:
         try:
             file = store.open(path)
         except MergePipeError as error:
-            found.append("the file is gone" if isinstance(error, NotFoundError) else error.problems[0].message)
+            opened.append("the file is gone" if isinstance(error, NotFoundError) else error.problems[0].message)
             continue
         stack.callback(file.close)
-        found.append(file if file.size_bytes == size_bytes else _other_size(file.size_bytes, size_bytes))
-    return found
+        opened.append(file if file.size_bytes == size_bytes else _other_size(file.size_bytes, size_bytes))
+    return opened
 
 
 def _other_size(found_bytes: int, size_bytes: int) -> str:

@@ -8,6 +8,7 @@ out of another client's buffers takes. Proxies are those of the environment, as 
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
 import select
 import socket
@@ -108,6 +109,7 @@ class HttpClient:
         self._connect_seconds = connect_seconds
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], list[HTTPConnection]] = {}
+        self._made: weakref.WeakSet[HTTPConnection] = weakref.WeakSet()
         self._tls: ssl.SSLContext | None = None
         weakref.finalize(self, _close_all, self._idle)
 
@@ -155,6 +157,16 @@ class HttpClient:
             answer.discard()
             address = following
         raise RequestFailed(Failure(FailureKind.UNUSABLE, f"more than {_MOST_REDIRECTS} redirects"))
+
+    def abort(self) -> None:
+        """Break all connections, so that requests in flight fail now and not when their server has been silent."""
+        with self._lock:
+            connections = list(self._made)
+        for connection in connections:
+            sock = connection.sock
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -214,8 +226,10 @@ class HttpClient:
             connection.close()
             via = "the proxy" if proxy else f"{parts.hostname}"
             detail = f"no connection to {via}: {_reason(error)}"
-            raise RequestFailed(Failure(FailureKind.UNREACHABLE, detail)) from None
+            raise RequestFailed(Failure(FailureKind.UNREACHABLE, detail, sent_bytes=0)) from None
         connection.sock.settimeout(self.stall_seconds)
+        with self._lock:
+            self._made.add(connection)
         return connection
 
     def _new_connection(self, parts: SplitResult, proxy: str) -> HTTPConnection:
@@ -275,7 +289,12 @@ class _Answer:
         if status not in good:
             detail = f"{status} {self._response.reason}".strip() + self._error_code()
             wait = _retry_after_seconds(self._response.getheader("Retry-After", ""))
-            raise RequestFailed(Failure(FailureKind.STATUS, detail, status, wait))
+            raise RequestFailed(Failure(FailureKind.STATUS, detail, status, wait, self._sent_bytes()))
+
+    def _sent_bytes(self) -> int | None:
+        """The length of the body of an error, where the server states it."""
+        text = self._response.getheader("Content-Length", "")
+        return int(text) if text.isdecimal() and self._response.status >= 400 else None
 
     def _error_code(self) -> str:
         """The code that object stores put into the body of an error: it tells an expired token from a wrong key."""

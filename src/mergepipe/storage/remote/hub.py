@@ -9,6 +9,7 @@ from mergepipe.errors import MergePipeError, NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileStatus, RangeFile, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import HUB_SCHEME, Location
+from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.regular import too_large
 from mergepipe.storage.remote.http_client import HttpClient
 from mergepipe.storage.remote.hub_api import HubApi, HubSource
@@ -17,14 +18,14 @@ from mergepipe.storage.remote.hub_errors import is_unreachable, offline
 from mergepipe.storage.remote.hub_files import CachedFile, RemoteFile
 from mergepipe.storage.remote.hub_listing import HubFile, ModelListing
 from mergepipe.storage.remote.hub_settings import HubSettings, hub_settings
-from mergepipe.storage.remote.transfers import CONNECTIONS, REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Transfers
+from mergepipe.storage.traffic import RemoteSettings, RequestCounts
 
 DEFAULT_REVISION = "main"
-REMOTE_TERMS = StoreTerms(granularity_bytes=1, most_requests=CONNECTIONS, request_cost_bytes=REQUEST_COST_BYTES)
 CACHED_TERMS = StoreTerms(granularity_bytes=1, most_requests=8, request_cost_bytes=0)
 
 
-def open_store(scheme: str, ledger: Ledger) -> HubStore:
+def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> HubStore:
     """Make the store of `hf://` locations with the settings of the environment.
 
     Raises:
@@ -32,7 +33,7 @@ def open_store(scheme: str, ledger: Ledger) -> HubStore:
     """
     if scheme != HUB_SCHEME:
         raise ValueError(f"not a scheme of the Hub: {scheme}")
-    return HubStore(hub_settings(), ledger)
+    return HubStore(hub_settings(), ledger, Transfers(ledger, connections=settings.connections))
 
 
 class HubStore:
@@ -49,6 +50,9 @@ class HubStore:
         self._client = HttpClient()
         self._transfers = transfers or Transfers(ledger)
         self._api = HubApi(settings, self._transfers, self._client)
+        self._transfers.on_abort(self._client.abort)
+        self._remote_terms = StoreTerms(1, self._transfers.connections, REQUEST_COST_BYTES)
+        self._notices: list[str] = []
         self._listings: dict[tuple[str, str], ModelListing] = {}
         self._sources: dict[tuple[Location, str], HubSource] = {}
         self._lock = threading.RLock()
@@ -58,16 +62,30 @@ class HubStore:
     def ledger(self) -> Ledger:
         return self._ledger
 
+    @property
+    def counts(self) -> RequestCounts:
+        """The requests made so far, retries among them."""
+        return self._transfers.counts
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The models that the local cache stood in for, because the Hub could not be reached."""
+        return tuple(self._notices)
+
+    def abort(self) -> None:
+        """Fail the requests in flight soon; see `RemoteStore.abort`."""
+        self._transfers.abort()
+
     def terms(self, location: Location) -> StoreTerms:
         """What a request costs, which is nothing where everything at a location lies in the local cache."""
         listing = self._listings.get((location.root, location.revision or DEFAULT_REVISION))
         if listing is None:
-            return REMOTE_TERMS
+            return self._remote_terms
         folder = f"{location.key}/" if location.key else ""
         file = listing.files.get(location.key)
         files = [file] if file else [file for path, file in listing.files.items() if path.startswith(folder)]
         is_cached = files and all(self._cache.path_of(listing.model, listing.commit, file) for file in files)
-        return CACHED_TERMS if is_cached else REMOTE_TERMS
+        return CACHED_TERMS if is_cached else self._remote_terms
 
     def pin(self, location: Location) -> Location:
         """The location at the commit that its revision leads to now.
@@ -121,11 +139,10 @@ class HubStore:
         """Read up to `nbytes` at `offset`, charged as metadata. Raises as `open`, and as reading does."""
         file = self.open(location)
         try:
-            buffer = bytearray(max(0, min(nbytes, file.size_bytes - offset)))
-            count = file.read_into(offset, memoryview(buffer), Purpose.METADATA) if buffer else 0
+            stop = max(offset, min(offset + nbytes, file.size_bytes))
+            return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
         finally:
             file.close()
-        return bytes(buffer[:count])
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata, and hold it against its digest.
@@ -182,7 +199,13 @@ class HubStore:
         except MergePipeError as error:
             if not is_unreachable(error):
                 raise
-            return self._cached_listing(location, revision, error.problems[0].message)
+            listing = self._cached_listing(location, revision, error.problems[0].message)
+        if listing.commit != revision:
+            self._notices.append(
+                f"{location}: the Hub cannot be reached: commit {listing.commit[:12]} of the local cache is used, "
+                f"which '{revision}' led to when it was downloaded"
+            )
+        return listing
 
     def _cached_listing(self, location: Location, revision: str, why: str) -> ModelListing:
         commit = self._cache.commit_of(location.root, revision)

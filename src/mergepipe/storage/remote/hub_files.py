@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import fill_from_descriptor
 from mergepipe.storage.regular import open_regular, os_error
 from mergepipe.storage.remote.hub_api import HubSource
 from mergepipe.storage.remote.hub_errors import changed
@@ -79,16 +82,11 @@ class CachedFile:
         """Fill `buffer` from `offset`, as far as the file goes; see `RangeFile.read_into`."""
         nbytes = max(0, min(len(buffer), self.size_bytes - offset))
         self._ledger.charge(self._ledger_name, purpose, nbytes)
-        done = 0
         try:
-            while done < nbytes:
-                count = os.preadv(self._descriptor, [buffer[done:nbytes]], offset + done)
-                if count == 0:
-                    break
-                done += count
+            fill_from_descriptor(self._descriptor, self.location, offset, np.frombuffer(buffer[:nbytes], np.uint8))
         except OSError as error:
             raise os_error(error, self.location, f"reading {nbytes} bytes at {offset}") from error
-        return done
+        return nbytes
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""

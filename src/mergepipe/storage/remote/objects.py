@@ -11,10 +11,11 @@ from mergepipe.storage.location import Location
 from mergepipe.storage.remote.client import ObjectClient, open_bucket
 from mergepipe.storage.remote.http_client import HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore
-from mergepipe.storage.remote.transfers import CONNECTIONS, Source, Transfers
+from mergepipe.storage.remote.transfers import Source, Transfers
+from mergepipe.storage.traffic import RemoteSettings
 
 
-def open_store(scheme: str, ledger: Ledger, *, connections: int = CONNECTIONS) -> ObjectStore:
+def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> ObjectStore:
     """Return the store of all buckets of a scheme; a bucket's client is made when it is first named.
 
     Raises:
@@ -22,7 +23,7 @@ def open_store(scheme: str, ledger: Ledger, *, connections: int = CONNECTIONS) -
     """
     if scheme not in ("s3", "gs", "az"):
         raise ValueError(f"no object store has the scheme {scheme}")
-    return ObjectStore(Transfers(ledger, connections=connections))
+    return ObjectStore(Transfers(ledger, connections=settings.connections))
 
 
 class ObjectStore(PinnedStore):
@@ -31,6 +32,7 @@ class ObjectStore(PinnedStore):
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
         super().__init__(transfers)
         self._http = http or HttpClient()
+        transfers.on_abort(self._http.abort)
         self._lock = threading.Lock()
         self._clients: dict[str, ObjectClient] = {}
         self._folders: dict[Location, dict[str, Pin | FileKind]] = {}

@@ -9,9 +9,11 @@ from mergepipe.errors import NotFoundError, StorageError
 from mergepipe.storage.contract import Entry, FileKind, FileStatus, StoreTerms
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import read_exact
 from mergepipe.storage.regular import too_large
 from mergepipe.storage.remote.http_client import Pin
-from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, RequestCounts, Source, Transfers
+from mergepipe.storage.remote.transfers import REQUEST_COST_BYTES, Source, Transfers
+from mergepipe.storage.traffic import RequestCounts
 
 _FOLDER: Final = FileStatus(FileKind.FOLDER, 0, "")
 
@@ -70,6 +72,15 @@ class PinnedStore(ABC):
         """The requests made so far, retries among them."""
         return self._transfers.counts
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Nothing: every file is the one that was named."""
+        return ()
+
+    def abort(self) -> None:
+        """Fail the requests in flight soon; see `RemoteStore.abort`."""
+        self._transfers.abort()
+
     def terms(self, location: Location) -> StoreTerms:
         """Any range; many requests at once, each of which costs as much as some megabytes."""
         del location
@@ -120,9 +131,8 @@ class PinnedStore(ABC):
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         """Read up to `nbytes` at `offset` (fewer only at the end of the file), charged as metadata."""
         file = self.open(location)
-        content = bytearray(max(0, min(nbytes, file.size_bytes - offset)))
-        file.read_into(offset, memoryview(content), Purpose.METADATA)
-        return bytes(content)
+        stop = max(offset, min(offset + nbytes, file.size_bytes))
+        return read_exact(file, offset, stop, Purpose.METADATA).tobytes()
 
     def read_small(self, location: Location, limit_bytes: int) -> bytes:
         """Read a whole file of at most `limit_bytes`, charged as metadata; see `Store.read_small`."""

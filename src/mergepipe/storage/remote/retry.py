@@ -25,12 +25,17 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed request. `detail` is shown to users: it never holds an address, a header or a credential."""
+    """One failed request. `detail` is shown to users: it never holds an address, a header or a credential.
+
+    `sent_bytes` is known where it is proved that no byte of the file was sent: the request was never made, or the
+    answer is an error whose body has a stated length.
+    """
 
     kind: FailureKind
     detail: str
     status: int = 0
     retry_after_seconds: float = 0.0
+    sent_bytes: int | None = None
 
     @property
     def is_transient(self) -> bool:

@@ -5,32 +5,24 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from mergepipe.errors import LimitError
+from mergepipe.errors import LimitError, MergePipeError, StorageError
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed, RetryPolicy, error_of, wait_before_retry
+from mergepipe.storage.traffic import CONNECTIONS, RequestCounts
 
 REQUEST_BYTES: Final = 8 << 20
-CONNECTIONS: Final = 32
 REQUEST_COST_BYTES: Final = 3_000_000  # 30 ms at 100 MB/s
 _RENEWABLE_STATUSES: Final = frozenset({401, 403, 404, 410})
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """The requests of a store so far: all attempts, those made again, and the bytes that these asked for again."""
-
-    requests: int = 0
-    retries: int = 0
-    retried_bytes: int = 0
 
 
 class Source(Protocol):
@@ -51,8 +43,12 @@ class Source(Protocol):
 class Transfers:
     """The requests of one store: at most `connections` at once, from any number of threads.
 
-    A read of more than `REQUEST_BYTES` is split and its parts are requested concurrently. `clock`, `random_fraction`
-    and `sleep` (seconds, and an event that ends it early) decide nothing but when attempts are made.
+    A read of more than `REQUEST_BYTES` is split and its parts are requested concurrently. Every attempt is charged
+    before it is made. When it has failed, that is taken back of which the answer proves that it was not sent; since the
+    next attempt of the same range is charged after that, no failure makes a budget look fuller than it is.
+
+    `clock`, `random_fraction` and `sleep` (seconds, and an event that ends it early) decide nothing but when attempts
+    are made.
     """
 
     def __init__(
@@ -76,6 +72,8 @@ class Transfers:
         self._workers: ThreadPoolExecutor | None = None
         self._counts = RequestCounts()
         self._has_answered = False
+        self._stops: set[_Stop] = set()
+        self._on_abort: list[Callable[[], None]] = []
 
     @property
     def counts(self) -> RequestCounts:
@@ -90,35 +88,49 @@ class Transfers:
 
         Raises:
             LimitError: `budget.exceeded`.
+            StorageError: `storage.aborted`, by `abort`.
             MergePipeError: as `retry.error_of` tells.
         """
-        stop = threading.Event()
         starts = range(0, len(buffer), REQUEST_BYTES)
-        if len(starts) <= 1:
-            self._read_part(source, offset, buffer, purpose, stop)
-            return
-        pool = self._pool()
-        parts = [
-            pool.submit(self._read_part, source, offset + start, buffer[start : start + REQUEST_BYTES], purpose, stop)
-            for start in starts
-        ]
-        _finish(parts, stop)
+        with self._stoppable(source.location) as stop:
+            if len(starts) <= 1:
+                self._read_part(source, offset, buffer, purpose, stop)
+                return
+            pool = self._pool()
+            ends = [(start, buffer[start : start + REQUEST_BYTES]) for start in starts]
+            parts = [pool.submit(self._read_part, source, offset + start, part, purpose, stop) for start, part in ends]
+            self._finish(parts, stop)
 
     def ask(self, location: Location, request: Callable[[], T]) -> T:
         """Make a request that transfers no bytes of a file. Raises as `read` does."""
-        attempts = _Attempts(self._clock(), threading.Event())
-        while True:
-            try:
-                return self._attempt(request, attempts)
-            except RequestFailed as error:
-                self._recover(location, error.failure, attempts)
+        with self._stoppable(location) as stop:
+            attempts = _Attempts(self._clock(), stop)
+            while not stop.event.is_set():
+                try:
+                    return self._attempt(request, attempts)
+                except RequestFailed as error:
+                    self._recover(location, error.failure, attempts)
+        raise _aborted(location)
 
     def run_all(self, jobs: list[Callable[[], T]]) -> list[T]:
         """The results of some jobs that make requests, run concurrently."""
         pool = self._pool()
         futures = [pool.submit(job) for job in jobs]
-        _finish(futures, threading.Event())
+        self._finish(futures, _Stop())
         return [future.result() for future in futures]
+
+    def on_abort(self, break_connections: Callable[[], None]) -> None:
+        """Have a function called by `abort`."""
+        self._on_abort.append(break_connections)
+
+    def abort(self) -> None:
+        """Fail the reads in flight, without waiting for their servers; later ones are made as ever."""
+        with self._lock:
+            for stop in self._stops:
+                stop.is_aborted = True
+                stop.event.set()
+        for break_connections in self._on_abort:
+            break_connections()
 
     def close(self) -> None:
         """Let the workers end."""
@@ -127,16 +139,16 @@ class Transfers:
         if workers is not None:
             workers.shutdown()
 
-    def _read_part(
-        self, source: Source, offset: int, buffer: memoryview, purpose: Purpose, stop: threading.Event
-    ) -> None:
+    def _read_part(self, source: Source, offset: int, buffer: memoryview, purpose: Purpose, stop: _Stop) -> None:
         done, attempts = 0, _Attempts(self._clock(), stop)
-        while done < len(buffer) and not stop.is_set():
-            self._charge(source.location, purpose, len(buffer) - done, attempts)
+        while done < len(buffer) and not stop.event.is_set():
+            nbytes = len(buffer) - done
+            self._charge(source.location, purpose, nbytes, attempts)
             try:
                 self._attempt(partial(source.fetch, offset + done, buffer[done:]), attempts)
                 return
             except RequestFailed as error:
+                self._settle(source.location, purpose, nbytes, error)
                 done += error.received_bytes
                 attempts.is_renewed = attempts.is_renewed and not error.received_bytes
                 if not self._renew(source, error.failure, attempts):
@@ -163,12 +175,17 @@ class Transfers:
             retried_bytes = self.counts.retried_bytes
             if not retried_bytes and not attempts.n_failures:
                 raise
-            message = f"{nbytes} more bytes do not fit: {self.counts.retries} retries asked for {retried_bytes} again"
+            message = f"{nbytes} more bytes do not fit: failed attempts took {retried_bytes}"
             hint = "raise the budget a little, or run again when the network is better"
             raise LimitError.of(error.code, location, f"the budget was used up by retries: {message}", hint) from None
-        if attempts.n_failures:
-            with self._lock:
-                self._counts = replace(self._counts, retried_bytes=self._counts.retried_bytes + nbytes)
+
+    def _settle(self, location: Location, purpose: Purpose, nbytes: int, error: RequestFailed) -> None:
+        """Take back what a failed attempt provably was not sent of the `nbytes` that were charged for it."""
+        sent_bytes = nbytes if error.failure.sent_bytes is None else min(nbytes, error.failure.sent_bytes)
+        self.ledger.refund(str(location), purpose, nbytes - sent_bytes)
+        with self._lock:
+            lost_bytes = self._counts.retried_bytes + sent_bytes - error.received_bytes
+            self._counts = replace(self._counts, retried_bytes=lost_bytes)
 
     def _renew(self, source: Source, failure: Failure, attempts: _Attempts) -> bool:
         """Find another address for a source whose address may have expired; once between bytes that arrived."""
@@ -192,7 +209,39 @@ class Transfers:
         )
         if seconds is None:
             raise error_of(failure, location, attempts.n_failures, elapsed) from None
-        self._sleep(seconds, attempts.stop)
+        self._sleep(seconds, attempts.stop.event)
+
+    @contextmanager
+    def _stoppable(self, location: Location) -> Iterator[_Stop]:
+        """Let `abort` end what is done in this context."""
+        stop = _Stop()
+        with self._lock:
+            self._stops.add(stop)
+        try:
+            yield stop
+        finally:
+            with self._lock:
+                self._stops.discard(stop)
+        if stop.is_aborted:
+            raise _aborted(location)
+
+    def _finish(self, futures: list[Future[T]], stop: _Stop) -> None:
+        """Wait for all; after the first error, `stop` the others. Returns or raises when none is running.
+
+        Of several errors, one of the budget is raised, else the first in order.
+        """
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # Ctrl-C: nobody waits for a silent server
+            self.abort()
+            raise
+        finally:
+            stop.event.set()
+            ended = [future for future in futures if not future.cancel()]
+            wait(ended)
+        errors = [error for future in ended if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if isinstance(error, LimitError)), errors[0])
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -201,27 +250,23 @@ class Transfers:
             return self._workers
 
 
+@dataclass(slots=True, eq=False)
+class _Stop:
+    """Ends the attempts of one read: because another of its parts failed, or because the read is aborted."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+    is_aborted: bool = False
+
+
 @dataclass(slots=True)
 class _Attempts:
     """The attempts of one request."""
 
     started: float
-    stop: threading.Event
+    stop: _Stop
     n_failures: int = 0
     is_renewed: bool = False
 
 
-def _finish(futures: list[Future[T]], stop: threading.Event) -> None:
-    """Wait for all; after the first error, `stop` the others. Returns or raises when none is running.
-
-    Of several errors, one of the budget is raised, else the first in order.
-    """
-    try:
-        wait(futures, return_when=FIRST_EXCEPTION)
-    finally:
-        stop.set()
-        ended = [future for future in futures if not future.cancel()]
-        wait(ended)
-    errors = [error for future in ended if (error := future.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if isinstance(error, LimitError)), errors[0])
+def _aborted(location: Location) -> MergePipeError:
+    return StorageError.of("storage.aborted", location, "its reading was given up", "run again")

@@ -25,7 +25,8 @@ from mergepipe.storage.location import WEB_SCHEMES, Location
 from mergepipe.storage.remote.http_client import Address, HeadAnswer, HttpClient, Pin
 from mergepipe.storage.remote.pinned_store import PinnedStore
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
-from mergepipe.storage.remote.transfers import CONNECTIONS, Source, Transfers
+from mergepipe.storage.remote.transfers import Source, Transfers
+from mergepipe.storage.traffic import RemoteSettings
 
 INDEX_NAMES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 KNOWN_NAMES: Final = (
@@ -42,7 +43,7 @@ _MISSING: Final = frozenset({404, 410})
 _UNCLEAR: Final = frozenset({403, 405, 501})  # also said of folders, and of missing files where listing is forbidden
 
 
-def open_store(scheme: str, ledger: Ledger, *, connections: int = CONNECTIONS) -> WebStore:
+def open_store(scheme: str, ledger: Ledger, settings: RemoteSettings) -> WebStore:
     """Return the store of all hosts of a scheme.
 
     Raises:
@@ -50,7 +51,7 @@ def open_store(scheme: str, ledger: Ledger, *, connections: int = CONNECTIONS) -
     """
     if scheme not in WEB_SCHEMES:
         raise ValueError(f"no web server has the scheme {scheme}")
-    return WebStore(Transfers(ledger, connections=connections))
+    return WebStore(Transfers(ledger, connections=settings.connections))
 
 
 class WebStore(PinnedStore):
@@ -59,6 +60,7 @@ class WebStore(PinnedStore):
     def __init__(self, transfers: Transfers, http: HttpClient | None = None) -> None:
         super().__init__(transfers)
         self._http = http or HttpClient()
+        transfers.on_abort(self._http.abort)
         self._lock = threading.Lock()
         self._answers: dict[Location, HeadAnswer | Failure | None] = {}
         self._folders: dict[Location, tuple[Entry, ...]] = {}

@@ -116,17 +116,17 @@ class _Comparison:
     def _kind(self, names: list[str], kind: str) -> Change | None:
         """Measure the change of one kind over all parameters that both checkpoints have completely."""
         before = difference = 0.0
-        found = False
+        differs = False
         for name in names:
             a, b = self.first.states.get((name, kind)), self.second.states.get((name, kind))
             if a is None or b is None or a.gaps or b.gaps:
                 continue
-            found = True
+            differs = True
             for x, y in self._blocks(unpacked(self.store, a), unpacked(self.store, b)):
                 before += float(np.dot(x, x))
                 delta = y - x
                 difference += float(np.dot(delta, delta))
-        return Change(before, difference) if found else None
+        return Change(before, difference) if differs else None
 
     def _blocks(self, a: StoredState, b: StoredState) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
         for start in range(0, a.n_elements, BLOCK_ELEMENTS):

@@ -197,8 +197,11 @@ class _Run:
             world_size=self._options.world_size or self._plan.assignment.skeleton.world_size,
             is_linked=self._options.linked,
             inputs=tuple(
-                replace(each, read_bytes=sum(moved.get(str(each.path / file.name), 0) for file in each.files))
-                for each in inputs
+                replace(
+                    checkpoint,
+                    read_bytes=sum(moved.get(str(checkpoint.path / file.name), 0) for file in checkpoint.files),
+                )
+                for checkpoint in inputs
             ),
             units=self._plan.staleness,
             files=written,

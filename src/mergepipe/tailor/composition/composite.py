@@ -103,7 +103,7 @@ class CompositeManifest:
                 "state_from": str(self.assignment.state.path),
                 "linked": self.is_linked,
             },
-            "inputs": [_input_json(each) for each in self.inputs],
+            "inputs": [_input_json(checkpoint) for checkpoint in self.inputs],
             "units": [unit.to_json() for unit in self.units],
             "files": [asdict(file) for file in self.files],
             "self_check": {**asdict(self.self_check), "thoroughness": self.self_check.thoroughness.value},

@@ -57,10 +57,10 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
         owner = assignment.skeleton.units.tied.get(name, name)
         if assignment.source_of[owner] == assignment.skeleton_index:
             continue
-        given = state_to_copy(assignment.source(owner), name, kind)
-        if given is None:
+        source_state = state_to_copy(assignment.source(owner), name, kind)
+        if source_state is None:
             raise AssertionError(f"{kind} of {name} was checked to be there")
-        patches.state(given, target)
+        patches.state(source_state, target)
     for choice in steps:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
@@ -78,10 +78,10 @@ class PatchCollector:
         self.windows: dict[Location, dict[int, Window]] = defaultdict(dict)
         self.edits: dict[Location, dict[PicklePath, object]] = defaultdict(dict)
 
-    def state(self, given: StoredState, target: StoredState) -> None:
+    def state(self, source: StoredState, target: StoredState) -> None:
         """Copy the values of `given` to the places of `target`."""
         self._note_windows(target.pieces)
-        for file, patch in patch_states(unpacked(self._store, given), unpacked(self._store, target)):
+        for file, patch in patch_states(unpacked(self._store, source), unpacked(self._store, target)):
             self.by_file[file].append(patch)
 
     def step(self, choice: StepChoice) -> None:
@@ -120,14 +120,14 @@ def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay
     """Plan a copy of one file with its patches and state edits."""
     if file.name in overlay.contents:
         return FilePlan(file.name, (Literal(overlay.contents[file.name]),))
-    own = patches.by_file.get(file.path, [])
+    file_patches = patches.by_file.get(file.path, [])
     edits = {**overlay.edits_of(file.path), **patches.edits.get(file.path, {})}
     if edits:
-        return plan_edited(store, file, own, edits)
-    touched = [ByteRange(patch.offset, patch.stop) for patch in own]
+        return plan_edited(store, file, file_patches, edits)
+    touched = [ByteRange(patch.offset, patch.stop) for patch in file_patches]
     windows = patches.windows.get(file.path, {})  # the archives inside a file that is none itself
     checksums = stale_checksums(store, file.path, touched, tuple(windows.values()))
-    return patched_file(file.name, file.path, file.size_bytes, own, checksums)
+    return patched_file(file.name, file.path, file.size_bytes, file_patches, checksums)
 
 
 def _check_all_used(patches: Mapping[Location, list[Patch]], files: Iterable[SkeletonFile]) -> None:

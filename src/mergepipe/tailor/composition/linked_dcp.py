@@ -59,22 +59,22 @@ def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
         index = assignment.source_of[skeleton.units.tied.get(name, name)]
         if index == assignment.skeleton_index:
             continue
-        given = assignment.sources[index].states[name, kind]
-        if any(piece.packing is not Packing.TORCH_ZIP for piece in given.pieces):
+        source_state = assignment.sources[index].states[name, kind]
+        if any(piece.packing is not Packing.TORCH_ZIP for piece in source_state.pieces):
             raise UnsupportedError.of(
                 "tailor.link.partial", assignment.sources[index].path, "is partial: it has no chunks to point to",
                 "compose without --link",
             )  # fmt: skip
-        if [p.span for p in given.pieces] != [p.span for p in target.pieces]:
+        if [p.span for p in source_state.pieces] != [p.span for p in target.pieces]:
             raise UnsupportedError.of(
                 "tailor.link.chunks", assignment.sources[index].path,
                 f"{kind} of {name} is cut into other chunks than in {skeleton.path}", "compose without --link",
             )  # fmt: skip
-        yield from zip(map(_place, target.pieces), map(_place, given.pieces), strict=True)
+        yield from zip(map(_place, target.pieces), map(_place, source_state.pieces), strict=True)
     for name, index in assignment.source_of.items():
-        own = counters[assignment.skeleton_index].get(name)
-        if index != assignment.skeleton_index and own is not None:
-            yield from zip(map(_place, own.cells), map(_place, counters[index][name].cells), strict=True)
+        skeleton_counter = counters[assignment.skeleton_index].get(name)
+        if index != assignment.skeleton_index and skeleton_counter is not None:
+            yield from zip(map(_place, skeleton_counter.cells), map(_place, counters[index][name].cells), strict=True)
 
 
 def _place(piece: Piece) -> _Place:
@@ -94,12 +94,12 @@ class _Linked:
 def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Place, _Place], home: Location) -> _Linked:
     """Change the places in `metadata` (in place) to the new ones, relative to `home`."""
     root = Node(metadata, METADATA_NAME).fields("Metadata")
-    files, own = set(), set()
+    files, own_files = set(), set()
     for _, node in root.get("storage_data").items():
         fields = node.fields("_StorageInfo")
         relative = fields.get("relative_path").text()
         file = (skeleton.path.absolute() / relative).normal()
-        own.add(file)
+        own_files.add(file)
         old = (file, fields.get("offset").integer(), fields.get("length").integer())
         new = moved.get(old, old)
         files.add(new[0])
@@ -111,4 +111,4 @@ def _relink(metadata: object, skeleton: TrainingCheckpoint, moved: Mapping[_Plac
             "tailor.link.place", home, f"is not beside its sources: {outside[0]} lies elsewhere",
             f"choose a directory in {outside[0].parent.parent}, or compose without --link",
         )  # fmt: skip
-    return _Linked(tuple(sorted(files)), frozenset(own))
+    return _Linked(tuple(sorted(files)), frozenset(own_files))

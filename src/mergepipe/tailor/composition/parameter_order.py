@@ -49,13 +49,13 @@ _NORM_WORDS = ("norm", "layernorm", "ln_1", "ln_2", "ln_f")
 def defined_order(model_type: str, names: Iterable[str]) -> tuple[str, ...] | None:
     """Return `names` as the model defines them; None when the architecture is unknown or does not have them all."""
     order = ORDERS.get(model_type)
-    given = list(names)
+    unordered = list(names)
     if order is None:
         return None
-    places = {name: _place(order, name) for name in given}
+    places = {name: _place(order, name) for name in unordered}
     if any(place is None for place in places.values()):
         return None
-    return tuple(sorted(given, key=lambda name: places[name] or ()))
+    return tuple(sorted(unordered, key=lambda name: places[name] or ()))
 
 
 def trainer_order(defined: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

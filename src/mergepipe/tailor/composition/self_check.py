@@ -124,17 +124,17 @@ def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tu
     if is_other_step or dict(made.parameters) != dict(skeleton.parameters):
         raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
-    found = {name: step.value for step in made.steps for name in step.parameters}
-    wrong = [name for name, value in wanted.items() if found.get(name) != value]
+    written_steps = {name: step.value for step in made.steps for name in step.parameters}
+    wrong = [name for name, value in wanted.items() if written_steps.get(name) != value]
     if wrong:
-        raise _failed(made, f"the step counter of {wrong[0]} is {found.get(wrong[0])}, not {wanted[wrong[0]]}")
+        raise _failed(made, f"the step counter of {wrong[0]} is {written_steps.get(wrong[0])}, not {wanted[wrong[0]]}")
 
 
 def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> bool:
     """Whether the bytes are equal except for the payload of NaNs."""
     if np.array_equal(a, b):
         return True
-    x, y = (values_of(each, state.dtype, state.parameter).astype(np.float64) for each in (a, b))
+    x, y = (values_of(stored, state.dtype, state.parameter).astype(np.float64) for stored in (a, b))
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
 
 

@@ -79,12 +79,12 @@ def _counters(source: TrainingCheckpoint) -> dict[str, float]:
 
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
     used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
-    found = [
+    candidates = [
         counters[assignment.source_of[name]].get(name, counter.value)
         for name in counter.parameters
         if name in assignment.source_of
     ]
-    value = max(found, default=counter.value)
+    value = max(candidates, default=counter.value)
     return StepChoice(counter, value, StepPolicy.EXACT if len(used) <= 1 else StepPolicy.NEWEST)
 
 

@@ -94,12 +94,12 @@ def _check_state(store: Store, assignment: Assignment) -> None:
 
 def _with_state_files(store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> tuple[SkeletonFile, ...]:
     folder = assignment.state.path
-    given = {f.name: f for f in _state_files(store, folder)}
-    lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in given]
+    source_files = {f.name: f for f in _state_files(store, folder)}
+    lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
     if lacking:
         raise CorruptError.of("tailor.state.files", folder, f"holds no {lacking[0]}, which the skeleton has")
-    kept = [f for f in files if f.name not in given]
-    return tuple(sorted([*kept, *given.values()], key=lambda f: f.name))
+    kept = [f for f in files if f.name not in source_files]
+    return tuple(sorted([*kept, *source_files.values()], key=lambda f: f.name))
 
 
 def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:

@@ -172,7 +172,7 @@ def _dtype(fields: Node) -> DType:
 
 def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Location, int, int]]:
     """Where each (tensor, offsets) lies: file, offset, bytes."""
-    found = {}
+    pieces = {}
     files: dict[str, Location] = {}
     for key, node in metadata.get("storage_data").items():
         index = Node(key, node.file, node.path).fields("MetadataIndex")
@@ -184,8 +184,8 @@ def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tu
         relative = place.get("relative_path").text()
         if relative not in files:
             files[relative] = at.contained(relative, place)
-        found[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
-    return found
+        pieces[name] = (files[relative], place.get("offset").integer(), place.get("length").integer())
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +251,11 @@ def _layout(tensor: _Tensor) -> tuple[object, ...]:
 
 def _checksums(store: Store, tensor: _Tensor) -> dict[tuple[int, ...], int]:
     """The CRC-32 of every chunk's elements, as its archive has noted it."""
-    found = {}
+    checksums = {}
     for chunk in tensor.chunks:
         members = read_zip_directory(store, Window(chunk.file, chunk.offset, chunk.nbytes)) if chunk.nbytes else {}
-        found[chunk.offsets] = next((m.crc32 for name, m in members.items() if name.endswith(_ELEMENTS)), 0)
-    return found
+        checksums[chunk.offsets] = next((m.crc32 for name, m in members.items() if name.endswith(_ELEMENTS)), 0)
+    return checksums
 
 
 def _state(tensor: _Tensor, name: str, kind: str) -> StoredState:

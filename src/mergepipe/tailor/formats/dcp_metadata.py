@@ -61,21 +61,21 @@ def merge_state(metadata: object, folder: Location, state: object, state_folder:
         MismatchError: `metadata` has values that are no tensors and that the state lacks.
         UnsupportedError: the state's files do not lie in its directory.
     """
-    own, new = _root(metadata, folder), _root(state, state_folder)
-    described, given = own.get(_DESCRIBED).mapping(), new.get(_DESCRIBED).mapping()
-    lacking = [str(k) for k, v in described.items() if _is_plain_value(v) and k not in given]
+    metadata_root, new = _root(metadata, folder), _root(state, state_folder)
+    described, added = metadata_root.get(_DESCRIBED).mapping(), new.get(_DESCRIBED).mapping()
+    lacking = [str(k) for k, v in described.items() if _is_plain_value(v) and k not in added]
     if lacking:
         more = f" and {len(lacking) - _MAX_NAMED} more" if len(lacking) > _MAX_NAMED else ""
         raise MismatchError.of(
             "tailor.state.files", state_folder, f"lacks {', '.join(lacking[:_MAX_NAMED])}{more}, which {folder} holds",
             "save the same state with every partial checkpoint, or name a complete one in state_from",
         )  # fmt: skip
-    described.update(given)
-    keys, given_keys = own.find(_KEYS), new.find(_KEYS)
-    if keys is not None and given_keys is not None:
-        keys.mapping().update(given_keys.mapping())
-    stored = own.get(_STORED).mapping()
-    for index in [index for index in stored if _key(index, own) in given]:
+    described.update(added)
+    keys, added_keys = metadata_root.find(_KEYS), new.find(_KEYS)
+    if keys is not None and added_keys is not None:
+        keys.mapping().update(added_keys.mapping())
+    stored = metadata_root.get(_STORED).mapping()
+    for index in [index for index in stored if _key(index, metadata_root) in added]:
         del stored[index]
     renamed: dict[str, str] = {}
     for index, place in new.get(_STORED).items():

@@ -195,15 +195,15 @@ def _stage(rank: _Rank) -> int:
 
 def _world_size(ranks: list[_Rank], model: Node) -> int:
     """The number of partitions, which every rank and the model file must agree on."""
-    found = model.get("dp_world_size").integer()
+    recorded = model.get("dp_world_size").integer()
     for rank in ranks:
         node = rank.optimizer.get("partition_count")
         counts = {n.integer() for n in node.elements()} if isinstance(node.value, list) else {node.integer()}
-        if counts != {found}:
-            raise node.error(f"the partition counts are {sorted(counts)[:4]}, the model file says {found} ranks")
-        if rank.rank >= found:
-            raise node.error(f"rank {rank.rank} of {found}")
-    return found
+        if counts != {recorded}:
+            raise node.error(f"the partition counts are {sorted(counts)[:4]}, the model file says {recorded} ranks")
+        if rank.rank >= recorded:
+            raise node.error(f"rank {rank.rank} of {recorded}")
+    return recorded
 
 
 def _flat_groups(model: Node, stage: int, world_size: int) -> tuple[tuple[FlatParameter, ...], ...]:
@@ -328,14 +328,14 @@ class _Reader:
     def steps(self) -> Iterator[AdamStep]:
         """One step counter a group, the same on every rank."""
         for index, group in enumerate(self.groups):
-            found = [step for rank in self.ranks if (step := self._step(rank, index))]
-            if len({step.value for step in found}) > 1:
-                values = sorted({step.value for step in found})
+            steps = [step for rank in self.ranks if (step := self._step(rank, index))]
+            if len({step.value for step in steps}) > 1:
+                values = sorted({step.value for step in steps})
                 raise CorruptError.of("tailor.zero.step", self.ranks[0].optimizer.file, f"ranks are at steps {values}")
-            if found:
-                cells = tuple(cell for step in found for cell in step.cells)
-                entries = tuple(entry for step in found for entry in step.entries)
-                yield replace(found[0], parameters=tuple(p.name for p in group), cells=cells, entries=entries)
+            if steps:
+                cells = tuple(cell for step in steps for cell in step.cells)
+                entries = tuple(entry for step in steps for entry in step.entries)
+                yield replace(steps[0], parameters=tuple(p.name for p in group), cells=cells, entries=entries)
 
     def _step(self, rank: _Rank, group: int) -> AdamStep | None:
         """The counter of one group: in its state, or (fused optimizers) in the options of its parameter group."""

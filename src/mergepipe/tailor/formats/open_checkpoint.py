@@ -21,8 +21,8 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
     """
     if not is_folder(store, path):
         raise NotFoundError.of("tailor.path", path, "there is no such directory")
-    kind = next((each for each in CHECKPOINT_KINDS if each.recognise(store, path)), None)
+    kind = next((candidate for candidate in CHECKPOINT_KINDS if candidate.recognise(store, path)), None)
     if kind is None:
-        looked_for = "; ".join(each.looked_for for each in CHECKPOINT_KINDS)
+        looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS)
         raise NotFoundError.of("tailor.none", path, "no training checkpoint is here", f"looked for {looked_for}")
     return kind.open(store, path, home or path)

@@ -97,13 +97,13 @@ def _entries(store: Store, folder: Location, shard: ShardFile) -> _Entries:
 
 def _states(manifest: PartialManifest, entries: dict[str, _Entries]) -> Iterator[StoredState]:
     """Every state, its pieces joined over the shards in the order of their elements."""
-    found: dict[tuple[str, str], list[tuple[ShardTensor, Piece]]] = {}
+    parts_of_state: dict[tuple[str, str], list[tuple[ShardTensor, Piece]]] = {}
     for shard in manifest.shards:
         for tensor in shard.tensors:
             entry = entries[shard.name][tensor.key]
             piece = Piece(entry.file, entry.offset, entry.nbytes, tensor.span)
-            found.setdefault((tensor.parameter, tensor.kind), []).append((tensor, piece))
-    for (parameter, kind), parts in found.items():
+            parts_of_state.setdefault((tensor.parameter, tensor.kind), []).append((tensor, piece))
+    for (parameter, kind), parts in parts_of_state.items():
         pieces = sorted((piece for _, piece in parts), key=lambda piece: piece.span.start)
         overlap = any(a.span.stop > b.span.start for a, b in pairwise(pieces))
         if overlap or len({tensor.dtype for tensor, _ in parts}) > 1:
@@ -158,9 +158,9 @@ class PartialKind:
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
         """See `read_partial`; it knows whether its framework could resume at its step, if it were whole."""
         partial = read_partial(store, path)
-        of_run = next((each for each in self.formats if each.name == partial.format), None)
+        of_run = next((candidate for candidate in self.formats if candidate.name == partial.format), None)
         if of_run is None:
-            names = ", ".join(each.name for each in self.formats)
+            names = ", ".join(candidate.name for candidate in self.formats)
             message = f"'origin': one of {names} is needed, found {shown(partial.format)}"
             raise CorruptError.of("tailor.partial.name", path / MANIFEST_NAME, message)
         has_state = of_run.resumes_partial(partial.framework) and is_file(store, path / of_run.state_file)

@@ -220,12 +220,12 @@ class _Fields:
         value = self.document.get(key)
         if not isinstance(value, list):
             self.refuse("list", f"'{key}': a list is needed, found {shown(value)}")
-        return tuple(read(each) for each in value)
+        return tuple(read(item) for item in value)
 
     def names(self, value: JsonValue, key: str, known: frozenset[str]) -> tuple[str, ...]:
         if not isinstance(value, list):
             self.refuse("list", f"'{key}': a list of names is needed, found {shown(value)}")
-        return tuple(self.text(each, key, known) for each in value)
+        return tuple(self.text(item, key, known) for item in value)
 
     def shape(self, value: JsonValue, name: str) -> tuple[int, ...]:
         if not isinstance(value, list):

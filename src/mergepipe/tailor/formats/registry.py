@@ -24,4 +24,4 @@ def format_named(name: str) -> TrainingFormat:
     Raises:
         KeyError: there is none.
     """
-    return {each.name: each for each in TRAINING_FORMATS}[name]
+    return {training_format.name: training_format for training_format in TRAINING_FORMATS}[name]

@@ -39,12 +39,12 @@ class ChangeTracker:
         """Return `‖now - saved‖ / ‖saved‖` of every unit, the same on every rank; `inf` without recorded samples."""
         local = self._squares(view)
         every = ranks.gather(local)
-        found = {}
+        changes = {}
         for unit, names in view.units.parameters.items():
             parts = [squares[name] for squares in every for name in names if name in squares]
             moved, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
-            found[unit] = math.sqrt(moved / norm) if norm > 0 else (math.inf if moved > 0 else 0.0)
-        return found
+            changes[unit] = math.sqrt(moved / norm) if norm > 0 else (math.inf if moved > 0 else 0.0)
+        return changes
 
     def _squares(self, view: EngineView) -> dict[str, tuple[float, float]]:
         """Compute per parameter the squared norms of the change and of the saved values, scaled to the whole shard."""

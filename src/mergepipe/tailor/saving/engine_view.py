@@ -83,10 +83,10 @@ class EngineView:
         """Sum the bytes of each unit on this rank."""
         units = self.units
         home = {name: unit for unit, names in units.parameters.items() for name in names}
-        found = dict.fromkeys(units.parameters, 0)
+        local_bytes = dict.fromkeys(units.parameters, 0)
         for shard in self.shards:
-            found[home[shard.parameter]] += shard.nbytes
-        return found
+            local_bytes[home[shard.parameter]] += shard.nbytes
+        return local_bytes
 
 
 class Ranks(Protocol):

@@ -102,14 +102,14 @@ def local_shard(parameter: str, kind: str, span: Span, tensor: Any) -> LocalShar
 
 def scalar_options(group: Mapping[str, Any]) -> dict[str, JsonValue]:
     """The options of an optimizer's parameter group that JSON can hold; one-element tensors as numbers."""
-    found: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = {}
     for key, value in group.items():
         plain = float(value) if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-        if isinstance(plain, tuple) and all(isinstance(each, int | float) for each in plain):
-            found[key] = list(plain)
+        if isinstance(plain, tuple) and all(isinstance(number, int | float) for number in plain):
+            options[key] = list(plain)
         elif plain is None or isinstance(plain, bool | int | float | str):
-            found[key] = plain
-    return found
+            options[key] = plain
+    return options
 
 
 def save_random_state(path: Path) -> None:

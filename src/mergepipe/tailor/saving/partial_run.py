@@ -52,12 +52,12 @@ class PartialRun:
 
     def history(self, step: int) -> tuple[SaveRecord, ...]:
         """Return the saves before `step` that the run builds on: none, unless a full one of them still exists."""
-        found: tuple[SaveRecord, ...] = ()
+        history: tuple[SaveRecord, ...] = ()
         if self.ranks.rank == 0:
             records = tuple(r for r in read_journal(self.run).records if r.step < step)
             if any(r.is_full and (self.run / str(r.folder)).is_dir() for r in records):
-                found = records
-        return self.ranks.gather(found)[0]
+                history = records
+        return self.ranks.gather(history)[0]
 
     def save(
         self,

@@ -128,10 +128,10 @@ def _agree(ranks: Ranks, act: Callable[[], Value]) -> list[Value]:
         if isinstance(error, MergePipeError):
             outcome = _Failure(type(error), error.problems)
     outcomes = ranks.gather(outcome)
-    failures = [each for each in outcomes if isinstance(each, _Failure)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
     if failures:
         raise failures[0].kind(*failures[0].problems) from cause
-    return [each for each in outcomes if not isinstance(each, _Failure)]
+    return [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
 
 
 def _write_shard(job: PartialJob, folder: Path, rank: int) -> ShardFile | None:

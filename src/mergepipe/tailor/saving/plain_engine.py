@@ -61,10 +61,10 @@ def _reader(value: Any) -> Callable[[], float]:
 
 
 def _check_shape(name: str, kind: str, value: Any, parameter: Any) -> None:
-    found, needed = tuple(value.shape), tuple(parameter.shape)
-    if found != needed:
+    shape, needed = tuple(value.shape), tuple(parameter.shape)
+    if shape != needed:
         raise UnsupportedError.of(
-            "train.state", name, f"optimizer state {kind!r} has shape {found}, not {needed}",
+            "train.state", name, f"optimizer state {kind!r} has shape {shape}, not {needed}",
             "only optimizers whose states have their parameter's shape are saved in parts, as AdamW",
         )  # fmt: skip
 

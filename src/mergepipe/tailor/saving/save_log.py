@@ -117,11 +117,11 @@ class _Event:
     step: int
     is_start: bool
     flags: tuple[int, ...] | None = None
-    own: SaveRecord | None = None
+    recorded: SaveRecord | None = None
 
     def record(self, n_layers: int) -> SaveRecord:
-        if self.own is not None:
-            return self.own
+        if self.recorded is not None:
+            return self.recorded
         return SaveRecord(self.step, tuple(sorted(self._units(n_layers))))
 
     def _units(self, n_layers: int) -> Iterator[Unit]:
@@ -138,8 +138,8 @@ def _paper_layers(events: Iterable[_Event]) -> int:
     """Return the number of layers, from MergePipe's lines, or from the largest number, which is the embeddings'."""
     listed = list(events)
     for event in listed:
-        if event.own is not None and event.own.model_units:
-            return sum(unit.kind is UnitKind.LAYER for unit in event.own.model_units)
+        if event.recorded is not None and event.recorded.model_units:
+            return sum(unit.kind is UnitKind.LAYER for unit in event.recorded.model_units)
     return max((number for event in listed for number in event.flags or ()), default=2) - 2
 
 
@@ -160,7 +160,7 @@ class _Line:
             return _Event(self.where, self._step(document), is_start=True)
         if document["event"] != SAVE:
             self._refuse("line", f"unknown event {shown(document['event'])}")
-        return _Event(self.where, self._step(document), is_start=False, own=self._own(document))
+        return _Event(self.where, self._step(document), is_start=False, recorded=self._own(document))
 
     def _refuse(self, what: str, message: str) -> NoReturn:
         raise CorruptError.of(f"{_CODE}.{what}", self.where, message)

@@ -57,14 +57,14 @@ def save_partial(
     ranks = current_ranks()
     inner = unwrapped(model)
     view = view_plain(inner, optimizer, ranks, Framework.TORCH)
-    own = LoopState(inner, optimizer, dict(state or {}), ranks.rank)
+    loop = LoopState(inner, optimizer, dict(state or {}), ranks.rank)
     saves = PartialRun(run, strategy, ranks, tracker)
     history = saves.history(step)
     if history:
-        return saves.save(view, step, history, own.write)
+        return saves.save(view, step, history, loop.write)
     started = time.perf_counter()
     name = saves.free_name(f"{FULL}-{step}")
-    write_together(run / name, ranks, own.write_full, lambda *_: 0)
+    write_together(run / name, ranks, loop.write_full, lambda *_: 0)
     return saves.note_full(view, step, name, time.perf_counter() - started)
 
 

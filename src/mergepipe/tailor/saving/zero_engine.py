@@ -88,8 +88,8 @@ class _Group:
         """The step counter: in the state, or (fused optimizers) among the options of the parameter group."""
         if "step" in self.state:
             return LocalCounter(tuple(self.shapes), _reader(self.state["step"]))
-        found = [group["step"] for group in zero.optimizer.param_groups if "step" in group]
-        return LocalCounter(tuple(self.shapes), _reader(found[0])) if found else None
+        counters = [group["step"] for group in zero.optimizer.param_groups if "step" in group]
+        return LocalCounter(tuple(self.shapes), _reader(counters[0])) if counters else None
 
 
 def _reader(value: Any) -> Callable[[], float]:

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BasePath, BlockElements, ExpertPaths, PackPath, ReportFlags, RunFlags
+from mergepipe.cli.options import BlockElements, PackPath, ReportFlags, RunFlags
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
+from mergepipe.errors import RecipeError
 
 Probe = Annotated[
     str | None,
@@ -22,9 +23,26 @@ Densities = Annotated[
 ]
 
 
+OptionalBase = Annotated[
+    str | None, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
+]
+OptionalExperts = Annotated[
+    list[str] | None, typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
+]
+ImportFrom = Annotated[
+    str | None,
+    typer.Option("--import", metavar="FILE", help="First take in what another machine exported; alone, only that."),
+]
+ExportTo = Annotated[
+    str | None,
+    typer.Option("--export", metavar="FILE", help="Write what is known of the experts to FILE, for other machines."),
+]
+
 EXAMPLES = (
     "mergepipe analyze base/ expert-1/ expert-2/",
     "mergepipe analyze base/ expert-1/ --probe 1%",
+    "mergepipe analyze base/ expert-1/ --export mergepipe.stats",
+    "mergepipe analyze --import mergepipe.stats",
 )
 
 
@@ -35,20 +53,30 @@ def register(app: typer.Typer) -> None:
 
 def analyze(
     context: typer.Context,
-    base: BasePath,
-    experts: ExpertPaths,
+    base: OptionalBase = None,
+    experts: OptionalExperts = None,
     *,
     probe: Probe = None,
     density: Densities = None,
     block_elements: BlockElements = None,
     pack: PackPath = None,
+    import_from: ImportFrom = None,
+    export_to: ExportTo = None,
     machine: RunFlags,
     printing: ReportFlags,
 ) -> None:
     """Read each EXPERT once against BASE and keep what plans need.
 
     What is known of unchanged files is not read again. An interrupted analysis is resumed.
+
+    Statistics that are imported are used like an analysis of your own: import what you trust.
     """
+    if base is None and import_from is not None:
+        _import_alone(import_from, machine, printing)
+        return
+    if base is None or not experts:
+        missing = "BASE" if base is None else "EXPERT..."
+        raise RecipeError.of("option.invalid", "", f"Missing argument '{missing}'", "see 'mergepipe analyze --help'")
     session: Session = context.obj
     options = machine.options()
     from mergepipe.planning.budget import parse_fraction
@@ -64,9 +92,19 @@ def analyze(
             densities=[parse_fraction(each, "--density", "option.density") for each in density or ()],
             block_elements=block_elements,
             pack=pack,
+            import_from=import_from,
+            export_to=export_to,
             options=options,
             on_progress=on_progress,
         )
     from mergepipe.cli.render.merges import analyze_table
 
     print_report(report, analyze_table, as_json=printing.as_json, quiet=printing.quiet)
+
+
+def _import_alone(file: str, machine: RunFlags, printing: ReportFlags) -> None:
+    from mergepipe import api
+    from mergepipe.cli.render.merges import import_table
+
+    report = api.import_statistics(file, home=machine.home)
+    print_report(report, import_table, as_json=printing.as_json, quiet=printing.quiet)

@@ -33,17 +33,17 @@ def stale_checksums(
         if store.read_metadata(file, 0, len(_ZIP_START)) != _ZIP_START:
             return ()
         windows = (Window(file, 0, store.size_bytes(file)),)
-    found = []
+    stale = []
     for window in windows:
         for member in read_zip_directory(store, window).values():
             if _touches(ranges, member.offset, member.offset + member.nbytes):
-                found.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
+                stale.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
                 if min(member.crc_offsets) < member.offset + member.nbytes:
                     raise UnsupportedError.of(
                         "tailor.checksum", file, f"the checksum of {member.name!r} stands before its bytes",
                         "save it again with torch.save",
                     )  # fmt: skip
-    return tuple(found)
+    return tuple(stale)
 
 
 def _touches(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:

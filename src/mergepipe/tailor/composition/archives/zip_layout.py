@@ -94,13 +94,13 @@ class _Layout:
     @property
     def checksums(self) -> Sequence[Checksum]:
         """List every unknown checksum with its places: behind its member and in the directory."""
-        found, place = [], self._position
+        checksums, place = [], self._position
         for unknown, entry in zip(self._ranges, self._entries, strict=True):
             if unknown is not None:
                 start, stop, behind = unknown
-                found.append(Checksum(start, stop, (behind, place + 16)))
+                checksums.append(Checksum(start, stop, (behind, place + 16)))
             place += len(_central(*entry))
-        return found
+        return checksums
 
 
 def _sizes(nbytes: int) -> bytes:

@@ -111,29 +111,29 @@ def source_bytes(segment: Segment) -> int:
     return segment.nbytes if isinstance(segment, CopyRange) else 0
 
 
-def patch_states(given: StoredState, target: StoredState) -> Iterator[tuple[Location, Patch]]:
+def patch_states(source: StoredState, target: StoredState) -> Iterator[tuple[Location, Patch]]:
     """Yield (file of the target, patch) that copy the values of `given` to the places of `target`.
 
     Both must be raw. Law: every element that `target` has a place for is patched once, if `given` has no gaps.
     """
     index = 0
     for place in target.pieces:
-        while index < len(given.pieces) and given.pieces[index].span.stop <= place.span.start:
+        while index < len(source.pieces) and source.pieces[index].span.stop <= place.span.start:
             index += 1
         following = index
-        while following < len(given.pieces) and given.pieces[following].span.start < place.span.stop:
-            yield place.file, _patch(given, given.pieces[following], target, place)
+        while following < len(source.pieces) and source.pieces[following].span.start < place.span.stop:
+            yield place.file, _patch(source, source.pieces[following], target, place)
             following += 1
 
 
-def _patch(given: StoredState, piece: Piece, target: StoredState, place: Piece) -> Patch:
+def _patch(source: StoredState, piece: Piece, target: StoredState, place: Piece) -> Patch:
     start = max(piece.span.start, place.span.start)
     n_elements = min(piece.span.stop, place.span.stop) - start
-    source_at = piece.offset + (start - piece.span.start) * given.dtype.itemsize
+    source_at = piece.offset + (start - piece.span.start) * source.dtype.itemsize
     target_at = place.offset + (start - place.span.start) * target.dtype.itemsize
-    if given.dtype == target.dtype:
-        return Patch(target_at, CopyRange(piece.file, source_at, n_elements * given.dtype.itemsize, is_skeleton=False))
-    return Patch(target_at, CastRange(piece.file, source_at, n_elements, given.dtype, target.dtype))
+    if source.dtype == target.dtype:
+        return Patch(target_at, CopyRange(piece.file, source_at, n_elements * source.dtype.itemsize, is_skeleton=False))
+    return Patch(target_at, CastRange(piece.file, source_at, n_elements, source.dtype, target.dtype))
 
 
 def patched_file(

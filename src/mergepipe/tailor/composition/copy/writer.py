@@ -88,10 +88,10 @@ class Copier:
         ):
             flow = _Flow(self._pool, readers, writer, sources, targets)
             steps = _steps([plan for plan, _ in jobs], self._chunk_bytes)
-            for index, found in groupby(flow.run(steps), key=lambda pair: pair[0].index):
+            for index, steps_of_file in groupby(flow.run(steps), key=lambda pair: pair[0].index):
                 plan = jobs[index][0]
                 renewal = ChecksumRenewal(plan.checksums)
-                for _, views in found:
+                for _, views in steps_of_file:
                     renewal.pass_through(views)
                     self._on_advance(sum(view.size for view in views))
                 written.append(WrittenFile(plan.name, plan.size_bytes, renewal.digest()))

@@ -208,11 +208,11 @@ def _numbered(choice: NumberedUnit, units: ModelUnits, where: str) -> tuple[tupl
 def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings) -> None:
     if recipe.weights_dtype is None:
         return
-    found = {s.dtype.name for (_, kind), s in skeleton.states.items() if kind in DERIVED_KINDS}
-    if found and recipe.weights_dtype.name not in found:
+    dtypes = {s.dtype.name for (_, kind), s in skeleton.states.items() if kind in DERIVED_KINDS}
+    if dtypes and recipe.weights_dtype.name not in dtypes:
         findings.add(
             MismatchError, "tailor.dtype", f"{recipe.path.name} dtype", f"{recipe.weights_dtype.recipe_name} is asked "
-            f"for, the weights of {skeleton.path} are {', '.join(sorted(found))}",
+            f"for, the weights of {skeleton.path} are {', '.join(sorted(dtypes))}",
             "a composition keeps the dtype of its sources",
         )  # fmt: skip
 
@@ -251,9 +251,9 @@ def _check_counters(
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:
     """Return the state to copy from a source: the state itself, or the master weights for a derived copy."""
-    own = source.states.get((name, kind))
-    if own is not None or kind not in DERIVED_KINDS:
-        return own
+    source_state = source.states.get((name, kind))
+    if source_state is not None or kind not in DERIVED_KINDS:
+        return source_state
     owner = source.units.tied.get(name, name)
     return source.states.get((owner, FP32)) or source.states.get((owner, WEIGHT))
 

@@ -82,8 +82,8 @@ def unit_selectors(units: Iterable[Unit]) -> tuple[str, ...]:
 
 def _ranges(indices: Sequence[int]) -> Iterator[str]:
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        found = [index for _, index in run]
-        yield str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+        layers = [index for _, index in run]
+        yield str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def compose_from_log(
@@ -219,5 +219,5 @@ def composition_from_log_file(
 
 def _is_stateless(store: Store, folder: Location) -> bool:
     """Whether it is a partial save that holds tensors alone."""
-    has_state = any(is_file(store, folder / each.state_file) for each in TRAINING_FORMATS)
+    has_state = any(is_file(store, folder / kind.state_file) for kind in TRAINING_FORMATS)
     return is_file(store, folder / MANIFEST_NAME) and not has_state

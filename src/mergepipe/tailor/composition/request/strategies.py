@@ -39,20 +39,20 @@ def find_checkpoints(store: Store, run: Location, at: int | None) -> list[Traini
         match = _NUMBERED.fullmatch(entry.name)
         if match and entry.kind is FileKind.FOLDER and (at is None or int(match[1]) <= at):
             numbered.append((int(match[1]), run / entry.name))
-    found: list[TrainingCheckpoint] = []
+    checkpoints: list[TrainingCheckpoint] = []
     for _, path in sorted(numbered, reverse=True):
         try:
             opened = open_source_checkpoint(store, path)
         except MergePipeError:
             continue
         if not opened.missing and (at is None or opened.step <= at):
-            found.append(opened)
-        if len(found) == 2:
+            checkpoints.append(opened)
+        if len(checkpoints) == 2:
             break
-    if not found:
+    if not checkpoints:
         before = f" at or before step {at}" if at is not None else ""
         raise NotFoundError.of("tailor.run", run, f"holds no complete checkpoint{before}", "give the run's directory")
-    return found
+    return checkpoints
 
 
 def strategy_recipe(strategy: Strategy, checkpoints: Sequence[TrainingCheckpoint], ends: int, folder: Location) -> str:

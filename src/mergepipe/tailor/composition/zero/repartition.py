@@ -114,8 +114,8 @@ class _Repartition:
         return patches
 
     def _old_model_files(self) -> list[SkeletonFile]:
-        found = ((file, _RANK_FILE.fullmatch(file.path.name)) for file in self.overlay.files)
-        return [file for file, match in found if match and "model_states" in match[2]]
+        matches = ((file, _RANK_FILE.fullmatch(file.path.name)) for file in self.overlay.files)
+        return [file for file, match in matches if match and "model_states" in match[2]]
 
     def _model_files(self, patches: PatchCollector) -> Iterator[FilePlan]:
         """Stage 3 has a model file a rank, all alike: new ranks get that of an old one."""
@@ -209,7 +209,7 @@ class _Shard:
         base = root.at(base_optimizer_path(stage))
         self._flat_groups(optimizer.get("fp32_flat_groups" if stage == 3 else _STAGE12_MASTERS), base.get("state"))
         for number, group in enumerate(base.get("param_groups").elements() if stage == 3 else ()):
-            group.mapping()["params"] = [i for i, each in enumerate(self.work.groups) if each.options == number]
+            group.mapping()["params"] = [index for index, part in enumerate(self.work.groups) if part.options == number]
         self._cuts(optimizer)
         self._count_ranks(optimizer)
         head = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mergepipe.planning.budget import BudgetRequest
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 
 
 def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
@@ -11,15 +11,15 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
 
     Of a share the least that everything can cost is taken, since what it does cost is in the indices.
     """
-    sides = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
+    indices = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
     limit_bytes = budget.limit_bytes(least_full_cost(inputs))
-    used_bytes = sum(side.cost_bytes for side in sides if side is not None and side.is_read)
+    used_bytes = sum(index.cost_bytes for index in indices if index is not None and index.is_read)
     unread = set()
-    for e, side in enumerate(sides):
-        if side is None or side.is_read:
+    for e, index in enumerate(indices):
+        if index is None or index.is_read:
             continue
-        if used_bytes + side.cost_bytes <= limit_bytes:
-            used_bytes += side.cost_bytes
+        if used_bytes + index.cost_bytes <= limit_bytes:
+            used_bytes += index.cost_bytes
         else:
             unread.add(e)
     return frozenset(unread)
@@ -27,12 +27,12 @@ def find_unread(inputs: Inputs, budget: BudgetRequest) -> frozenset[int]:
 
 def least_full_cost(inputs: Inputs) -> int:
     """Compute a lower bound on the cost of reading all experts that needs no index."""
-    sides = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
-    packed = {model for model, side in zip(inputs.expert_models, sides, strict=True) if side is not None}
+    indices = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
+    packed = {model for model, index in zip(inputs.expert_models, indices, strict=True) if index is not None}
     others = sum(
         source.nbytes
         for task in inputs.resolution.tasks
         for model, source in zip(task.expert_models, task.experts, strict=True)
         if model not in packed
     )
-    return others + sum(side.least_bytes for side in sides if side is not None)
+    return others + sum(index.least_bytes for index in indices if index is not None)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import Checkpoint, CheckpointKind, TensorEntry
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.pack.blocks import BandChooser, Member, Sight
-from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, building
+from mergepipe.deltastore.pack.blocks import BandChooser, BlockGroup, Member
+from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import is_packed, job_of, reason_against
 from mergepipe.engine.observer import Tap
@@ -25,8 +25,8 @@ from mergepipe.errors import OutputError
 from mergepipe.options import threads_of
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import NotPacked, PackedExpert
-from mergepipe.runs.pack_request import ExpertPacker, NoPacks, PackCandidate
-from mergepipe.runs.packed_facts import packed_facts
+from mergepipe.runs.packing.facts import packed_facts
+from mergepipe.runs.packing.request import ExpertPacker, NoPacks, PackCandidate
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
@@ -125,8 +125,8 @@ def _streams(base: Checkpoint, tasks: Sequence[MergeTask]) -> Streams:
     streams: dict[int, tuple[MergeTask, int]] = {}
     for task in tasks:
         for e, source in enumerate(task.experts):
-            own = base.tensors.get(source.name)
-            if isinstance(source, TensorEntry) and task.base is own:
+            base_tensor = base.tensors.get(source.name)
+            if isinstance(source, TensorEntry) and task.base is base_tensor:
                 streams.setdefault(id(source), (task, e))
     return streams
 
@@ -157,7 +157,7 @@ def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None])
     allow_open_files(2 * len(inputs) + len(plan.jobs) * FILES_OF_BUILDER)  # the engine opens them as well
     with contextlib.ExitStack() as stack:
         builders = tuple(
-            stack.enter_context(building(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
+            stack.enter_context(open_builder(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
         )
         checkpoints = [checkpoint for job in plan.jobs for checkpoint in (job.base, job.expert)]
         files = stack.enter_context(open_files(store, inputs, checkpoints))
@@ -196,13 +196,13 @@ class TapPacker:
             place = self._plan.jobs[j].places[number]
             content = buffer[offsets[e] : offsets[e] + span.n_elements * place.entry.dtype.itemsize]
             (alone if place.base is None else beside).append(Member(self._builders[j], number, content))
-        sights = [Sight(span, None, None, (member,)) for member in alone]
+        block_groups = [BlockGroup(span, None, None, (member,)) for member in alone]
         if beside:
-            sights.append(Sight(span, beside[0].place.base, base, tuple(beside)))
-        for sight in sights:
-            self._bands.choose(sight)
-            for block in sight.blocks:
-                sight.encode(block)
+            block_groups.append(BlockGroup(span, beside[0].place.base, base, tuple(beside)))
+        for blocks in block_groups:
+            self._bands.choose(blocks)
+            for block in blocks.blocks:
+                blocks.encode(block)
 
     def finish(self) -> None:
         """Complete the stores, before anything is published.

@@ -34,6 +34,11 @@ class CatalogLink:
         self._required = required
         self._catalog: Catalog | None = None
 
+    @property
+    def home(self) -> Path | None:
+        """The catalog's directory; None where it is not used."""
+        return self._home
+
     def use(self, action: Callable[[Catalog], T]) -> T | None:
         """Call `action` with the catalog, opening it on first use; return None where no catalog is usable."""
         if self._home is None:

@@ -28,7 +28,7 @@ def config_findings(store: Store, path: Location, manifest: Manifest) -> tuple[t
         return (), ()  # a merge of bare files has none; one that was written and is gone is found by its digest
     except MergePipeError as error:
         return (Damage("config", path.name, "", 0, 0, error.problems[0].message),), ()
-    return (), tuple(f"{path.name}: {each}" for each in _contradictions(content, manifest.tensors))
+    return (), tuple(f"{path.name}: {contradiction}" for contradiction in _contradictions(content, manifest.tensors))
 
 
 def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor]) -> Iterator[str]:
@@ -37,7 +37,7 @@ def _contradictions(config: Mapping[str, object], tensors: Sequence[OutputTensor
     names = {DTYPES[name].recipe_name for name in merged}
     if stated is not None and merged and stated not in names:
         yield f"says {shortened(str(stated))}, the tensors are {', '.join(sorted(names))}"
-    layers = {int(found[1]) for t in tensors if (found := _LAYER.search(t.name))}
+    layers = {int(match[1]) for t in tensors if (match := _LAYER.search(t.name))}
     n_layers = config.get("num_hidden_layers")
     if layers and isinstance(n_layers, int) and n_layers != max(layers) + 1:
         yield f"says {n_layers} layers, there are {max(layers) + 1}"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from reuse_cases import RECIPES, Bench, Recipe, make_bench
 
 import mergepipe
 from mergepipe import api
@@ -27,6 +26,7 @@ from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from support.reuse_cases import RECIPES, Bench, Recipe, make_bench
 
 Statistics = dict[str, bytes]
 UNSAMPLED_FROM_THE_END = 20_001

@@ -21,8 +21,8 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import CorruptError, LimitError, NotFoundError, StorageError
 from mergepipe.planning.plan import Plan, PlannedTensor
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.read_account import ReadAccount, ReadTotals, read_totals
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.recovery.read_account import ReadAccount, ReadTotals, read_totals
 from mergepipe.snapshots.journal import JOURNAL_NAME, FileUse, Journal, JournalState, expert_bytes_of, read_journal
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
@@ -375,11 +375,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _durable_files(shards: Sequence[ShardLayout], n_tensors: int) -> Iterator[tuple[ShardLayout, int]]:
     """Yield the files that hold the first `n_tensors`, with the bytes of header and those tensors in each."""
     for shard in shards:
-        own = shard.tensors[:n_tensors]
-        if not own:
+        durable_tensors = shard.tensors[:n_tensors]
+        if not durable_tensors:
             return
-        n_tensors -= len(own)
-        yield shard, len(shard.header) + sum(spec.nbytes for spec in own)
+        n_tensors -= len(durable_tensors)
+        yield shard, len(shard.header) + sum(spec.nbytes for spec in durable_tensors)
 
 
 def _remove_undurable(content: Path, shards: Sequence[ShardLayout], n_tensors: int) -> None:
@@ -406,7 +406,7 @@ def _tensor_cost(plan: Plan, planned: PlannedTensor, task: MergeTask) -> int:
         spans = defaultdict[int, list[Span]](list)
         for block in (block for block in read if block not in reused):
             spans[levels.get(block, 0)].append(grid.span(block))
-        cost += sum(_source_cost(at_level(source, level), own) for level, own in spans.items())
+        cost += sum(_source_cost(at_level(source, level), spans_of_level) for level, spans_of_level in spans.items())
     return cost
 
 

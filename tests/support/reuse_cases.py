@@ -111,11 +111,13 @@ class Bench:
         return path
 
 
-def make_bench(folder: Path, seed: int = 0) -> Bench:
-    """A base and `N_EXPERTS` experts of float16."""
+def make_bench(
+    folder: Path, seed: int = 0, shapes: Mapping[str, tuple[int, ...]] = SHAPES, n_experts: int = N_EXPERTS
+) -> Bench:
+    """A base and experts of float16."""
     rng = np.random.default_rng(seed)
-    base = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in SHAPES.items()}
-    for i in range(N_EXPERTS + 1):
+    base = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    for i in range(n_experts + 1):
         scale = 0.05 if i else 0.0
         tensors: dict[str, Any] = {
             n: (a + scale * rng.standard_normal(a.shape)).astype(np.float16) for n, a in base.items()

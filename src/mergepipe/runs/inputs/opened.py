@@ -28,8 +28,9 @@ from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
 from mergepipe.recipes.resolve.tasks import Action, DroppedTensor, MergeTask, Resolution, TensorParameters
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment, align_vocabulary
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.models import open_model
+from mergepipe.runs.inputs.models import open_model
+from mergepipe.runs.records.catalog_link import CatalogLink
+from mergepipe.runs.statistics_files import StatisticsBeside
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
@@ -72,7 +73,7 @@ class Inputs:
     @property
     def recipe_text(self) -> str:
         """The documents that this merge depends on as YAML, each after those it needs."""
-        texts = [text for each in self.intermediates.values() for text in each.inputs.recipe_text.split(DOCUMENT_MARK)]
+        texts = [text for made in self.intermediates.values() for text in made.inputs.recipe_text.split(DOCUMENT_MARK)]
         return DOCUMENT_MARK.join(dict.fromkeys((*texts, self.recipe.source_text)))
 
     def leaves(self) -> Iterator[tuple[str, ModelInput, Checkpoint]]:
@@ -83,7 +84,7 @@ class Inputs:
             if made is None:
                 yield self.role(index), model, checkpoint
             else:
-                yield from ((self.role(index), leaf, found) for _, leaf, found in made.inputs.leaves())
+                yield from ((self.role(index), leaf, source) for _, leaf, source in made.inputs.leaves())
 
     @property
     def base(self) -> Checkpoint:
@@ -98,7 +99,7 @@ class Inputs:
     def dropped_rows(self) -> Iterator[DroppedTensor]:
         """Embedding rows that are dropped: of tokens that the output lacks, or beyond its last row."""
         models = self.recipe.inputs()
-        lost = {each.model: each.n_tokens for each in self.alignment.dropped} if self.alignment else {}
+        lost = {dropped.model: dropped.n_tokens for dropped in self.alignment.dropped} if self.alignment else {}
         for task in (task for task in self.resolution.tasks if embedding_ending(task.name)):
             for model in dict.fromkeys((task.base_model, *task.expert_models)):
                 stored = self.checkpoints[model].tensors.get(task.name)
@@ -218,7 +219,7 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
     operator = operator_named(inputs.recipe.operator.name)
     tensors = {task.name: _merged(task, operator.spec.name) for task in inputs.resolution.tasks}
     lends_sidecars = inputs.alignment is None and inputs.resolution.n_layers is None
-    is_staged = not (lends_sidecars and all(can_fuse(each.task, operator, each.inputs) for each in tensors.values()))
+    is_staged = not (lends_sidecars and all(can_fuse(t.task, operator, t.inputs) for t in tensors.values()))
     if is_staged and stage is not None:
         return Intermediate(inputs, open_checkpoint(store, Location.local(stage(inputs))), is_staged=True)
     base = inputs.base
@@ -226,8 +227,8 @@ def _intermediate(inputs: Inputs, store: Store, stage: Stage | None) -> Intermed
 
 
 def _merged(task: MergeTask, operator_name: str) -> MergedTensor:
-    own = task.parameters
-    inputs = OperatorInput(own.globals, own.anchor, own.experts, task.base.n_elements, (), shape=task.shape)
+    stated = task.parameters
+    inputs = OperatorInput(stated.globals, stated.anchor, stated.experts, task.base.n_elements, (), shape=task.shape)
     return MergedTensor(task, operator_name, inputs)
 
 
@@ -253,32 +254,70 @@ def open_path(store: Store, path: Location, base: Checkpoint | None = None) -> C
 
 
 class PairStatistics:
-    """The catalog's statistics of the pairs that a merge is made of."""
+    """The statistics of the pairs that a merge is made of: the catalog's, else those `beside` the models."""
 
-    def __init__(self, catalog: Catalog, inputs: Inputs, accept: Sequence[Evidence]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog | None,
+        inputs: Inputs,
+        accept: Sequence[Evidence],
+        beside: StatisticsBeside | None = None,
+    ) -> None:
         self._catalog = catalog
         self._inputs = inputs
         self._accept = tuple(accept)
+        self._beside = beside
         self._rows: dict[int, ModelRow | None] = {}
         self._known: dict[tuple[int, int], Mapping[str, TensorStatistics]] = {}
 
     def row(self, model: int) -> ModelRow | None:
         """The catalog's row of a model."""
         if model not in self._rows:
-            self._rows[model] = self._catalog.model_for(self._inputs.checkpoints[model])
+            catalog, checkpoint = self._catalog, self._inputs.checkpoints[model]
+            self._rows[model] = None if catalog is None else catalog.model_for(checkpoint)
         return self._rows[model]
+
+    def content_id(self, model: int) -> str | None:
+        """The content id of a model, None where it is on record nowhere."""
+        row = self.row(model)
+        if row is not None and row.content_id is not None:
+            return row.content_id
+        return None if self._beside is None else self._beside.content_id(self._inputs.checkpoints[model])
 
     def of(self, task: MergeTask, slot: int) -> TensorStatistics | None:
         """Look up the statistics of one expert of a task."""
         name = self._inputs.pair_name(task, slot)
-        return None if name is None else self._pair(task.expert_models[slot], task.base_model).get(name)
+        statistics = None if name is None else self._pair(task.expert_models[slot], task.base_model).get(name)
+        fits = statistics is not None and statistics.grid.n_elements == task.base.n_elements
+        return statistics if fits else None
 
     def _pair(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
         if (expert, base) not in self._known:
-            row, base_row = self.row(expert), self.row(base)
-            found = self._catalog.statistics(row, base_row, accept=self._accept) if row and base_row else {}
-            self._known[expert, base] = found
+            on_record = self._on_record(expert, base)
+            if not on_record or any(one.is_estimate for one in on_record.values()):
+                on_record = self._completed(on_record, self._found_beside(expert, base))
+            self._known[expert, base] = on_record
         return self._known[expert, base]
+
+    @staticmethod
+    def _completed(
+        on_record: Mapping[str, TensorStatistics], beside: Mapping[str, TensorStatistics]
+    ) -> Mapping[str, TensorStatistics]:
+        """Add what lies beside an expert; it takes the place of estimates."""
+        return {**beside, **{name: one for name, one in on_record.items() if name not in beside or not one.is_estimate}}
+
+    def _on_record(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
+        row, base_row = self.row(expert), self.row(base)
+        if self._catalog is None or row is None or base_row is None:
+            return {}
+        return self._catalog.statistics(row, base_row, accept=self._accept)
+
+    def _found_beside(self, expert: int, base: int) -> Mapping[str, TensorStatistics]:
+        if self._beside is None:
+            return {}
+        checkpoints = self._inputs.checkpoints
+        statistics = self._beside.statistics(checkpoints[expert], checkpoints[base])
+        return {name: one for name, (evidence, one) in statistics.items() if evidence in self._accept}
 
 
 def with_parameters(inputs: Inputs, plan: Plan) -> Inputs:

@@ -8,7 +8,7 @@ from mergepipe.planning.candidates.known_statistics import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.plan_assembly import SAMPLED
 from mergepipe.reports import BudgetVerdict, ExpertCoverage
-from mergepipe.runs.coverage import coverage_of
+from mergepipe.runs.budget.coverage import coverage_of
 
 CLOSE_ERROR = 0.25
 PARTIAL_ERROR = 0.75

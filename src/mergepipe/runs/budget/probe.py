@@ -18,9 +18,9 @@ from mergepipe.engine.work import AnalysisWork, EngineOptions
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest, ShareBudget
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
-from mergepipe.runs.catalog_link import CatalogLink
-from mergepipe.runs.inputs import Inputs
-from mergepipe.runs.packed_indices import least_full_cost
+from mergepipe.runs.inputs.opened import Inputs
+from mergepipe.runs.packing.indices import least_full_cost
+from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8
@@ -64,9 +64,12 @@ def probe_unknown(
     budget: BudgetRequest,
     block_elements: int,
     link: CatalogLink,
+    request_bytes: int = 0,
 ) -> ProbeResult:
     """Sample the stored tensors of which nothing is known, for at most an eighth of the budget, and record estimates.
 
+    Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
+    eighth of what reading the budget does, as long as each tensor is sampled once.
     Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much.
     """
     everything_bytes = least_full_cost(inputs)
@@ -74,13 +77,16 @@ def probe_unknown(
     is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
     pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, known)
     most_bytes = min(limit_bytes * MOST_OF_BUDGET, everything_bytes * MOST_OF_EVERYTHING)
-    sampling = _affordable(pairs, int(most_bytes), block_elements, len(known)) if pairs else None
+    block_bytes = block_elements * 2
+    requests_bytes = (limit_bytes + -(-limit_bytes // block_bytes) * request_bytes) * MOST_OF_BUDGET
+    most_requests = int(requests_bytes / request_bytes) if request_bytes else None
+    sampling = _affordable(pairs, int(most_bytes), most_requests, block_elements, len(known)) if pairs else None
     if sampling is None:
         return ProbeResult(tuple(known), (0,) * len(known))
-    found = _sampled(prober, inputs, sampling, block_elements)
-    _record(link, inputs, sampling, found)
+    estimates = _sampled(prober, inputs, sampling, block_elements)
+    _record(link, inputs, sampling, estimates)
     statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in known]
-    for (e, task, _), estimate in zip(sampling.pairs, found, strict=True):
+    for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
         statistics[e][task.name] = estimate
     return ProbeResult(tuple(statistics), sampling.cost_bytes)
 
@@ -104,15 +110,25 @@ def _unknown_pairs(inputs: Inputs, known: Sequence[StatisticsByTask]) -> tuple[t
 
 
 def _affordable(
-    pairs: tuple[tuple[int, MergeTask, str | None], ...], limit_bytes: int, block_elements: int, n_experts: int
+    pairs: tuple[tuple[int, MergeTask, str | None], ...],
+    limit_bytes: int,
+    most_requests: int | None,
+    block_elements: int,
+    n_experts: int,
 ) -> _Sampling | None:
-    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more."""
-    stride = 1
+    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more.
+
+    At most `most_requests` are made, or as many as one sample of each tensor of an expert and of the base needs.
+    """
+    blocks = [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs]
+    longest, stride = max(blocks), 1
+    if most_requests is not None:
+        while stride <= longest and 2 * sum(-(-n_blocks // stride) for n_blocks in blocks) > most_requests:
+            stride *= 2
     while True:
         cost_E = _cost(pairs, 0.0, stride, block_elements, n_experts)
         if sum(cost_E) <= limit_bytes:
             break
-        longest = max(BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs)
         if stride > longest:
             return None
         stride *= 2
@@ -140,7 +156,7 @@ def _cost(
             size = source.dtype.itemsize
             for run in sample_runs(0, task, BlockGrid(task.base.n_elements, block_elements), fraction, stride):
                 first, stop = source.offset + run.span.start * size, source.offset + run.span.stop * size
-                cost_E[e] += range_cost_bytes(first, stop)
+                cost_E[e] += range_cost_bytes(first, stop, source.granularity_bytes)
     return cost_E
 
 
@@ -156,14 +172,14 @@ def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements
     work = AnalysisWork(tasks, block_elements, (), sampling.fraction or 1e-9, sampling.stride)
     paths = files_of(source for task in tasks for source in (task.base, *task.experts))
     with open_files(prober.store, paths, [checkpoint for _, _, checkpoint in inputs.leaves()]) as files:
-        run_analysis(work, files, prober.engine, Observer(lambda _: prober.on_tick(), take))
+        run_analysis(work, files, prober.store, prober.engine, Observer(lambda _: prober.on_tick(), take))
     return [statistics_by_place[place] for place in range(len(tasks))]
 
 
-def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, found: Sequence[TensorStatistics]) -> None:
+def _record(link: CatalogLink, inputs: Inputs, sampling: _Sampling, estimates: Sequence[TensorStatistics]) -> None:
     """Record the estimates of pairs that the catalog has a name for."""
     by_pair: dict[tuple[int, int], dict[str, TensorStatistics]] = {}
-    for (_, task, name), statistics in zip(sampling.pairs, found, strict=True):
+    for (_, task, name), statistics in zip(sampling.pairs, estimates, strict=True):
         if name is not None:
             by_pair.setdefault((task.expert_models[0], task.base_model), {})[name] = statistics
 

@@ -93,7 +93,7 @@ def request_packs(
     """
     if out is None:
         return NoPacks()
-    from mergepipe.runs.pack_tap import request_tap_packs  # compiled
+    from mergepipe.runs.packing.tap import request_tap_packs  # compiled
 
     return request_tap_packs(base, candidates, tasks, out)
 

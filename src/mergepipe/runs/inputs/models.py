@@ -118,11 +118,11 @@ def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
 
 
 def _check_base(store: Store, delta: Checkpoint, base: Checkpoint) -> None:
-    found = base_digest(store, base)
-    if found != delta.base_digest:
+    digest = base_digest(store, base)
+    if digest != delta.base_digest:
         raise MismatchError.of(
             "delta.base", delta.path,
-            f"holds differences from the base {delta.base_digest}, {base.path} is {found}",
+            f"holds differences from the base {delta.base_digest}, {base.path} is {digest}",
             "use the base it was made from",
         )  # fmt: skip
 

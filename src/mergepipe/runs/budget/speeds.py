@@ -13,19 +13,22 @@ from pathlib import Path
 
 import mergepipe
 from mergepipe.checkpoints.contract import files_of
+from mergepipe.core.sizes import MAX_SIZE_BYTES
 from mergepipe.errors import MergePipeError
-from mergepipe.runs.inputs import Inputs
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.limits import SPEEDS_BYTES
 from mergepipe.storage.local import DIRECT_ALIGNMENT_BYTES, LOCAL_TERMS
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import HUB_SCHEME, Location
 from mergepipe.storage.prices import NO_DECODING, DecodingPrices, Price, Speeds, two_digits
-from mergepipe.storage.read_speed import MOST_BYTES, measure_reading
+from mergepipe.storage.read_speed import MOST_BYTES, REQUESTS_BYTES, measure_reading, measure_requests
 from mergepipe.storage.regular import read_small
+from mergepipe.storage.traffic import host_of
 
 SPEEDS_NAME = "speeds.json"
+HUB_PLACE = f"{HUB_SCHEME}://"
 SPEEDS_FORMAT = "mergepipe-speeds/1"
 
 
@@ -44,16 +47,36 @@ class _DecodeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class PriceRequest:
-    """The unit that the planner prices reads in. With a `storage_speed` (bytes a second) storage is not measured."""
+    """The unit that the planner prices reads in, and what a request is worth in bytes.
+
+    With a `storage_speed` (bytes a second) storage is not measured, with `request_cost_bytes` requests are not.
+    """
 
     price: Price = Price.BYTES
     storage_speed: float | None = None
+    request_cost_bytes: int | None = None
 
     def speeds(self, inputs: Inputs, store: Store, home: Path | None, threads: int) -> Speeds | None:
         """Return the speeds to price with; None where reads are priced in bytes."""
         if self.price is Price.BYTES:
             return None
         return find_speeds(inputs, store, home, threads, self.storage_speed)
+
+    def request_bytes(self, inputs: Inputs, store: Store, home: Path | None) -> tuple[int, ...]:
+        """Return the bytes that a request of each expert's files is worth: 0 where they are local.
+
+        Where it was not given it is measured once a store and machine, on the base if that lies in the same place, and
+        kept in `home`; else the store's terms say it.
+        """
+        costs = []
+        for model in inputs.expert_models:
+            path = inputs.checkpoints[model].path
+            cost = store.terms(path).request_cost_bytes
+            if cost:
+                measured = _measured_request_cost(_SpeedCache(home), inputs, store, path)
+                cost = measured if self.request_cost_bytes is None else self.request_cost_bytes
+            costs.append(cost)
+        return tuple(costs)
 
 
 BY_BYTES = PriceRequest()
@@ -70,7 +93,8 @@ def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, s
         StorageError, NotFoundError: the base cannot be read.
     """
     kept = _SpeedCache(home)
-    decoding = _measured_decode_speed(kept) if any(each.encoded is not None for each in inputs.checkpoints) else None
+    are_packed = any(checkpoint.encoded is not None for checkpoint in inputs.checkpoints)
+    decoding = _measured_decode_speed(kept) if are_packed else None
     prices = NO_DECODING if decoding is None else decoding.prices
     words = [] if decoding is None else [f"decoding measured on {decoding.date}"]
     if storage_speed is None:
@@ -83,31 +107,50 @@ def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, s
 
 def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: Store) -> _ReadMeasurement:
     sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
-    size_bytes, path = max(sized, key=lambda each: each[0], default=(0, inputs.base.path))
+    size_bytes, path = max(sized, key=lambda pair: pair[0], default=(0, inputs.base.path))
     if size_bytes < DIRECT_ALIGNMENT_BYTES:
         return _ReadMeasurement(two_digits(1e9), _utc_date(), 0)  # too small to measure, and to matter
     place, measured_bytes = mount_of(path), min(size_bytes, MOST_BYTES)
-    found = kept.reading(place)
-    if found is None or found.measured_bytes < measured_bytes:
-        found = _ReadMeasurement(two_digits(measure_reading(store, path, Purpose.BASE)), _utc_date(), measured_bytes)
-        kept.keep_reading(place, found)
-    return found
+    measurement = kept.reading(place)
+    if measurement is None or measurement.measured_bytes < measured_bytes:
+        bytes_per_second = two_digits(measure_reading(store, path, Purpose.BASE))
+        measurement = _ReadMeasurement(bytes_per_second, _utc_date(), measured_bytes)
+        kept.keep_reading(place, measurement)
+    return measurement
+
+
+def _measured_request_cost(kept: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
+    """Return what a request is worth at the place of an expert, measured on the base's largest file of that place."""
+    place, default = mount_of(path), store.terms(path).request_cost_bytes
+    found = kept.request_cost(place)
+    if found is not None or not kept.is_kept:
+        return found or default
+    files = [file for file in sorted(files_of(inputs.base.tensors.values())) if mount_of(file) == place]
+    size_bytes, file = max(((store.size_bytes(file), file) for file in files), default=(0, path))
+    if size_bytes < REQUESTS_BYTES:
+        return default
+    measured = max(1, int(two_digits(measure_requests(store, file, Purpose.BASE))))
+    kept.keep_request_cost(place, measured)
+    return measured
 
 
 def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
-    found = kept.decoding()
-    if found is None:
+    measurement = kept.decoding()
+    if measurement is None:
         from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: imported only when needed
 
-        found = _DecodeMeasurement(measure_decoding(), _utc_date())
-        kept.keep_decoding(found)
-    return found
+        measurement = _DecodeMeasurement(measure_decoding(), _utc_date())
+        kept.keep_decoding(measurement)
+    return measurement
 
 
 def mount_of(location: Location) -> str:
-    """Name what is measured as one: the mount point of a local file's file system, elsewhere the bucket or host."""
+    """Name what is measured as one: the mount point of a local file's file system, elsewhere the bucket or host.
+
+    All models of the Hub come from the same hosts.
+    """
     if not location.is_local:
-        return f"{location.scheme}://{location.root}"
+        return HUB_PLACE if location.scheme == HUB_SCHEME else host_of(location)
     real = location.local_path.resolve()
     return str(next((parent for parent in real.parents if os.path.ismount(parent)), real.parent))
 
@@ -125,27 +168,44 @@ class _SpeedCache:
 
     def reading(self, place: str) -> _ReadMeasurement | None:
         """Look up the read speed of a mount point; None if it is missing."""
-        found = _inside(self._of_machine(), "storage", place)
+        record = _inside(self._of_machine(), "storage", place)
         try:
-            speed, size = float(str(found["bytes_per_second"])), int(str(found["measured_bytes"]))
-            reading = _ReadMeasurement(speed, str(found["measured"]), size)
+            speed, size = float(str(record["bytes_per_second"])), int(str(record["measured_bytes"]))
+            reading = _ReadMeasurement(speed, str(record["measured"]), size)
             Speeds(reading.bytes_per_second, NO_DECODING, 1, "")
         except (KeyError, ValueError):
             return None
         return reading
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a cache file to write to."""
+        return self._path is not None
+
+    def request_cost(self, place: str) -> int | None:
+        """Look up what a request is worth at a place, in bytes; None if it is missing."""
+        try:
+            cost = int(str(_inside(self._of_machine(), "requests", place)["worth_bytes"]))
+        except (KeyError, ValueError):
+            return None
+        return cost if 0 < cost <= MAX_SIZE_BYTES else None
+
+    def keep_request_cost(self, place: str, worth_bytes: int) -> None:
+        """Store what a request is worth at a place, if there is a cache file."""
+        self._keep("requests", place, {"worth_bytes": worth_bytes, "measured": _utc_date()})
+
     def decoding(self) -> _DecodeMeasurement | None:
         """Look up the decoding speeds of this version of the program; None if they are missing."""
-        found = _inside(self._of_machine(), "decoding", mergepipe.__version__)
+        record = _inside(self._of_machine(), "decoding", mergepipe.__version__)
         try:
             prices = DecodingPrices(
                 {
-                    kind: tuple(float(str(value)) for value in each)
-                    for kind, each in _inside(found, "nanoseconds").items()
-                    if isinstance(each, list)
+                    kind: tuple(float(str(value)) for value in nanoseconds)
+                    for kind, nanoseconds in _inside(record, "nanoseconds").items()
+                    if isinstance(nanoseconds, list)
                 }
             )
-            return _DecodeMeasurement(prices, str(found["measured"])) if prices.nanoseconds else None
+            return _DecodeMeasurement(prices, str(record["measured"])) if prices.nanoseconds else None
         except (KeyError, ValueError):
             return None
 
@@ -160,16 +220,16 @@ class _SpeedCache:
 
     def keep_decoding(self, decoding: _DecodeMeasurement) -> None:
         """Store decoding speeds, if there is a cache file, in place of those of other versions."""
-        table = {kind: list(each) for kind, each in decoding.prices.nanoseconds.items()}
+        table = {kind: list(nanoseconds) for kind, nanoseconds in decoding.prices.nanoseconds.items()}
         self._keep("decoding", mergepipe.__version__, {"nanoseconds": table, "measured": decoding.date}, alone=True)
 
     def _keep(self, part: str, key: str, said: Mapping[str, object], *, alone: bool = False) -> None:
         if self._path is None:
             return
         machines = dict(_inside(self._document(), "machines"))
-        own = dict(_inside(machines, self._machine))
-        own[part] = {key: said} if alone else {**_inside(own, part), key: said}
-        content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: own}}
+        machine = dict(_inside(machines, self._machine))
+        machine[part] = {key: said} if alone else {**_inside(machine, part), key: said}
+        content = {"format": SPEEDS_FORMAT, "machines": {**machines, self._machine: machine}}
         with contextlib.suppress(OSError, MergePipeError):  # the next run measures again
             owned.make_folders(self._path.parent)
             owned.replace_file(
@@ -193,6 +253,6 @@ class _SpeedCache:
 def _inside(document: Mapping[str, object], *keys: str) -> Mapping[str, object]:
     """Return the JSON object at a path of keys; empty where there is none."""
     for key in keys:
-        found = document.get(key)
-        document = found if isinstance(found, dict) else {}
+        value = document.get(key)
+        document = value if isinstance(value, dict) else {}
     return document

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.rows import ModelRow
+from mergepipe.catalog.statistics_transfer import is_transferred
 from mergepipe.checkpoints.content_id import samples
 from mergepipe.checkpoints.contract import Checkpoint, Source, TensorEntry, files_of
 from mergepipe.checkpoints.file_digests import read_digests, with_digests
@@ -18,7 +19,7 @@ from mergepipe.checkpoints.passing_digests import MOST_READ_AGAIN_FRACTION, WAIT
 from mergepipe.engine.observer import Tap
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.recipes.resolve.tasks import MergeTask
-from mergepipe.runs.catalog_link import CatalogLink, known_content_id
+from mergepipe.runs.records.catalog_link import CatalogLink, known_content_id
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
 
@@ -27,7 +28,7 @@ from mergepipe.storage.location import Location
 class Recognised:
     """A base and experts, with the digests that are known of their files.
 
-    `twins` names for each expert (by its place) the model elsewhere whose content it proved to have.
+    `twins` names for each expert (by its place) the model elsewhere, or the import, whose content it proved to have.
     """
 
     base: Checkpoint
@@ -62,16 +63,16 @@ class Recogniser:
             rows = self._candidates(expert)
             if len(base_rows) + len(rows) == 2:
                 continue  # neither looks like another one
-            own = set(self.catalog.evidence(rows[0], base_rows[0]))
-            pair = next((pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - own), None)
+            known = set(self.catalog.evidence(rows[0], base_rows[0]))
+            pair = next((pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - known), None)
             if pair is None:
                 continue
             base = self._digested(base) if pair[1] is not base_rows[0] else base
             checked[index] = self._digested(expert) if pair[0] is not rows[0] else expert
             base_rows = self._candidates(base)
-            found = self.catalog.register_model(checked[index]).content_digest
-            if pair[0] is not rows[0] and found == pair[0].content_digest:
-                twins[index] = str(pair[0].path)
+            content_digest = self.catalog.register_model(checked[index]).content_digest
+            if pair[0] is not rows[0] and content_digest == pair[0].content_digest:
+                twins[index] = "imported statistics" if is_transferred(pair[0]) else str(pair[0].path)
         return Recognised(base, tuple(checked), twins)
 
     def _candidates(self, checkpoint: Checkpoint) -> tuple[ModelRow, ...]:

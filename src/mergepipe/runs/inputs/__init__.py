@@ -1,0 +1,1 @@
+"""The inputs of a run, opened, paired and checked."""

@@ -1,0 +1,1 @@
+"""What an interrupted run leaves, and how the next one resumes it within its budget."""
