@@ -410,6 +410,7 @@ class Explanation(Displayed):
     adjustments: tuple[Decision, ...]
     expected_error: float | None = None
     error_is_least: bool = False
+    verdict: BudgetVerdict | None = None
 
 
 # --- sweeps ---

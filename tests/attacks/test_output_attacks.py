@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import mergepipe
-from mergepipe.cli.commands.budgets.sweep import _check_page
+from mergepipe.cli.page_files import check_page
 from mergepipe.errors import MergePipeError, OutputError
 from mergepipe.snapshots.staging import CONTENT_NAME, staging_directory
 from mergepipe.storage import owned
@@ -204,7 +204,7 @@ def test_plan_and_page__are_not_written_through_links(work: Work) -> None:
     (work.root / beside).symlink_to(target)
     assert refusal(lambda: mergepipe.store_plan(plan, link)).code == "output.link"
     (work.root / "page.html").symlink_to(target)
-    assert refusal(lambda: _check_page(work.root / "page.html")).code == "output.link"
+    assert refusal(lambda: check_page(work.root / "page.html")).code == "output.link"
     assert target.read_text() == "precious"
     assert (work.root / beside).is_symlink()
 

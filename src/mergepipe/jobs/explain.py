@@ -27,6 +27,7 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.planning.selection.policy_order import layer_of
 from mergepipe.recipes.resolve.tasks import Action
 from mergepipe.reports import BlockUse, Decision, ExpertShare, Explanation, LayerShare, TensorUse
+from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.snapshots import find_snapshot_path, read_manifest_value
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.storage.contract import Store, is_file
@@ -128,6 +129,7 @@ def explanation_of(path: Path, plan: Plan | None, manifest: Manifest | None, pat
         adjustments=() if plan is None else _decisions(plan.adjustments),
         expected_error=None if plan is None else plan.expected_error,
         error_is_least=plan is not None and plan.error_is_least,
+        verdict=None if plan is None else verdict_of(plan),
     )
 
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 620, 320
-LEFT, RIGHT, TOP, BOTTOM = 70, 16, 14, 48
 _TICKS = 5
 
 
@@ -49,7 +47,7 @@ class DrawnLine:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Everything a template draws; positions in a box of `WIDTH` by `HEIGHT`, the origin on top."""
+    """Everything a template draws; positions in percent of the area between the axes, from its upper left corner."""
 
     title: str
     x_label: str
@@ -71,10 +69,10 @@ def draw_chart(
     y_step, y_top = _scale(max((y for line in drawn for _, y in line.points), default=1.0))
 
     def x_at(x: float) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * x / x_top, 1)
+        return round(100 * x / x_top, 2)
 
     def y_at(y: float) -> float:
-        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y / y_top, 1)
+        return round(100 - 100 * y / y_top, 2)
 
     return Chart(
         title=title,

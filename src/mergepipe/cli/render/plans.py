@@ -10,12 +10,14 @@ from typing import Protocol
 
 from mergepipe.cli.render.layout import Fact, columns_text, facts_text, listed, number_text, share_text
 from mergepipe.cli.render.levels import error_table, error_text, grouped_layers, layers_range, levels_text, price_facts
+from mergepipe.cli.render.verdicts import verdict_facts
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes
 from mergepipe.jobs.explain import explanation_of
 from mergepipe.planning.level_counts import blocks_by_level
 from mergepipe.planning.plan import Plan, expected_error_of
 from mergepipe.reports import ExpertShare, Explanation
+from mergepipe.runs.budget.verdict import verdict_of
 
 MAX_GROUPS = 6
 MAX_RUN_CHARACTERS = 60
@@ -58,6 +60,8 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         *_expected_facts(plan.expected_error, is_least=plan.error_is_least),
         *price_facts(plan.price),
     ]
+    if plan.outlook is not None:
+        head = [*verdict_facts(verdict_of(plan), plan.full_cost_bytes), *head]
     tail = [
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
@@ -94,6 +98,7 @@ def explain_table(explanation: Explanation) -> str:
 
 def _explain_facts(explanation: Explanation) -> list[Fact]:
     facts: list[Fact] = [
+        *verdict_facts(explanation.verdict, explanation.full_bytes),
         (explanation.kind, explanation.sid or explanation.plan_digest or ""),
         ("operator", explanation.operator),
     ]

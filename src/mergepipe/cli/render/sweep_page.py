@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from importlib import resources
 
-from jinja2 import Environment, StrictUndefined
-
-import mergepipe
-from mergepipe.cli.render.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Line, draw_chart
-from mergepipe.cli.render.layout import number_text, share_text
+from mergepipe.cli.render.charts import Chart, Line, draw_chart
 from mergepipe.cli.render.levels import levels_text
+from mergepipe.cli.render.pages import render_page
 from mergepipe.cli.render.sweep import expected_text, rounding_note, verdict_text
-from mergepipe.core.escaping import as_line
-from mergepipe.core.units import format_bytes, format_seconds
 from mergepipe.planning.level_counts import NAMES
 from mergepipe.reports import SweepPoint, SweepReport
 
-_TEMPLATE = "templates/sweep.html.j2"
 _STYLES = ("chosen", "beside")
 _LEVEL_STYLES = 6  # classes in the template
 
 
 def sweep_page(report: SweepReport, made: datetime | None = None) -> str:
     """Render the page, with the day it was made; it loads nothing from anywhere, follows the dark or light setting."""
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line
-    )
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": number_text}
-    environment.globals |= {"share": share_text, "levels_of": levels_text, "expected_of": expected_text}
-    template = resources.files("mergepipe.cli.render").joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    box = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
-    return environment.from_string(template).render(
-        report=report, charts=charts_of(report), box=box, note=rounding_note(report), verdict=verdict_text(report),
-        version=mergepipe.__version__, made="" if made is None else f"{made:%Y-%m-%d %H:%M} UTC",
+    return render_page(
+        "sweep.html.j2", made, report=report, charts=charts_of(report), note=rounding_note(report),
+        verdict=verdict_text(report), levels_of=levels_text, expected_of=expected_text,
         is_graded=any(point.expected_error is not None for point in report.points),
     )  # fmt: skip
 

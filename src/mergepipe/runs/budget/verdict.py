@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from mergepipe.core.units import format_bytes
 from mergepipe.planning.candidates.known_statistics import REASON_MISSING
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.planning.plan_assembly import SAMPLED
@@ -56,4 +57,6 @@ def analysis_advice(plan: Plan) -> tuple[str, ...]:
         return ()
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
-    return (f"the plan is made from estimates: `{command}` reads {nbytes} bytes once, and makes later plans exact",)
+    return (
+        f"the plan is made from estimates: `{command}` reads {format_bytes(nbytes)} once, and makes later plans exact",
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mergepipe.cli.options import Home, PrintFlags
+from mergepipe.cli.page_files import check_page, write_page
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.registration import add_command
 
@@ -18,9 +21,11 @@ TensorPattern = Annotated[
     typer.Option("--tensor", metavar="GLOB", help="Explain these tensors block by block: 'model.layers.0.*'."),
 ]
 
+HtmlPath = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Draw it into one HTML file as well.")]
 
 EXAMPLES = (
     "mergepipe explain plan.json",
+    "mergepipe explain merged/ --html merged.html",
     "mergepipe explain merged/ --tensor 'model.layers.0.*'",
 )
 
@@ -34,6 +39,7 @@ def explain(
     subject: Subject,
     *,
     tensor: TensorPattern = None,
+    html: HtmlPath = None,
     home: Home = None,
     printing: PrintFlags,
 ) -> None:
@@ -43,7 +49,13 @@ def explain(
     """
     from mergepipe import api
 
+    if html is not None:
+        check_page(Path(html))
     explanation = api.explain(subject, tensor=tensor, home=home)
+    if html is not None:
+        from mergepipe.cli.render.explain_page import explain_page
+
+        write_page(Path(html), explain_page(explanation, datetime.now(UTC)))
     from mergepipe.cli.render.plans import explain_table
 
     print_report(explanation, explain_table, as_json=printing.as_json)

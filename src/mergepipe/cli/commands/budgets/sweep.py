@@ -10,6 +10,7 @@ import typer
 
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import AllowDropped, PlanFlags, RecipePath, ReportFlags, RunFlags, Seed
+from mergepipe.cli.page_files import check_page, write_page
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
@@ -59,7 +60,7 @@ def sweep(
     options = machine.options()
     plan = planning.options()
     if html is not None:
-        _check_page(Path(html))
+        check_page(Path(html))
     from mergepipe import api
 
     with progress_shown(session, silent=printing.silent) as on_progress:
@@ -75,28 +76,8 @@ def sweep(
         )
     if html is not None:
         from mergepipe.cli.render.sweep_page import sweep_page
-        from mergepipe.storage.ledger import Ledger
-        from mergepipe.storage.output import replace_durably
 
-        replace_durably(Path(html), sweep_page(report, datetime.now(UTC)).encode(), Ledger())
+        write_page(Path(html), sweep_page(report, datetime.now(UTC)))
     from mergepipe.cli.render.sweep import sweep_table
 
     print_report(report, sweep_table, as_json=printing.as_json, quiet=printing.quiet)
-
-
-def _check_page(path: Path) -> None:
-    """Refuse a page that could not be written, before anything is merged.
-
-    Raises:
-        OutputError: `output.not-a-page`, `output.link`.
-        NotFoundError: `output.no-directory`.
-    """
-    from mergepipe.errors import NotFoundError, OutputError
-
-    if not path.absolute().parent.is_dir():
-        raise NotFoundError.of("output.no-directory", path.parent, "no such directory", "make it, or choose another")
-    if path.is_symlink():
-        message = "is a link, and nothing is written through links"
-        raise OutputError.of("output.link", path, message, "name the file itself")
-    if path.exists() and (not path.is_file() or path.suffix not in (".html", ".htm")):
-        raise OutputError.of("output.not-a-page", path, "exists, and is not an HTML file", "choose another name")
