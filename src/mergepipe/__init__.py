@@ -18,7 +18,7 @@ Planning under a budget
 Merging on many machines
     run_part, parts_status
 Packing experts
-    pack, unpack
+    pack, unpack, extract_lora
 Looking after snapshots
     list_snapshots, show, lineage, diff, verify, repair, replay, materialise, push, gc
 The catalog
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         check,
         diff,
         explain,
+        extract_lora,
         gc,
         import_statistics,
         lineage,
@@ -126,6 +127,7 @@ __all__ = [
     "diff",
     "errors",
     "explain",
+    "extract_lora",
     "gc",
     "import_statistics",
     "lineage",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         AnalyzeReport,
         CheckReport,
         Explanation,
+        ExtractLoraReport,
         GcReport,
         ImportedStatistics,
         MaterialiseReport,
@@ -492,6 +493,49 @@ def unpack(
 
     place = None if base is None else Location.of(base)
     return unpack_store(Location.of(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
+
+
+def extract_lora(
+    base: str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    save_modules: bool = False,
+    base_model_id: str | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> ExtractLoraReport:
+    """Write the LoRA adapter that brings `base` closest to `model` into the new directory `out`, as PEFT reads it.
+
+    Every matrix of the difference is decomposed by itself (truncated SVD) and written before the next is read. The
+    report names the error that is left, tensor by tensor, and what a LoRA cannot hold.
+
+    Args:
+        rank: the largest rank of a matrix.
+        energy: the share of each matrix's square sum that is kept, in (0, 1]; the ranks follow. One of the two is
+            needed; with both, `rank` is the limit.
+        save_modules: store embeddings, output heads and norms that changed in full (`modules_to_save`).
+        base_model_id: the base on the Hub; known without for models of the Hub and its local cache.
+        on_progress: called from the calling thread with the bytes of tensors that are done.
+
+    Raises:
+        RecipeError: a rank or an energy out of its range, or neither.
+        MismatchError: nothing differs.
+        MergePipeError: see `mergepipe.errors`.
+    """
+    if rank is None and energy is None:
+        raise RecipeError.of("option.rank", "--rank", "nothing says how much is kept", "give --rank 32 or --energy 0.9")
+    if energy is not None and not 0.0 < energy <= 1.0:
+        raise RecipeError.of("option.energy", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
+    if rank is not None:
+        positive("--rank", rank)
+    from mergepipe.jobs.extract_lora import ExtractRequest, extract_lora_adapter
+    from mergepipe.runs.publication.hub_ids import parse_base_model_ids
+
+    stated = parse_base_model_ids(() if base_model_id is None else (base_model_id,)).of_merge
+    request = ExtractRequest(rank, energy, save_modules, stated[0] if stated else None)
+    return extract_lora_adapter(Location.of(base), Location.of(model), Path(out), request, on_progress=on_progress)
 
 
 # --- looking after snapshots ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -301,6 +301,47 @@ class UnpackReport(Displayed):
     out: Path
     tensor_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedTensor:
+    """A tensor whose difference an adapter holds: its rank, and the share of the difference's norm that is left."""
+
+    name: str
+    module: str
+    rank: int
+    relative_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotExtracted:
+    """A tensor that an adapter does not hold, why, and the norm of its difference; None where it cannot be taken."""
+
+    name: str
+    reason: str
+    norm: float | None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ExtractLoraReport(Displayed):
+    """A finished extraction. `relative_error` is what the adapter leaves of the whole difference, `left` included."""
+
+    base: Location
+    model: Location
+    out: Path
+    base_model_id: str | None
+    tensors: tuple[ExtractedTensor, ...]
+    saved_modules: tuple[str, ...]
+    left: tuple[NotExtracted, ...]
+    relative_error: float
+    adapter_bytes: int
+    base_bytes: int = 0
+    model_bytes: int = 0
+    seconds: float = 0.0
+
+    def finished(self, base_bytes: int, model_bytes: int, seconds: float) -> ExtractLoraReport:
+        """Return the report with the bytes that were read, and the time."""
+        return replace(self, base_bytes=base_bytes, model_bytes=model_bytes, seconds=seconds)
 
 
 # --- explanations ---

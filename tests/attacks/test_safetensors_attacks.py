@@ -11,7 +11,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergepipe.checkpoints.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES, MAX_HEADER_BYTES, SafetensorsHeader, read_header
 from mergepipe.checkpoints.formats.strict_json import MAX_DEPTH, parse_object
 from mergepipe.errors import CorruptError, MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
@@ -185,18 +185,18 @@ def test_read_header__says_what_was_found_and_needed(lie: str, words: list[str])
     assert [word for word in words if word not in message] == []
 
 
-def test_read_header__a_length_over_the_cap_reads_only_the_prefix() -> None:
+def test_read_header__a_length_over_the_cap_reads_only_the_first_part() -> None:
     store = InMemoryStore({PATH: LIES["length over the cap"][0]})
     with pytest.raises(CorruptError):
         read_header(store, PATH)
-    assert [read.nbytes for read in store.reads] == [8]
+    assert [read.nbytes for read in store.reads] == [FIRST_READ_BYTES]
 
 
-def test_read_header__a_length_beyond_the_file_allocates_nothing() -> None:
+def test_read_header__a_length_beyond_the_file_asks_for_no_more() -> None:
     store = InMemoryStore({PATH: MAX_HEADER_BYTES.to_bytes(8, "little") + b"{}"})
     with pytest.raises(CorruptError):
         read_header(store, PATH)
-    assert [read.nbytes for read in store.reads] == [8]
+    assert [read.nbytes for read in store.reads] == [FIRST_READ_BYTES]
 
 
 def test_parse_object__accepts_nesting_up_to_the_limit() -> None:

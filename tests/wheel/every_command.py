@@ -49,6 +49,7 @@ merge recipe.yml overlay --overlay
 materialise overlay whole
 pack family/base family/expert-1 -o packed
 unpack packed/expert-1 -o unpacked
+extract-lora family/base family/expert-1 -o adapter --rank 2
 ls
 show merged
 lineage merged

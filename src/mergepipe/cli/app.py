@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe.cli.commands.budgets import analyze, explain, plan, sweep
-from mergepipe.cli.commands.experts import pack, unpack
+from mergepipe.cli.commands.experts import extract_lora, pack, unpack
 from mergepipe.cli.commands.maintenance import catalog, gc
 from mergepipe.cli.commands.merging import check, merge, run, status
 from mergepipe.cli.commands.snapshots import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = (
     merge, check, run, status, plan, explain, analyze, sweep, ls, show, lineage, diff, verify, repair, replay,
-    materialise, push, pack, unpack, tailor, gc, catalog,
+    materialise, push, pack, unpack, extract_lora, tailor, gc, catalog,
 )  # fmt: skip
 """Modules with a `register(app)`. They import nothing but typer and the standard library until a command runs."""
 

@@ -256,4 +256,4 @@ def test_open_adapter__says_what_to_do_about_a_head_of_tied_weights(
     with pytest.raises(MismatchError) as caught:
         opened(write_adapter(tmp_path / "a", tensors), opened(write_model(tmp_path / "tied", tied)))
     assert caught.value.code == "adapter.tensor.tied"
-    assert str(caught.value).endswith(hint)
+    assert caught.value.problems[0].hint.endswith(hint)

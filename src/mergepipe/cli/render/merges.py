@@ -141,8 +141,8 @@ def check_table(report: CheckReport, free_bytes: int) -> str:
         ("writes", f"{format_bytes(report.output_bytes)} in {files}"),
         ("disk", f"{format_bytes(report.disk_bytes)} needed, {format_bytes(free_bytes)} free here{enough}"),
         ("tensors", counts),
-        *(("copied", line) for line in _grouped((reason, name) for name, reason in report.copied)),
-        *(("dropped", line) for line in _grouped((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
+        *(("copied", line) for line in grouped_names((reason, name) for name, reason in report.copied)),
+        *(("dropped", line) for line in grouped_names((f"{d.model}, {d.reason}", d.tensor) for d in report.dropped)),
         *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
     ]
     return facts_text(facts)
@@ -167,7 +167,7 @@ def _counts(merged: int, copied: int, dropped: int) -> str:
     return f"{merged} merged, {copied} copied, {dropped} dropped"
 
 
-def _grouped(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
+def grouped_names(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for reason, name in reasons_and_names:
         groups.setdefault(reason, []).append(name)

@@ -1,0 +1,331 @@
+"""Extract a LoRA adapter: the difference of a model from its base, matrix by matrix, as products of thin factors."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mergepipe.checkpoints.computed.embedding_names import embedding_ending
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, files_of
+from mergepipe.checkpoints.formats.config_json import Json, parse_config
+from mergepipe.checkpoints.formats.weight_files import ADAPTER_CONFIG_NAME
+from mergepipe.checkpoints.open_files import check_unchanged, open_files
+from mergepipe.checkpoints.range_reads import decoded, read_span
+from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
+from mergepipe.core.blocks import F32, DTypeKind, Span
+from mergepipe.errors import CorruptError, MismatchError
+from mergepipe.reports import ExtractedTensor, ExtractLoraReport, NotExtracted, Progress, ProgressCallback
+from mergepipe.runs.inputs.opened import open_path
+from mergepipe.runs.lora.adapter_files import PREFIX, AdapterTensor, AdapterWriter, adapter_config, factor_names
+from mergepipe.runs.lora.truncated_svd import Factors, truncated_svd
+from mergepipe.runs.publication.hub_ids import hub_id_of
+from mergepipe.snapshots.staging import Staging, check_free_space, check_target
+from mergepipe.storage.contract import RangeFile, Store
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.limits import CONFIG_BYTES
+from mergepipe.storage.location import Location
+from mergepipe.storage.output import write_durably
+from mergepipe.storage.stores import Stores
+
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+_WEIGHT, _BIAS = ".weight", ".bias"
+_CHUNK_ELEMENTS = 1 << 24
+_CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+_CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+"""Modules that store their weights with inputs first, in models of `_CONV1D_TYPES`."""
+_BARE_PREFIXES = {"gpt2": "transformer."}
+"""Published weights of these lack the prefix that the names of their modules have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractRequest:
+    """How much of the difference is kept, and what the adapter says of itself.
+
+    `rank` is the largest one, `energy` the share of each matrix's square sum that is enough; one of them at least.
+    With `saves_modules` embeddings, heads and norms that changed are stored in full.
+    """
+
+    rank: int | None
+    energy: float | None
+    saves_modules: bool
+    base_model_id: str | None
+
+
+def extract_lora_adapter(
+    base: Location, model: Location, out: Path, request: ExtractRequest, *, on_progress: ProgressCallback | None
+) -> ExtractLoraReport:
+    """Write the adapter that brings `base` as close to `model` as its ranks allow; see `api.extract_lora`.
+
+    Memory: about four times the largest matrix in float32.
+
+    Raises:
+        MismatchError: `extract.nothing`, the two are equal in all that an adapter holds.
+        MergePipeError: as opening the models, reading them, and publishing.
+    """
+    started = time.perf_counter()
+    store = Stores()
+    base_checkpoint = open_path(store, base)
+    model_checkpoint = open_path(store, model, base_checkpoint)
+    check_target(out, (base_checkpoint.path, model_checkpoint.path), force=None)
+    architecture = _architecture(store, base_checkpoint)
+    paths = files_of((*base_checkpoint.tensors.values(), *model_checkpoint.tensors.values()))
+    checkpoints = (base_checkpoint, model_checkpoint)
+    with open_files(store, paths, checkpoints) as files, Staging(out, force=False) as staging:
+        extraction = _Extraction(base_checkpoint, model_checkpoint, files, architecture, request, on_progress)
+        check_free_space(out, extraction.largest_bytes())
+        path = staging.path / ADAPTER_WEIGHTS_NAME
+        with AdapterWriter(path, extraction.possible(), store.ledger) as writer:
+            extraction.write(writer)
+            adapter_bytes = writer.finish()
+        if not extraction.extracted and not extraction.saved:
+            message = "no matrix of it differs from the base's: there is nothing to extract"
+            raise MismatchError.of("extract.nothing", model, message, "is it the model that you mean?")
+        hub_id = request.base_model_id or hub_id_of(base_checkpoint.path, store)
+        write_durably(staging.path / ADAPTER_CONFIG_NAME, extraction.config(hub_id), store.ledger)
+        report = extraction.report(out, adapter_bytes, hub_id)
+        write_durably(staging.path / "README.md", adapter_card(report), store.ledger)
+        check_unchanged(store, checkpoints)
+        staging.publish()
+    usage = store.ledger.usage()
+    return report.finished(usage[Purpose.BASE], usage[Purpose.EXPERT], time.perf_counter() - started)
+
+
+def _architecture(store: Store, base: Checkpoint) -> Json:
+    """Read the base's configuration; empty where it has none that can be read."""
+    if CONFIG_NAME not in base.sidecars:
+        return {}
+    path = base.root / CONFIG_NAME
+    try:
+        return parse_config(store.read_small(path, CONFIG_BYTES), path)
+    except CorruptError:
+        return {}
+
+
+@dataclass(slots=True)
+class _Extraction:
+    """Goes through the tensors of two models once, in storage order, and keeps what the report says of them."""
+
+    base: Checkpoint
+    model: Checkpoint
+    files: Mapping[Location, RangeFile]
+    architecture: Json
+    request: ExtractRequest
+    on_progress: ProgressCallback | None
+    extracted: list[ExtractedTensor] = field(default_factory=list)
+    left: list[NotExtracted] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+    squared_norm: float = 0.0
+    squared_error: float = 0.0
+    _done_bytes: int = 0
+
+    def possible(self) -> Iterator[AdapterTensor]:
+        """List every tensor that the adapter may come to hold, with its largest shape."""
+        for name, tensor in self.base.tensors.items():
+            if self._is_matrix(name, tensor):
+                rows, columns = self._oriented_shape(name, tensor)
+                rank = min(rows, columns, self.request.rank or max(rows, columns))
+                down, up = factor_names(self._module(name))
+                yield AdapterTensor(down, (rank, columns))
+                yield AdapterTensor(up, (rows, rank))
+            elif self._is_saved(name, tensor):
+                yield AdapterTensor(f"{PREFIX}{self._in_model(name)}", tensor.shape)
+
+    def largest_bytes(self) -> int:
+        """Return the bytes that a fixed rank needs at most; under an energy alone nobody knows them before."""
+        if self.request.rank is None:
+            return 0
+        return sum(F32.itemsize * math.prod(tensor.largest_shape) for tensor in self.possible())
+
+    def write(self, writer: AdapterWriter) -> None:
+        """Decompose every matrix that changed, and write its factors as they come."""
+        for name in self.model.tensors.keys() - self.base.tensors.keys():
+            self.left.append(NotExtracted(name, "the base has no such tensor", None))
+        for name, tensor in self.base.tensors.items():
+            changed = self.model.tensors.get(name)
+            if changed is None and self.model.kind.value == "full":
+                self.left.append(NotExtracted(name, "the model has no such tensor", None))
+            elif changed is not None and changed.shape != tensor.shape:
+                reason = f"has shape {list(changed.shape)}, in the base {list(tensor.shape)}"
+                self.left.append(NotExtracted(name, reason, None))
+            elif changed is not None and tensor.dtype.kind is DTypeKind.FLOAT:
+                self._take(writer, name, tensor, changed)
+            self._tick(tensor.nbytes + (0 if changed is None else changed.nbytes))
+        self.left.sort(key=lambda each: each.name)
+
+    def config(self, hub_id: str | None) -> bytes:
+        """Write the adapter's configuration."""
+        identity, _, revision = (hub_id or "").partition("@")
+        names = self.architecture.get("architectures")
+        is_causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
+        modules = [self._module(name) for name in self.base.tensors if name.endswith(_WEIGHT)]
+        ranks = {tensor.module: tensor.rank for tensor in self.extracted}
+        return adapter_config(
+            base_model=identity or None,
+            revision=revision or None,
+            ranks=ranks,
+            modules=modules,
+            saved_modules=self.saved,
+            transposed=any(self._is_transposed(tensor.name) for tensor in self.extracted),
+            task_type="CAUSAL_LM" if is_causal else None,
+        )
+
+    def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
+        """What was extracted; bytes read and the time come when all is done."""
+        return ExtractLoraReport(
+            base=self.base.path,
+            model=self.model.path,
+            out=out,
+            base_model_id=hub_id,
+            tensors=tuple(self.extracted),
+            saved_modules=tuple(self.saved),
+            left=tuple(self.left),
+            relative_error=math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0,
+            adapter_bytes=adapter_bytes,
+        )
+
+    def _take(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
+        if not self._is_matrix(name, tensor):
+            self._take_whole(writer, name, tensor, changed)
+            return
+        delta_MN = self._delta(tensor, changed, Span(0, tensor.n_elements)).reshape(tensor.shape)
+        if not np.all(np.isfinite(delta_MN)):
+            raise CorruptError.of("extract.not-finite", self.model.path, f"'{name}' holds infinities or no numbers")
+        if not delta_MN.any():
+            return
+        oriented_MN = delta_MN.T if self._is_transposed(name) else delta_MN
+        seed = int.from_bytes(blake3(name.encode()).digest(8), "little")
+        factors = truncated_svd(oriented_MN, self.request.rank, self.request.energy, seed)
+        self._write_factors(writer, name, factors)
+
+    def _write_factors(self, writer: AdapterWriter, name: str, factors: Factors) -> None:
+        module = self._module(name)
+        down, up = factor_names(module)
+        writer.append(down, factors.down_RN, factors.down_RN.shape)
+        writer.append(up, factors.up_MR, factors.up_MR.shape)
+        self.extracted.append(ExtractedTensor(name, module, factors.rank, factors.relative_error))
+        self.squared_norm += factors.norm**2
+        self.squared_error += factors.error**2
+
+    def _take_whole(self, writer: AdapterWriter, name: str, tensor: Readable, changed: Readable) -> None:
+        """Save a tensor that is no product of factors in full, or list it with what it leaves."""
+        squared = sum(self._squared(tensor, changed, span) for span in _chunks(tensor.n_elements))
+        self.squared_norm += squared
+        if self._is_saved(name, tensor):
+            if squared and self._module(name) not in self.saved:
+                self._save_module(writer, name)
+            return
+        if not squared:
+            return
+        self.squared_error += squared
+        self.left.append(NotExtracted(name, self._reason(name, tensor), math.sqrt(squared)))
+
+    def _save_module(self, writer: AdapterWriter, name: str) -> None:
+        """Write weight and bias of a module in full: PEFT keeps a copy of the whole module."""
+        for part in (f"{_bare(name)}{_WEIGHT}", f"{_bare(name)}{_BIAS}"):
+            tensor = self.base.tensors.get(part)
+            if tensor is not None:
+                changed = self.model.tensors.get(part, tensor)
+                parts = [self._values(tensor, changed, span) for span in _chunks(tensor.n_elements)]
+                writer.append(f"{PREFIX}{self._in_model(part)}", np.concatenate(parts), tensor.shape)
+        self.saved.append(self._module(name))
+
+    def _reason(self, name: str, tensor: Readable) -> str:
+        if embedding_ending(name):
+            return "an embedding or output head; --save-modules stores it in full"
+        if self._is_norm(name):
+            return "part of a norm; --save-modules stores it in full"
+        kind = "a bias" if name.endswith(_BIAS) else f"of shape {list(tensor.shape)}, no module's matrix"
+        return f"{kind}: LoRA does not change it"
+
+    def _squared(self, tensor: Readable, changed: Readable, span: Span) -> float:
+        delta = self._delta(tensor, changed, span).astype(np.float64)
+        return float(np.vdot(delta, delta))
+
+    def _delta(self, tensor: Readable, changed: Readable, span: Span) -> NDArray[np.float32]:
+        values = self._read(changed, span, Purpose.EXPERT)
+        return values if changed.is_delta else values - self._read(tensor, span, Purpose.BASE)
+
+    def _values(self, tensor: Readable, changed: Readable, span: Span) -> NDArray[np.float32]:
+        values = self._read(changed, span, Purpose.EXPERT)
+        return values + self._read(tensor, span, Purpose.BASE) if changed.is_delta else values
+
+    def _read(self, tensor: Readable, span: Span, purpose: Purpose) -> NDArray[np.float32]:
+        if isinstance(tensor, TensorEntry):
+            raw = read_span(tensor, span, self.files, purpose)
+        else:
+            raw = np.empty(span.n_elements * tensor.dtype.itemsize, np.uint8)
+            tensor.opened(self.files)(span, raw, purpose)
+        return decoded(raw, tensor.dtype.kernel_code)
+
+    def _is_matrix(self, name: str, tensor: Readable) -> bool:
+        """Whether a tensor is the weight of a linear layer."""
+        return (
+            len(tensor.shape) == 2
+            and min(tensor.shape) > 0
+            and name.endswith(_WEIGHT)
+            and tensor.dtype.kind is DTypeKind.FLOAT
+            and not _is_embedding(name)
+        )
+
+    def _is_saved(self, name: str, tensor: Readable) -> bool:
+        is_float = tensor.dtype.kind is DTypeKind.FLOAT
+        return self.request.saves_modules and is_float and (_is_embedding(name) or self._is_norm(name))
+
+    def _is_norm(self, name: str) -> bool:
+        """Whether a tensor is the weight, or the bias, of a module whose weight is a vector."""
+        weight = self.base.tensors.get(f"{_bare(name)}{_WEIGHT}")
+        return name.endswith((_WEIGHT, _BIAS)) and weight is not None and len(weight.shape) == 1
+
+    def _in_model(self, name: str) -> str:
+        """Return the name that the model's own modules give a tensor."""
+        prefix = _BARE_PREFIXES.get(str(self.architecture.get("model_type")), "")
+        has_it = not prefix or any(other.startswith(prefix) for other in self.base.tensors)
+        return name if has_it else f"{prefix}{name}"
+
+    def _module(self, name: str) -> str:
+        return _bare(self._in_model(name))
+
+    def _is_transposed(self, name: str) -> bool:
+        model_type = self.architecture.get("model_type")
+        return model_type in _CONV1D_TYPES and _bare(name).rpartition(".")[2] in _CONV1D_NAMES
+
+    def _oriented_shape(self, name: str, tensor: Readable) -> tuple[int, ...]:
+        return tensor.shape[::-1] if self._is_transposed(name) else tensor.shape
+
+    def _tick(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self.on_progress is not None:
+            total = self.base.tensor_bytes + self.model.tensor_bytes
+            self.on_progress(Progress("extract", self._done_bytes, total))
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether a tensor is an embedding or output head; `output` is one only at the top of a model."""
+    ending = embedding_ending(name)
+    return ending is not None and (not ending.startswith("output.") or name == ending)
+
+
+def _bare(name: str) -> str:
+    """Return the name of a tensor's module."""
+    return name.removesuffix(_WEIGHT).removesuffix(_BIAS)
+
+
+def _chunks(n_elements: int) -> Iterator[Span]:
+    for start in range(0, n_elements, _CHUNK_ELEMENTS):
+        yield Span(start, min(n_elements, start + _CHUNK_ELEMENTS))
+
+
+def adapter_card(report: ExtractLoraReport) -> bytes:
+    """Write the card of an adapter: no path of this machine is in it."""
+    base = (report.base_model_id or "").partition("@")[0]
+    lines = ["---", *([f"base_model: {base}", "base_model_relation: adapter"] if base else []), "library_name: peft"]
+    lines += ["tags:", "- lora", "- mergepipe", "---", "# LoRA extracted from a fine-tuned model", ""]
+    lines += [f"Of the difference from the base, {report.relative_error:.2%} of its norm is left out.", ""]
+    return "\n".join(lines).encode()

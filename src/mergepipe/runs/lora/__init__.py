@@ -1,0 +1,1 @@
+"""Extract LoRA adapters: truncated decompositions of deltas, and the files that PEFT reads."""

@@ -1,0 +1,95 @@
+"""Tell which model of the Hub an input is, by its location alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mergepipe.errors import RecipeError
+from mergepipe.recipes.parse.recipe import ModelInput
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import HUB_SCHEME, Location
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_HUB_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
+_WITH_REVISION = re.compile(rf"(?P<id>(?:{_PART}/)?{_PART})(?:@[^@\s]+)?")
+_CACHED = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelIds:
+    """The Hub ids that the user states: of single models by their names in the recipe, and of the merge as a whole."""
+
+    by_model: Mapping[str, str] = field(default_factory=dict)
+    of_merge: tuple[str, ...] = ()
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuse an id of a model that the recipe does not name.
+
+        Raises:
+            RecipeError: `option.base-model-id`.
+        """
+        known = list(dict.fromkeys(names))
+        for name in self.by_model:
+            if name not in known:
+                message = f"the recipe names no model '{name}'"
+                raise RecipeError.of("option.base-model-id", "--base-model-id", message, f"it names {', '.join(known)}")
+
+
+def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:
+    """Parse values of `--base-model-id`: `org/name`, or `MODEL=org/name`.
+
+    Raises:
+        RecipeError: `option.base-model-id`, one is no id of the Hub.
+    """
+    by_model: dict[str, str] = {}
+    of_merge: list[str] = []
+    for text in texts:
+        model, equals, hub_id = text.rpartition("=")
+        if not _WITH_REVISION.fullmatch(hub_id) or (equals and not model):
+            message = f"'{text}' was given"
+            raise RecipeError.of("option.base-model-id", "--base-model-id", message, "give org/name or MODEL=org/name")
+        if equals:
+            by_model[model] = hub_id
+        else:
+            of_merge.append(hub_id)
+    return BaseModelIds(by_model, tuple(of_merge))
+
+
+def hub_id_of(location: Location, store: Store) -> str | None:
+    """Return `org/name@commit` of a location on the Hub or in a local copy of its cache; None for any other."""
+    if location.scheme == HUB_SCHEME:
+        return f"{location.root}@{location.revision}" if location.revision else location.root
+    if not location.is_local:
+        return None
+    places = (location.normal(), store.real_path(location))
+    for place in (str(place) for place in places if place is not None):
+        cached = _CACHED.search(place)
+        hub_id = cached["name"].replace("--", "/") if cached else ""
+        if cached and _HUB_ID.fullmatch(hub_id):
+            return f"{hub_id}@{cached['commit']}"
+    return None
+
+
+def hub_names(model: ModelInput, stated: str | None, store: Store) -> dict[str, str]:
+    """Map the names of a model in its recipe, and of its adapter, to their Hub ids, as far as these are known."""
+    if model.adapter is None:
+        hub_id = stated or hub_id_of(model.path, store)
+        return {} if hub_id is None else {model.text: hub_id}
+    if stated is not None:
+        return {model.text: stated}
+    ids = [hub_id_of(model.path, store), hub_id_of(model.adapter, store)]
+    parts = model.text.split("+")
+    known = {part: hub_id for part, hub_id in zip(parts, ids, strict=False) if hub_id is not None}
+    return known if len(parts) == len(ids) else {}
+
+
+def without_revision(hub_id: str) -> str:
+    """Return `org/name` of `org/name@revision`."""
+    return hub_id.partition("@")[0]
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a Hub id with an organisation."""
+    return "/" in text and _HUB_ID.fullmatch(text) is not None
