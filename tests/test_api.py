@@ -23,6 +23,7 @@ EXPORTED = [
     "CatalogStats",
     "CheckReport",
     "Explanation",
+    "ExtractLoraReport",
     "GcReport",
     "ImportedStatistics",
     "LineageNode",
@@ -36,6 +37,7 @@ EXPORTED = [
     "Plan",
     "PlanOptions",
     "Progress",
+    "PushReport",
     "RebuildReport",
     "RepairReport",
     "RunOptions",
@@ -63,6 +65,7 @@ EXPORTED = [
     "parts_status",
     "plan",
     "progress_bar",
+    "push",
     "rebuild_catalog",
     "repair",
     "replay",
@@ -103,6 +106,7 @@ CALLS = {
     "materialise": ("overlay out", "base force options on_progress"),
     "gc": ("roots", "dry_run home"),
     "catalog_stats": ("", "home"),
+    "push": ("snapshot destination", "create private message home on_progress"),
     "rebuild_catalog": ("roots", "home"),
 }
 """Every call, its parameters by position, then those by keyword."""

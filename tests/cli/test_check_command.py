@@ -43,7 +43,7 @@ def test_check__states_bytes_and_tensors(work: Workplace, run: Runner) -> None:
 def test_check__json_is_the_report(work: Workplace, run: Runner) -> None:
     ran = run("check", work.recipe, "--json")
     content = ran.json()
-    assert content.keys() == {field.name for field in fields(CheckReport)} | {"free_bytes"}
+    assert content.keys() == {field.name for field in fields(CheckReport)} | {"format", "free_bytes"}
     assert (content["base_bytes"], content["expert_bytes"], content["output_bytes"]) == (82304, 164608, 82304)
     assert content["free_bytes"] > 0
     assert ran.err == ""

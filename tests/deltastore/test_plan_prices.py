@@ -103,11 +103,11 @@ def test_plan__by_bytes_knows_nothing_of_the_machine(family: DiskFamily, monkeyp
 def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
     family: DiskFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: list[Path] = []
+    measured: list[Location] = []
 
-    def counted(store: LocalStore, path: Path, purpose: Purpose) -> float:
-        measured.append(path)
-        return measure_reading(store, Location.local(path), purpose)
+    def counted(store: LocalStore, location: Location, purpose: Purpose) -> float:
+        measured.append(location)
+        return measure_reading(store, location, purpose)
 
     monkeypatch.setattr(speeds_module, "measure_reading", counted)
     plans = [
@@ -116,7 +116,7 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
     ]
     assert plans[0] == plans[1]
     assert len(measured) == 1
-    assert measured[0].is_relative_to(family.places[0])
+    assert measured[0].is_relative_to(Location.local(family.places[0]))
     price = plans[0].price
     assert price is not None
     assert price.speeds.storage_bytes_per_second == two_digits(price.speeds.storage_bytes_per_second)

@@ -15,7 +15,7 @@ from mergepipe.options import MergeOptions
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import weights_digest
 
-FEW = 17  # the fast form looks at every seventeenth operation, the slow one at every
+FEW = 13  # the fast form looks at every thirteenth operation, the slow one at every
 
 
 @pytest.fixture(autouse=True)

@@ -194,7 +194,7 @@ def test_merge__sums_under_a_budget_are_refused(bench: Bench) -> None:
 @pytest.mark.parametrize("name", ["ties", "dare_ties"])
 def test_merge__keeping_sums_of_a_rule_that_is_no_sum_is_refused_with_what_to_do(bench: Bench, name: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        bench.merge(RECIPES[name], "refused", keep_accumulators=True)
+        bench.merge(RECIPES[name], "refused", keep_sums=True)
     assert caught.value.code == "option.accumulators"
     assert "mergepipe pack" in str(caught.value)
     assert not (bench.folder / "refused").exists()

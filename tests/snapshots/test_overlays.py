@@ -194,7 +194,7 @@ def test_overlay__refuses_options_without_meaning(made: Path, option: str) -> No
     with pytest.raises(RecipeError) as caught:
         call_flat(mergepipe.merge, made / "recipe.yml", made / "never", overlay=True, catalog=False, **arguments)
     assert caught.value.code == "option.pair"
-    assert option.replace("_", "-") in str(caught.value)
+    assert option in str(caught.value)
     assert not (made / "never").exists()
 
 

@@ -174,8 +174,8 @@ def test_callers__refuse_a_file_that_ends_early(caller: str, tmp_path: Path) -> 
 # Short reads are no error there: the rest of a whole file (to its own end), a copy to the end of what is there, and a
 # digest of a file whose size is compared.
 SHORT_READS = {
-    "storage/ranges.py": {"read_into", "preadv"},
-    "storage/local.py": {"preadv"},
+    "storage/ranges.py": {"read_into"},
+    "storage/system_calls.py": {"pread", "preadv"},
     "storage/regular.py": {"pread"},
     "jobs/repair.py": {"pread"},
 }

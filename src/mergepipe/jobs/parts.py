@@ -10,7 +10,7 @@ from pathlib import Path
 from mergepipe.core.outcome import published_but
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import Part, split, split_sizes
-from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, RecipeError
+from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
@@ -180,8 +180,9 @@ class _PartRun:
         """Publish the output if all shards are done; without `--finish` nothing else is an error."""
         try:
             self._finish(planned, parts)
-        except (NotFoundError, ConflictError) as error:
-            if self._choice.finishes or error.code not in _FINISHED_ELSEWHERE:
+        except (NotFoundError, ConflictError, OutputError) as error:
+            is_there = error.code == "output.exists" and is_snapshot_of(self._out, self._plan.digest)
+            if self._choice.finishes or not (is_there or error.code in _FINISHED_ELSEWHERE):
                 raise
 
     def _finish(self, planned: PlannedOutput, parts: PartsDirectory) -> None:

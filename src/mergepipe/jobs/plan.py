@@ -48,6 +48,8 @@ from mergepipe.storage.prices import Speeds
 from mergepipe.storage.stores import Stores
 
 PACKED_BLOCK_ELEMENTS = 8 * DEFAULT_BLOCK_ELEMENTS
+PROBE_MEMORY_BYTES = 64 << 20
+"""The buffers that samples are read into: a sample of a block is a few pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ def plan_recipe(recipe: Location | RecipeText, request: PlanRequest, home: Path)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=request.strictness)
     speeds = request.pricing.speeds(inputs, store, home, default_threads())
     with closing(CatalogLink(home, required=True)) as link:
-        engine = EngineOptions(default_threads(), default_memory_bytes())
+        engine = EngineOptions(default_threads(), min(PROBE_MEMORY_BYTES, default_memory_bytes()))
         prober = Prober(store, engine, _no_tick) if request.probes else None
         return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
 

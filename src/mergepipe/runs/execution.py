@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from mergepipe.checkpoints.open_files import PinnedFile, pin_files
 from mergepipe.engine.executors.contract import Executor
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.work import MergeWork, OutputPlan, PartResult
+from mergepipe.errors import ConflictError
 from mergepipe.operators.base import BlockFunction
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.resolve.tasks import MergeTask
@@ -58,6 +59,21 @@ class MergeResult:
 
 
 @dataclass(frozen=True, slots=True)
+class _Matched:
+    """What a merge takes from earlier snapshots: blocks and sums; the running totals, and which of them it keeps."""
+
+    reuse: Reuse
+    kept: Mapping[str, KeptSum]
+    totals_to_keep: Mapping[str, RunningTotal]
+    totals: Mapping[str, RunningTotal]
+
+
+def _earlier_files(reuse: Reuse, kept: Mapping[str, KeptSum]) -> set[Location]:
+    """The files of earlier snapshots that a merge reads."""
+    return reuse.files | {kept_sum.entry.file for kept_sum in kept.values()}
+
+
+@dataclass(frozen=True, slots=True)
 class Execution:
     """One merge by an executor into `directory`; `threads` check kept sums."""
 
@@ -90,38 +106,57 @@ class Execution:
             reuse = Reuse({name: known for name, known in reuse.known.items() if name not in totals})
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
-        kept = find_kept_sums(
+        kept: Mapping[str, KeptSum] = find_kept_sums(
             totals, sources.snapshots, self.store.ledger, self.threads,
             lambda earlier: running_totals(work, tasks, names.as_recorded(earlier.inputs)),
         )  # fmt: skip
-        pinned, reuse, kept = self._unchanged(sources.snapshots, reuse, kept)
-        work = _with_files(work, pinned)
+        while True:
+            reuse, kept, pinned = self._unchanged(sources.snapshots, reuse, kept)
+            matched = _Matched(reuse, kept, totals if sources.keeps_accumulators else {}, totals)
+            try:
+                return self._merge(_with_files(work, pinned), matched, keys, progress)
+            except ConflictError as error:
+                # An earlier snapshot can be replaced between this look and its opening, before anything is written.
+                lost = {path for path in _earlier_files(reuse, kept) if str(path) in {p.where for p in error.problems}}
+                if error.code != "input.changed" or not lost:
+                    raise
+                reuse, kept = self._without(lost, reuse, kept)
+
+    def _merge(self, work: MergeWork, matched: _Matched, keys: NamedKeys, progress: DurableProgress) -> MergeResult:
+        """Merge with what was matched in earlier snapshots, and write the sums to keep."""
+        totals, kept = matched.totals, matched.kept
         replaced: Replaced = {
-            t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in tasks if t.name in kept
+            t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in work.output.tasks if t.name in kept
         }
         small = {KEYS_NAME: keys.own.to_bytes()}
-        if sources.keeps_accumulators and totals:
-            replaced, about = self._accumulate(work, totals, replaced)
+        if matched.totals_to_keep:
+            replaced, about = self._accumulate(work, matched.totals_to_keep, replaced)
             small |= about
             work = _with_files(work, pin_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)}))
-        work = replace(work, reusable=reuse.reusable)
+        work = replace(work, reusable=matched.reuse.reusable)
         result = self._execute(work, work.output, replaced, progress)
         continued = tuple({kept_sum.sid for kept_sum in kept.values()})
-        return MergeResult(result.digests, reuse, small, continued, result.overlay)
+        return MergeResult(result.digests, matched.reuse, small, continued, result.overlay)
 
     def _unchanged(
         self, snapshots: EarlierSnapshots, reuse: Reuse, kept: Mapping[str, KeptSum]
-    ) -> tuple[tuple[PinnedFile, ...], Reuse, dict[str, KeptSum]]:
+    ) -> tuple[Reuse, Mapping[str, KeptSum], tuple[PinnedFile, ...]]:
         """Pin the files of earlier snapshots; leave out those replaced or removed since they were matched."""
-        paths = reuse.files | {kept_sum.entry.file for kept_sum in kept.values()}
+        paths = _earlier_files(reuse, kept)
         gone = {path for path in paths if self.store.stat(path) is None}
         pinned = pin_files(self.store, paths - gone)
         lost = gone | changed_files(paths, snapshots)
+        reuse, kept = self._without(lost, reuse, kept)
+        return reuse, kept, tuple(file for file in pinned if file.location not in lost)
+
+    def _without(
+        self, lost: Collection[Location], reuse: Reuse, kept: Mapping[str, KeptSum]
+    ) -> tuple[Reuse, Mapping[str, KeptSum]]:
+        """Leave out what lies in some files; raises `plan.reuse-gone` where a plan relies on it."""
         left = reuse.without(lost)
         if self.plan is not None and lost:
-            left = limit_to_plan(left, self.plan)  # which raises for missing blocks
-        kept = {name: kept_sum for name, kept_sum in kept.items() if kept_sum.entry.file not in lost}
-        return tuple(file for file in pinned if file.location not in lost), left, kept
+            left = limit_to_plan(left, self.plan)
+        return left, {name: kept_sum for name, kept_sum in kept.items() if kept_sum.entry.file not in lost}
 
     def _accumulate(
         self, work: MergeWork, totals: Mapping[str, RunningTotal], replaced: Replaced

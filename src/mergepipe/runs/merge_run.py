@@ -199,7 +199,7 @@ def publish_merge(
             _publication(bucket, staging, progress, output) as publication,
         ):
             link.notices.extend(progress.notices)
-            if plan is not None and settings.plan_key and not staging.is_continued:
+            if plan is not None and settings.plan_key and not (staging.is_continued or settings.overlay):
                 store_plan(staging.directory, settings.plan_key, plan)
             if progress.done:
                 run.resume_at(progress.durable_share)

@@ -262,6 +262,6 @@ def model_card(manifest: Manifest) -> bytes:
     names = list(dict.fromkeys(record.model for record in manifest.inputs))
     verdict = None
     if manifest.plan is not None:
-        verdict = verdict_of(parse_plan(json.dumps(manifest.plan).encode(), Path(CARD_NAME)))
+        verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
     text = environment.from_string(template).render(manifest=manifest, models=names, verdict=verdict)
     return text.encode()

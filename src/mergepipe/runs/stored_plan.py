@@ -14,6 +14,7 @@ from mergepipe.planning.plan_json import parse_plan
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.storage import owned
 from mergepipe.storage.limits import PLAN_BYTES
+from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 
 STORED_PLAN_NAME = "plan"
@@ -38,9 +39,17 @@ def plan_key(inputs: Inputs, request: str) -> str:
 
 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging directory of its output."""
+    """Write the plan durably into the staging directory of its output.
+
+    Raises:
+        StorageError: it cannot be written there.
+    """
     content = json.dumps({_KEY: key, _PLAN: plan.content()}, ensure_ascii=False, allow_nan=False)
-    owned.replace_file(directory / STORED_PLAN_NAME, content.encode())
+    place = directory / STORED_PLAN_NAME
+    try:
+        owned.replace_file(place, content.encode())
+    except OSError as error:
+        raise os_error(error, place, "writing it") from error
 
 
 def stored_plan(directory: Path, key: str) -> Plan | None:
@@ -48,6 +57,6 @@ def stored_plan(directory: Path, key: str) -> Plan | None:
     with contextlib.suppress(OSError, MergePipeError, ValueError, RecursionError):
         content = json.loads(owned.read_file(directory / STORED_PLAN_NAME, PLAN_BYTES))
         if isinstance(content, dict) and content.get(_KEY) == key:
-            plan = json.dumps(content.get(_PLAN), ensure_ascii=False).encode()
+            plan = json.dumps(content.get(_PLAN), ensure_ascii=False, allow_nan=False).encode()
             return parse_plan(plan, Location.local(directory / STORED_PLAN_NAME))
     return None

@@ -129,7 +129,7 @@ def adapter_config(
         "use_dora": False,
         "use_rslora": False,
     }
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str]:
@@ -154,4 +154,4 @@ def _row(shape: tuple[int, ...], offsets: tuple[int, int]) -> dict[str, object]:
 
 def _header(rows: Mapping[str, Mapping[str, object]]) -> bytes:
     content = {"__metadata__": {"format": "pt"}, **rows}
-    return json.dumps(content, separators=(",", ":")).encode()
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
