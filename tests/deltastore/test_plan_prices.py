@@ -111,7 +111,9 @@ def test_speeds__are_measured_once_and_kept_rounded_with_a_date(
 
     monkeypatch.setattr(speeds_module, "measure_reading", counted)
     plans = [
-        mergepipe.plan(recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time"))
+        mergepipe.plan(
+            recipe_of(family), "50%", home=tmp_path, reuse=False, options=PlanOptions(price="time", probe=False)
+        )
         for _ in range(2)
     ]
     assert plans[0] == plans[1]

@@ -25,6 +25,7 @@ from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8
 MOST_OF_EVERYTHING = 1 / 80  # more buys less than reading blocks does
+MOST_BLOCKS = 1 << 20  # of all experts: estimates of more (512 GiB in bfloat16) take too much memory
 MOST_SAMPLED = 1 / 32  # of a block: more than that hardly makes estimates better
 
 StatisticsByTask = Mapping[str, TensorStatistics]
@@ -70,7 +71,7 @@ def probe_unknown(
 
     Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
     eighth of what reading the budget does, as long as each tensor is sampled once.
-    Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much.
+    Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much, nor of more than `MOST_BLOCKS` blocks.
     """
     everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
@@ -116,12 +117,14 @@ def _affordable(
     block_elements: int,
     n_experts: int,
 ) -> _Sampling | None:
-    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more.
+    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more, or blocks are too many.
 
     At most `most_requests` are made, or as many as one sample of each tensor of an expert and of the base needs.
     """
     blocks = [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs]
     longest, stride = max(blocks), 1
+    if sum(blocks) > MOST_BLOCKS:
+        return None
     if most_requests is not None:
         while stride <= longest and 2 * sum(-(-n_blocks // stride) for n_blocks in blocks) > most_requests:
             stride *= 2
