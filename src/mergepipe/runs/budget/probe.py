@@ -71,7 +71,8 @@ def probe_unknown(
 
     Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
     eighth of what reading the budget does, as long as each tensor is sampled once.
-    Nothing is sampled for a budget that reads everything or nothing, nor where one page of each tensor is too much, nor of more than `MOST_BLOCKS` blocks.
+    Nothing is sampled for a budget that reads everything or nothing, where one page of each tensor is too much, or of
+    more than `MOST_BLOCKS` blocks.
     """
     everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
