@@ -43,6 +43,7 @@ analyze family/base family/expert-1 family/expert-2
 merge recipe.yml merged
 plan recipe.yml --budget 40% -o plan.json
 run plan.json planned
+status plan.json planned
 explain planned
 sweep recipe.yml --budgets 25%,100% --html sweep.html
 merge recipe.yml overlay --overlay
@@ -53,6 +54,7 @@ extract-lora family/base family/expert-1 -o adapter --rank 2
 ls
 show merged
 lineage merged
+push merged s3://bucket/merged
 verify merged --deep
 repair merged
 replay merged again
@@ -71,6 +73,9 @@ MERGEKIT_COMMANDS = """
 mergepipe-yaml --help
 mergepipe-yaml recipe.yml by-other-flags --allow-crimes
 """.strip()
+
+
+REFUSED = {"mergepipe push merged s3://bucket/merged": 6}  # the exit code without the extra that it needs
 
 
 def all_commands() -> set[str]:
@@ -111,7 +116,7 @@ def run_all(root: Path) -> Iterator[str]:
             command, cwd=root, capture_output=True, text=True, check=False, env={"MERGEPIPE_HOME": str(root / "home")}
         )
         print(f"{done.returncode:3d}  {line}", flush=True)
-        if done.returncode:
+        if done.returncode != REFUSED.get(line, 0):
             yield f"{line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
 
 

@@ -53,7 +53,7 @@ def extract_lora(
     base_model_id: BaseModelId = None,
     printing: ReportFlags,
 ) -> None:
-    """Write the difference of MODEL from BASE as a LoRA adapter that PEFT reads.
+    """Write the difference of MODEL from BASE as a LoRA adapter.
 
     Says what the adapter leaves of the difference, and which tensors no LoRA holds.
     """

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(plan: PlanPath, out: PartsOut, *, parts: Parts = None, printing: PrintFlags) -> None:
-    """Tell how far OUT is, which `run --part` makes on many machines.
+    """Tell how far an OUT that is made in parts is.
 
     Reads records beside OUT, no inputs.
     """

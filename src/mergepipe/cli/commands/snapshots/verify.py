@@ -46,7 +46,7 @@ def verify(
     machine: RunFlags,
     printing: ReportFlags,
 ) -> None:
-    """Compare every byte of a snapshot with its manifest, or of a packed expert with what its original was.
+    """Compare every byte of a snapshot or a packed expert with its record.
 
     Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
     """
