@@ -46,7 +46,7 @@ def verify(
     machine: RunFlags,
     printing: ReportFlags,
 ) -> None:
-    """Compare every byte of a snapshot or a packed expert with its record.
+    """Compare every byte of a snapshot or a pack with its record.
 
     Names the damaged tensors and bytes. Exit code 0: it is sound; 4: it is damaged.
     """
