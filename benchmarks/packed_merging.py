@@ -76,8 +76,8 @@ def slow_storage(limit: RateLimit) -> Iterator[None]:
         _sleep_until(through)
         return done
 
-    def limited_metadata(store: LocalStore, path: Path, offset: int, nbytes: int) -> bytes:
-        found = read_metadata(store, Location.local(path), offset, nbytes)
+    def limited_metadata(store: LocalStore, location: Location, offset: int, nbytes: int) -> bytes:
+        found = read_metadata(store, location, offset, nbytes)
         _sleep_until(limit.reserve(len(found), time.perf_counter()))
         return found
 
@@ -267,7 +267,7 @@ class BudgetBench:
         budget_bytes = int(budget * self.family.raw_bytes) if budget < 1 else None
         plan = session.plan(
             recipe,
-            "100%" if budget_bytes is None else str(budget_bytes),
+            "100%" if budget_bytes is None else f"{budget_bytes}B",
             home=self._home(form),
             reuse=False,
             options=PlanOptions(select="random" if form == "random" else "norm", block_elements=self._block(form)),

@@ -68,7 +68,7 @@ def stored_values(state: StoredState, store: LocalStore) -> npt.NDArray[np.float
     flat = np.full(state.n_elements, np.nan, np.float32)
     for piece in state.pieces:
         found = unpack_piece(store, piece, state.dtype) if piece.packing is Packing.TORCH_ZIP else piece
-        raw = read_whole(found.file)[found.offset : found.offset + found.nbytes]
+        raw = read_whole(found.file.local_path)[found.offset : found.offset + found.nbytes]
         flat[found.span.start : found.span.stop] = np.frombuffer(raw, NUMPY_TYPES[state.dtype.name]).astype(np.float32)
     return flat.reshape(state.shape)
 
