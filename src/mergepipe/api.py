@@ -295,12 +295,10 @@ def run(
     """
     started = time.perf_counter()
     positive("--shard-size", shard_bytes)
-    from mergepipe.jobs.plan import read_plan, run_plan
-    from mergepipe.planning.plan import Plan as PlanValue
+    from mergepipe.jobs.plan import run_plan
     from mergepipe.runs.settings import output_place, run_settings
-    from mergepipe.storage.stores import Stores
 
-    value = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
+    value = _plan_value(plan)
     options = options or RunOptions()
     settings = run_settings(options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     place, settings = output_place(out, settings, options.home)
@@ -337,13 +335,10 @@ def run_part(
     positive("--shard-size", shard_bytes)
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
-    from mergepipe.jobs.plan import read_plan
-    from mergepipe.planning.plan import Plan as PlanValue
     from mergepipe.runs.settings import run_settings
-    from mergepipe.storage.stores import Stores
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
-    decided = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
+    decided = _plan_value(plan)
     settings = run_settings(options or RunOptions(), decided.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     choice = PartChoice(number, n_parts, finish or part is None)
     return run_one(decided, Path(out), choice, settings, started=started, on_progress=on_progress)
@@ -356,13 +351,10 @@ def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | Non
         MergePipeError: see `mergepipe.errors`.
     """
     from mergepipe.jobs.parts import parts_status as status_of
-    from mergepipe.jobs.plan import read_plan
-    from mergepipe.planning.plan import Plan as PlanValue
-    from mergepipe.storage.stores import Stores
 
     if n_parts is not None:
         positive("--parts", n_parts)
-    decided = plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
+    decided = _plan_value(plan)
     return status_of(decided, Path(out), n_parts)
 
 
@@ -798,6 +790,15 @@ def _snapshot_location(snapshot: str | Path, home: str | Path | None) -> Locatio
     from mergepipe.runs.snapshots import find_snapshot
 
     return find_snapshot(str(snapshot), home_of(home))
+
+
+def _plan_value(plan: Plan | str | Path) -> Plan:
+    """Return a plan as it is, or read the stored one."""
+    from mergepipe.jobs.plan import read_plan
+    from mergepipe.planning.plan import Plan as PlanValue
+    from mergepipe.storage.stores import Stores
+
+    return plan if isinstance(plan, PlanValue) else read_plan(Stores(), Location.of(plan))
 
 
 def _recipe(recipe: str | Path | Mapping[str, object]) -> Location | RecipeText:
