@@ -19,7 +19,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -265,14 +265,7 @@ def write_file(path: Path, content: bytes, root: Path | None = None) -> None:
 
 def replace_file(path: Path, content: bytes, root: Path | None = None) -> None:
     """Put a small file in place of what is there, in one step, durably: a new file beside it, then renamed."""
-    beside = _write_beside(path, content, root)
-    try:
-        rename(beside, path, root)
-    except BaseException:
-        with contextlib.suppress(OSError, MergePipeError):
-            remove_file(beside, root)
-        raise
-    sync_folder(path.parent, root)
+    _write_and_move(path, content, root, rename)
 
 
 def create_whole(path: Path, content: bytes, root: Path | None = None) -> None:
@@ -281,9 +274,16 @@ def create_whole(path: Path, content: bytes, root: Path | None = None) -> None:
     Raises:
         FileExistsError: something has that name.
     """
+    _write_and_move(path, content, root, _rename_new_file)
+
+
+def _write_and_move(
+    path: Path, content: bytes, root: Path | None, move: Callable[[Path, Path, Path | None], None]
+) -> None:
+    """Write a new file beside `path` and move it there, durably; nothing of it is left where that fails."""
     beside = _write_beside(path, content, root)
     try:
-        _rename_new_file(beside, path, root)
+        move(beside, path, root)
     except BaseException:
         with contextlib.suppress(OSError, MergePipeError):
             remove_file(beside, root)
