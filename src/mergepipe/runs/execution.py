@@ -60,12 +60,12 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """What a merge takes from earlier snapshots: blocks and sums; the running totals, and which of them it keeps."""
+    """What a merge takes from earlier snapshots: blocks and sums; the running totals, and whether it keeps its own."""
 
     reuse: Reuse
     kept: Mapping[str, KeptSum]
-    totals_to_keep: Mapping[str, RunningTotal]
     totals: Mapping[str, RunningTotal]
+    keeps_sums: bool
 
 
 def _earlier_files(reuse: Reuse, kept: Mapping[str, KeptSum]) -> set[Location]:
@@ -112,7 +112,7 @@ class Execution:
         )  # fmt: skip
         while True:
             reuse, kept, pinned = self._unchanged(sources.snapshots, reuse, kept)
-            matched = _Matched(reuse, kept, totals if sources.keeps_accumulators else {}, totals)
+            matched = _Matched(reuse, kept, totals, sources.keeps_accumulators)
             try:
                 return self._merge(_with_files(work, pinned), matched, keys, progress)
             except ConflictError as error:
@@ -129,8 +129,8 @@ class Execution:
             t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in work.output.tasks if t.name in kept
         }
         small = {KEYS_NAME: keys.own.to_bytes()}
-        if matched.totals_to_keep:
-            replaced, about = self._accumulate(work, matched.totals_to_keep, replaced)
+        if matched.keeps_sums and totals:
+            replaced, about = self._accumulate(work, totals, replaced)
             small |= about
             work = _with_files(work, pin_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)}))
         work = replace(work, reusable=matched.reuse.reusable)
