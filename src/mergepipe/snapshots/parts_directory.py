@@ -155,6 +155,22 @@ class PartsDirectory:
             owned.make_folder(folder)
         return folder
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Raise every error of a context that works in the directory as `parts.gone` if the directory is gone.
+
+        A worker that is writing a shard when another one finishes the output meets missing files at any call.
+
+        Raises:
+            ConflictError: `parts.gone`.
+        """
+        try:
+            yield
+        except MergePipeError as error:
+            if self.exists:
+                raise
+            raise _gone(self.path) from error
+
     def remove_folder(self, folder: Path) -> None:
         """Remove a private folder with all in it, as far as that can be done."""
         with contextlib.suppress(OSError, MergePipeError):
@@ -313,6 +329,10 @@ def _typed(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if not os.path.lexists(directory):
-            message = "was finished or removed by somebody else meanwhile: nothing was changed"
-            raise ConflictError.of("parts.gone", directory, message, "look whether the output is there") from error
+            raise _gone(directory) from error
         raise os_error(error, directory, _DOING) from error
+
+
+def _gone(directory: Path) -> MergePipeError:
+    message = "was finished or removed by somebody else meanwhile: nothing was changed"
+    return ConflictError.of("parts.gone", directory, message, "look whether the output is there")
