@@ -500,6 +500,7 @@ class SweepReport(Displayed):
     full_norm: float
     points: tuple[SweepPoint, ...]
     experts: tuple[str, ...] = ()
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
 
 
 # --- snapshots ---

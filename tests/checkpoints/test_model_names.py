@@ -23,6 +23,8 @@ def resolve(text: str, *paths: str) -> ModelName:
         ("org/name@refs/pr/7", "hf://org/name@refs/pr/7"),
         ("org/name:sub/folder", "hf://org/name/sub/folder"),
         ("org/name@v1.0:sub", "hf://org/name@v1.0/sub"),
+        ("gpt2", "hf://openai-community/gpt2"),
+        ("gpt2@main:sub", "hf://openai-community/gpt2@main/sub"),
         ("TheOrg/Some-Model_7B.v2", "hf://TheOrg/Some-Model_7B.v2"),
     ],
 )

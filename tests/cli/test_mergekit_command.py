@@ -50,7 +50,7 @@ class Runner:
 def test_flags__are_those_of_mergekit_and_the_guide_names_each() -> None:
     flags = {name for param in build_command().params for name in (*param.opts, *param.secondary_opts)}
     assert set(FLAGS_OF_MERGEKIT) <= flags
-    guide = Path(__file__).resolve().parents[2] / "docs/guide/coming-from-mergekit-flags.md"
+    guide = Path(__file__).resolve().parents[2] / "docs/guide/from-mergekit.md"
     text = guide.read_text(encoding="utf-8")
     assert [flag for flag in FLAGS_OF_MERGEKIT if not flag.startswith("--no-") and f"`{flag}" not in text] == []
 
@@ -94,9 +94,18 @@ def test_flags__that_mean_something_else_here_are_noticed_once(work: Workplace, 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "flag", [["--no-safe-serialization"], ["--unsafe-truncate-embeddings"], ["--lora-merge-dtype", "float16"]]
-)
+def test_notices_of_the_recipe__are_told_once_and_refused_if_strict(work: Workplace, run: Runner) -> None:
+    recipe = work.recipe.read_text()
+    work.recipe.write_text(recipe + "residual_weight: 1\n")
+    refused = run(work.recipe, work.out, "--strict")
+    assert (refused.exit_code, refused.err.count("residual_weight: the key")) == (2, 1)
+    ran = run(work.recipe, work.out)
+    assert (ran.exit_code, ran.out, ran.err.count("notice: ")) == (0, "", 1)
+    assert run(work.recipe, work.out, "-v", "--force").out.count("residual_weight: the key") == 1
+    assert run(work.recipe, work.out, "--quiet", "--force").err == ""
+
+
+@pytest.mark.parametrize("flag", [["--no-safe-serialization"], ["--lora-merge-dtype", "float16"]])
 def test_flags__that_cannot_be_honoured_are_refused_by_name(work: Workplace, run: Runner, flag: list[str]) -> None:
     ran = run(work.recipe, work.out, *flag)
     assert (ran.exit_code, len(ran.error_lines)) == (6, 1)

@@ -46,6 +46,19 @@ def test_check__tells_notices_in_text_and_as_json(work: Workplace, run: Runner) 
     assert (told[0]["line"], told[0]["key"]) == (11, "parameters.int8_mask")
 
 
+def test_plan_sweep_and_run__tell_the_same_notices_in_the_same_order(work: Workplace, run: Runner) -> None:
+    home, file = ("--home", work.root / "home"), work.root / "plan.json"
+    assert run("plan", work.recipe, "--budget", "50%", "--out", file, *home).out.count(INT8_MASK) == 1
+    plan = json.loads(file.read_text())
+    told = run("sweep", work.recipe, "--budgets", "50%", "--json", *home).json()["recipe_notices"]
+    ran = run("run", file, work.out, "--json", *home).json()["recipe_notices"]
+    assert [notice["code"] for notice in plan["recipe_notices"]] == CODES
+    assert told == plan["recipe_notices"]
+    assert [(notice["line"], notice["key"], notice["message"]) for notice in ran] == [
+        (notice["line"], notice["key"], notice["message"]) for notice in told
+    ]
+
+
 def test_merge__tells_notices_in_report_manifest_and_card(work: Workplace, run: Runner) -> None:
     work.out.mkdir()  # an empty folder may be there
     ran = run("merge", work.recipe, work.out, "--no-catalog")
@@ -62,6 +75,7 @@ def test_merge__tells_notices_in_report_manifest_and_card(work: Workplace, run: 
         lambda work: ("check", work.recipe),
         lambda work: ("merge", work.recipe, work.out, "--no-catalog"),
         lambda work: ("merge", work.recipe, work.out, "--no-catalog", "--budget", "50%"),
+        lambda work: ("sweep", work.recipe, "--budgets", "50%", "--home", work.root / "home"),
         lambda work: ("plan", work.recipe, "--budget", "50%", "--home", work.root / "home"),
     ],
 )

@@ -364,3 +364,15 @@ def test_resolve__succeeds_exactly_when_every_float_of_the_base_fits(wild: tuple
         assert len(resolved(TWO_EXPERTS, base, *experts, allow=("*",)).tasks) == len(base)
     else:
         assert refusal(TWO_EXPERTS, base, *experts).code.startswith(("merge.tensor.", "merge.layers.", "merge.model."))
+
+
+def test_resolve__tells_of_embedding_rows_that_only_the_base_has() -> None:
+    def vocabulary(rows: int) -> Tensors:
+        return {"model.embed_tokens.weight": (F32, (rows, 3)), "lm_head.weight": (F32, (rows, 3)), **W}
+
+    result = resolved(TWO_EXPERTS, vocabulary(8), vocabulary(6), vocabulary(8))
+    (notice,) = result.notices
+    assert (notice.code, notice.message) == (
+        "recipe.rows.missing", "'./a' has 6 of the base's 8 embedding rows: the base's own stand in for the others",
+    )  # fmt: skip
+    assert resolved(TWO_EXPERTS, vocabulary(8), vocabulary(9), vocabulary(8)).notices == ()

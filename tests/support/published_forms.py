@@ -125,6 +125,7 @@ FORMS = (
     Form("long-reference", LINEAR.replace("model: expert-2", "model: {model: {path: expert-2, revision: v1}}"), ("recipe.ignored-revision",)),
     Form("linear-base-unlisted", BARE + "base_model: base\nmerge_method: linear\nparameters: {weight: 0.5}\n"),
     Form("parameters-null", "models:\n- model: expert-1\n  parameters:\n- model: expert-2\nmerge_method: karcher\nparameters:\n"),
+    Form("architecture", LINEAR.replace("model: expert-2", "model: {model: expert-2, override_architecture: LlamaForCausalLM}"), (KEY,)),
     # dtypes and YAML
     Form("torch-dtype", LINEAR + "dtype: torch.float32\nout_dtype: torch.bfloat16\n", states_dtype=True),
     Form("mixed-dtypes", LINEAR.replace("expert-2", "half"), states_dtype=True),
@@ -146,6 +147,5 @@ FORMS = (
     _refused("passthrough-other-base", "models: [{model: expert-1}]\nbase_model: base\n" + PASS, "recipe.base.refused"),
     _refused("empty-gradient", LINEAR.replace("weight: 0.3", "weight: []"), "recipe.gradient.length"),
     _refused("text-for-number", LINEAR.replace("weight: 0.3", "weight: high"), "recipe.parameter.type"),
-    _refused("architecture", LINEAR.replace("model: expert-2", "model: {model: expert-2, override_architecture: X}"), "recipe.unsupported"),
     _refused("mixture", "base_model: base\ngate_mode: hidden\nexperts: [{source_model: expert-1}]\n", "recipe.unsupported"),
 )  # fmt: skip

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mergepipe.storage.location import HUB_SCHEME, Location, is_remote
+from mergepipe.storage.remote.hub_names import MODELS_BY_BARE_NAME
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _REVISION = r"(?:@(?P<revision>[^@:\s]+))?"
 _SUBFOLDER = r"(?::(?P<subfolder>[^@:\s]+))?"
-_HUB_ID = re.compile(rf"(?P<id>{_PART}/{_PART}){_REVISION}{_SUBFOLDER}")
+_HUB_ID = re.compile(rf"(?P<id>{_PART}/{_PART}|{_PART}){_REVISION}{_SUBFOLDER}")
 _PATH = re.compile(rf"(?P<path>.+?){_REVISION}{_SUBFOLDER}")
 
 
@@ -37,7 +38,8 @@ def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
     """Decide what `text` names; `exists` probes whether a text is a path of this machine.
 
     In this order: an address with a scheme; a path that exists; a path that exists, with `@revision` or `:subfolder`
-    behind it; a Hub id `org/name[@revision][:subfolder]`; and otherwise a path that is missing.
+    behind it; a Hub id `org/name[@revision][:subfolder]`, or a name that the Hub knows alone (`gpt2`); and otherwise a
+    path that is missing.
 
     Raises:
         RecipeError: `location.malformed`, an address or the subfolder of a Hub id is not well formed.
@@ -51,8 +53,9 @@ def resolve_model_name(text: str, exists: Callable[[str], bool]) -> ModelName:
         path = f"{parts['path']}/{parts['subfolder']}" if parts["subfolder"] else parts["path"]
         return ModelName(path=path, ignored_revision=parts["revision"] or "")
     hub = _HUB_ID.fullmatch(text)
-    if hub is None:
+    model = None if hub is None else hub["id"] if "/" in hub["id"] else MODELS_BY_BARE_NAME.get(hub["id"])
+    if hub is None or model is None:
         return ModelName(path=text)
     folder = f"/{hub['subfolder']}" if hub["subfolder"] else ""
-    location = Location.parse(f"{HUB_SCHEME}://{hub['id']}{folder}").with_revision(hub["revision"] or "")
+    location = Location.parse(f"{HUB_SCHEME}://{model}{folder}").with_revision(hub["revision"] or "")
     return ModelName(remote=location, is_hub_id=True)

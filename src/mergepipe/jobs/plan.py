@@ -178,7 +178,12 @@ def make_plan(
         ranking.check_usefulness(plan)
     if request.strictness.strict:
         _refuse_starved(plan)
-    plan = replace(plan, vocabulary=vocabulary_of(inputs), outlook=ranking.outlook(plan))
+    plan = replace(
+        plan,
+        vocabulary=vocabulary_of(inputs),
+        outlook=ranking.outlook(plan),
+        recipe_notices=inputs.recipe_notices,
+    )
     if request.everything:
         plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]

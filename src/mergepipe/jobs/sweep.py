@@ -104,7 +104,7 @@ class _Sweep:
         self._recipe = recipe
         self._budgets = request.budgets
         self._request = request.plan
-        self._settings = replace(settings, home=None)
+        self._settings = replace(settings, home=None, strictness=request.plan.strictness)
         self._home = request.home
         self._directory = directory
         self._on_progress = on_progress
@@ -112,7 +112,9 @@ class _Sweep:
         self._speeds: Speeds | None = None
 
     def run(self) -> SweepReport:
-        inputs = open_inputs(self._recipe, self._store, self._request.allow_dropped)
+        inputs = open_inputs(
+            self._recipe, self._store, self._request.allow_dropped, strictness=self._request.strictness
+        )
         threads = self._settings.engine.threads
         self._speeds = self._request.pricing.speeds(inputs, self._store, self._home, threads)
         self._plan(inputs, self._request)  # what cannot be planned is refused before hours are spent
@@ -136,6 +138,7 @@ class _Sweep:
             full_norm=reference.full_norm,
             points=points,
             experts=tuple(inputs.recipe.inputs()[model].text for model in inputs.expert_models),
+            recipe_notices=inputs.recipe_notices,
         )
 
     def _plan(self, inputs: Inputs, request: PlanRequest) -> Plan:

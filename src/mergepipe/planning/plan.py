@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from operator import le, lt
 
 from mergepipe.core.canonical_json import canonical_json, digest_of
 from mergepipe.core.notebooks import Displayed
+from mergepipe.core.notices import Notice
 from mergepipe.storage.prices import Duration, Speeds
 
 PLAN_NAME = "mergepipe-plan"
@@ -209,6 +210,7 @@ class Plan(Displayed):
     price: TimePrice | None = None
     error_is_least: bool = False  # `expected_error` leaves out a part of what is lost, see plan.md
     outlook: Outlook | None = None  # where something is known of every tensor
+    recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe; no part of the digest
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
@@ -232,7 +234,7 @@ class Plan(Displayed):
     @property
     def digest(self) -> str:
         """32 hex digits: BLAKE3-128 of the canonical JSON without machine-specific keys. Computed on each call."""
-        content = _content(self)
+        content = _without(_content(self), ("recipe_notices",))
         content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
         if self.reuse:
             content["reuse"] = [_without(_reused_content(each), _MACHINE_KEYS) for each in self.reuse]
@@ -352,6 +354,8 @@ def _content(plan: Plan) -> dict[str, object]:
         optional["error_is_least"] = True
     if plan.outlook is not None:
         optional["outlook"] = _outlook_content(plan.outlook)
+    if plan.recipe_notices:
+        optional["recipe_notices"] = [_notice_content(notice) for notice in plan.recipe_notices]
     return {
         "format": PLAN_FORMAT,
         "operator": plan.operator,
@@ -472,6 +476,10 @@ def _reused_content(reused: ReusedSnapshot) -> dict[str, object]:
 def _bound_content(bound: OmissionBound) -> dict[str, object]:
     content: dict[str, object] = {"absolute": bound.absolute}
     return content if bound.relative is None else {**content, "relative": bound.relative}
+
+
+def _notice_content(notice: Notice) -> dict[str, object]:
+    return {**asdict(notice), "other_lines": list(notice.other_lines)}
 
 
 def _outlook_content(outlook: Outlook) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from mergepipe.core.canonical_json import parse_digestible
 from mergepipe.core.json_fields import FieldCodes, JsonFields
+from mergepipe.core.notices import Notice
 from mergepipe.errors import CorruptError, UnsupportedError
 from mergepipe.planning.plan import (
     PLAN_FORMAT,
@@ -117,6 +118,7 @@ def _plan_of(top: JsonFields) -> Plan:
     price = _price_of(top.object("price")) if top.has("price") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
+    notices = tuple(_notice_of(each) for each in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
     top.done()
     try:
         return Plan(
@@ -139,6 +141,7 @@ def _plan_of(top: JsonFields) -> Plan:
             price=price,
             error_is_least=error_is_least,
             outlook=outlook,
+            recipe_notices=notices,
         )
     except ValueError as error:
         top.refuse(str(error))
@@ -152,6 +155,14 @@ def _parameters_of(row: JsonFields) -> _Parameters:
     )
     row.done()
     return found
+
+
+def _notice_of(fields: JsonFields) -> Notice:
+    texts = [fields.text(name) for name in ("code", "file", "key", "message", "elsewhere")]
+    code, file, key, message, elsewhere = texts
+    notice = Notice(code, file, fields.size("line"), key, message, elsewhere, fields.sizes("other_lines"))
+    fields.done()
+    return notice
 
 
 def _outlook_of(fields: JsonFields) -> Outlook:

@@ -73,6 +73,14 @@ def test_path_of__follows_blobs_that_models_share(cache: HubCache) -> None:
     assert listing.files["model.safetensors"] == FILE
 
 
+def test_cache__knows_models_that_were_downloaded_by_their_bare_name(tmp_path: Path) -> None:
+    write_hub_cache(tmp_path, "gpt2", COMMIT, {"config.json": b"{}"})
+    assert HubCache(tmp_path).commit_of("openai-community/gpt2", "main") == COMMIT
+    assert HubCache(tmp_path).commit_of("someone/gpt2", "main") is None
+    write_hub_cache(tmp_path, "openai-community/gpt2", OTHER, {"config.json": b"{}"})
+    assert HubCache(tmp_path).commit_of("openai-community/gpt2", "main") == OTHER
+
+
 def test_cache__takes_plain_files_where_there_are_no_links(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

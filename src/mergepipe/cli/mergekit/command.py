@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import Debug, Force
+from mergepipe.cli.options import Debug, Force, Lenient, Strict
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import WIDEST_HELP, SectionedCommand, with_option_groups
 from mergepipe.cli.sizes import parse_size
+from mergepipe.core.escaping import printable
 from mergepipe.errors import Problem, UnsupportedError
 from mergepipe.options import MergeOptions
 from mergepipe.storage.location import Location
@@ -158,6 +160,15 @@ class NoticedFlags:
         ),
     ] = None
 
+    unsafe_truncate_embeddings: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe-truncate-embeddings/--no-unsafe-truncate-embeddings",
+            help="The base's rows are kept, all of them.",
+            rich_help_panel=NOTICED,
+        ),
+    ] = False
+
     def notices(self) -> tuple[str, ...]:
         """Return a line for each thing that was asked for and that holds otherwise here."""
         gpu = {
@@ -182,6 +193,11 @@ class NoticedFlags:
                 self.lora_merge_cache is not None,
                 "LoRAs are applied while they are read; nothing is kept of them",
             ),
+            "--unsafe-truncate-embeddings": (
+                self.unsafe_truncate_embeddings,
+                "embeddings keep the base's rows, which stand in where a model has fewer; `tokenizer_source` in the "
+                "recipe matches rows by token",
+            ),
         }
         named = ", ".join(flag for flag, is_set in gpu.items() if is_set)
         on_gpu = (f"{named}: the processor merges, in bounded memory; no GPU is used",) if named else ()
@@ -200,14 +216,6 @@ class RefusedFlags:
             rich_help_panel=REFUSED,
         ),
     ] = True
-    unsafe_truncate_embeddings: Annotated[
-        bool,
-        typer.Option(
-            "--unsafe-truncate-embeddings/--no-unsafe-truncate-embeddings",
-            help="Cut rows off unread.",
-            rich_help_panel=REFUSED,
-        ),
-    ] = False
     lora_merge_dtype: Annotated[
         str | None,
         _refused("--lora-merge-dtype", metavar="DTYPE", help="LoRAs are applied in float32."),
@@ -224,11 +232,6 @@ class RefusedFlags:
                 not self.safe_serialization,
                 "pickled weights are not written",
                 "leave it out: the output is safetensors",
-            ),
-            "--unsafe-truncate-embeddings": (
-                self.unsafe_truncate_embeddings,
-                "rows are not cut off by position",
-                "set `tokenizer_source` in the recipe: rows are then matched by token",
             ),
             "--lora-merge-dtype": (
                 self.lora_merge_dtype is not None,
@@ -270,6 +273,8 @@ def merge_as_mergekit(
     noticed: NoticedFlags,
     refused: RefusedFlags,
     force: Force = False,
+    strict: Strict = False,
+    lenient: Lenient = False,
     debug: Debug = False,  # noqa: ARG001 - for the help; the guard reads it, before there is a command
 ) -> None:
     """Merge as mergekit-yaml is called: the models of CONFIG into the directory OUT.
@@ -285,17 +290,28 @@ def merge_as_mergekit(
         card=honoured.write_model_card,
         tokenizer=honoured.copy_tokenizer,
         mergekit_config=True,
+        strict=strict,
+        lenient=lenient,
     )
-    if not honoured.quiet and sys.stderr is not None:
-        for notice in noticed.notices():
-            print(f"notice: {notice}", file=sys.stderr)
+    if not honoured.quiet:
+        _print_notices(noticed.notices())
     from mergepipe import api
 
     with tell_if_published(Location.of(out)), progress_shown(session, silent=honoured.quiet) as on_progress:
         report = api.merge(
             config, out, force=force, seed=honoured.random_seed or 0, options=options, on_progress=on_progress
         )
-    print_merge_report(report, as_json=False, quiet=honoured.quiet or not honoured.verbose)
+    if honoured.verbose:
+        print_merge_report(report, as_json=False, quiet=honoured.quiet)
+    elif not honoured.quiet:
+        _print_notices(map(str, (*report.recipe_notices, *report.notices)))
+
+
+def _print_notices(notices: Iterable[str]) -> None:
+    """Tell on standard error what holds otherwise than it may seem."""
+    if sys.stderr is not None:
+        for notice in notices:
+            print(f"notice: {printable(notice)}", file=sys.stderr)
 
 
 def shard_bytes_of(text: str) -> int:

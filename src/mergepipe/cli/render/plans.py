@@ -65,6 +65,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     tail = [
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
+        *(("notice", str(notice)) for notice in plan.recipe_notices),
         ("digest", plan.digest),
         *([("stored", str(stored))] if stored is not None else []),
     ]

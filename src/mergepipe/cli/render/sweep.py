@@ -53,6 +53,7 @@ def sweep_table(report: SweepReport) -> str:
         ("error", "distance to the full merge, as a share of what the full merge changes"),
         ("beside", "the same distance as a share of the full merge's norm: it flatters"),
         ("note", rounding_note(report)),
+        *(("notice", str(notice)) for notice in report.recipe_notices),
     ]  # fmt: skip
     is_graded = any(point.expected_error is not None for point in report.points)
     graded = ["expected", "blocks read"] if is_graded else []

@@ -15,8 +15,8 @@ from mergepipe.recipes.parse.yaml_source import KeyPath, Value, shortened
 FLOAT32_MAX = 3.4028234663852886e38
 _WITHOUT_MEANING = (None, False, "false", "False")  # of a parameter that has no effect
 CASE_KEYS = ("value", "filter")
-_TRUE = ("true", "yes", "on", "y", "t", "1")
-_FALSE = ("false", "no", "off", "n", "f", "0")
+TRUE_TEXTS = ("true", "yes", "on", "y", "t", "1")
+FALSE_TEXTS = ("false", "no", "off", "n", "f", "0")
 
 # Stands for a value that was refused, so that it does not also count as missing. It never leaves the loader: a
 # refused value is a finding, and a recipe with findings is not built.
@@ -188,8 +188,8 @@ def _flag(reader: DocumentReader, given: Value, key_path: KeyPath) -> Scalar:
         return given
     if isinstance(given, int | float) and given in (0, 1):  # as mergekit's own examples write it
         return bool(given)
-    if isinstance(given, str) and given.lower() in (*_TRUE, *_FALSE):
-        return given.lower() in _TRUE
+    if isinstance(given, str) and given.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
+        return given.lower() in TRUE_TEXTS
     reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}")
     return REFUSED
 

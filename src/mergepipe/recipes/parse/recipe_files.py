@@ -34,7 +34,7 @@ from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 
 AUTO = "auto"
-_TORCH = "torch."
+TORCH = "torch."
 _MIXTURE_KEYS = ("gate_mode", "experts")
 DTYPE_NAMES = (*DTYPES_BY_RECIPE_NAME, AUTO)
 
@@ -171,8 +171,8 @@ def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | 
     if root.get(key) in (None, AUTO):
         return None
     name = reader.text(root[key], (key,))
-    if name is None or name.removeprefix(_TORCH) in DTYPES_BY_RECIPE_NAME:
-        return DTYPES_BY_RECIPE_NAME[name.removeprefix(_TORCH)] if name else None
+    if name is None or name.removeprefix(TORCH) in DTYPES_BY_RECIPE_NAME:
+        return DTYPES_BY_RECIPE_NAME[name.removeprefix(TORCH)] if name else None
     hint = did_you_mean(shortened(name), DTYPE_NAMES)
     reader.refuse("recipe.unknown-dtype", (key,), f"unknown dtype '{shortened(name)}'", hint)
     return None

@@ -123,10 +123,9 @@ def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPat
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
     given = {key: item for key, item in value.items() if item is not None}
     if "override_architecture" in given:
-        hint = "give the folder of the model as it is to be merged"
-        reader.unsupported(
-            (*key_path, "override_architecture"), "'override_architecture' in a model reference is", hint
-        )
+        message = "'override_architecture' has no effect: names and shapes of tensors decide what is merged"
+        elsewhere = "in mergekit it chooses the names that are looked for, and stands in the output's config.json"
+        reader.notice("recipe.ignored-key", (*key_path, "override_architecture"), message, elsewhere)
     if isinstance(given.get("path"), str) and isinstance(given.get("revision"), str):
         given["path"] = f"{given['path']}@{given.pop('revision')}"
     reader.unknown_keys(given, _REFERENCE_KEYS, key_path)

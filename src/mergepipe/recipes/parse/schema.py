@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import TypeAlias
 
+from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME
 from mergepipe.operators.registry import operator_specs
 from mergepipe.operators.spec import OperatorSpec, ParameterSpec, Scope
 from mergepipe.recipes.parse.entries import MODEL_KEYS, MODULE_KEYS, SLICE_KEYS, SOURCE_KEYS
 from mergepipe.recipes.parse.names_elsewhere import CONTENT_KEYS, RECIPE_KEYS
-from mergepipe.recipes.parse.recipe_files import DTYPE_NAMES
+from mergepipe.recipes.parse.parameters import FALSE_TEXTS, TRUE_TEXTS
+from mergepipe.recipes.parse.recipe_files import DTYPE_NAMES, TORCH
 from mergepipe.recipes.parse.tokenizer_source import EMBEDDING_KINDS, MODEL_TOKEN_KEYS, TOKEN_KEYS, TOKENIZER_KEYS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -17,7 +19,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema: TypeAlias = dict[str, "Json"]
 Json: TypeAlias = str | int | float | bool | list["Json"] | Schema | None
 
+_QUOTED_NUMBER = r"^\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*$"
 _TEXT: Schema = {"type": "string", "minLength": 1}
+_OR_NULL: Schema = {"type": ["string", "null"]}
 _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 
 
@@ -31,10 +35,15 @@ def recipe_schema() -> Schema:
         "properties": dict(zip(RECIPE_KEYS, map(_top_level, RECIPE_KEYS), strict=True)),
         "required": ["merge_method"],
         "additionalProperties": False,
-        "oneOf": [{"required": [key]} for key in CONTENT_KEYS],
+        "oneOf": [_has_content(key) for key in CONTENT_KEYS],
         "not": {"required": ["tokenizer_source", "tokenizer"]},
         "allOf": [_when(spec) for spec in operator_specs().values()],
-        "$defs": {"model": _model_reference(), "tokenizer": _tokenizer(), **definitions},
+        "$defs": {
+            "model": _model_reference(),
+            "quoted-number": {"type": "string", "pattern": _QUOTED_NUMBER},
+            "tokenizer": _tokenizer(),
+            **definitions,
+        },
     }
 
 
@@ -47,7 +56,7 @@ def _top_level(key: str) -> Schema:
     if key == "merge_method":
         return {"description": "how models are merged", "enum": list(operator_specs())}
     if key in ("dtype", "out_dtype"):
-        return {"enum": [*DTYPE_NAMES, None]}
+        return {"enum": [*DTYPE_NAMES, *(f"{TORCH}{name}" for name in DTYPES_BY_RECIPE_NAME), None]}
     if key == "base_model":
         return {"anyOf": [_REFERENCE, {"type": "null"}]}
     if key == "tokenizer":
@@ -59,24 +68,37 @@ def _top_level(key: str) -> Schema:
     return {}  # its contents depend on the merge method
 
 
+def _has_content(key: str) -> Schema:
+    return {"required": [key], "properties": {key: {"type": ["array", "object"], "minItems": 1, "minProperties": 1}}}
+
+
+def _or_nothing(content: Schema) -> Schema:
+    """Return the schema of content that may also be empty, beside content of another kind."""
+    return {"anyOf": [content, {"enum": [None, [], {}]}]}
+
+
 def _when(spec: OperatorSpec) -> Schema:
     """Generate the conditional schema of one merge method."""
     shared, own = _ref(f"{spec.name}.shared"), _ref(f"{spec.name}.own")
     models = _list(_record(MODEL_KEYS, {"model": _REFERENCE, "parameters": own}, ["model"]))
-    pair: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
+    number: Schema = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]+(\.0+)?$"}]}
+    pair: Schema = {"type": "array", "items": number, "minItems": 2, "maxItems": 2}
     source: Schema = {"model": _REFERENCE, "layer_range": pair, "parameters": own}
     sources = _list(_record(SOURCE_KEYS, source, ["model", "layer_range"]))
     piece: Schema = {"sources": sources, "base_model": _REFERENCE, "parameters": shared}
     slices = _list(_record(SLICE_KEYS, piece, ["sources"]))
     module = _record(MODULE_KEYS, {"models": models, "slices": slices, "parameters": shared}, [])
     modules: Schema = {"type": "object", "minProperties": 1, "additionalProperties": module}
-    content: Schema = {"models": models, "slices": slices, "modules": modules, "parameters": shared}
+    content: Schema = dict(zip(CONTENT_KEYS, map(_or_nothing, (models, slices, modules)), strict=True))
+    content["parameters"] = shared
     return {"if": {"properties": {"merge_method": {"const": spec.name}}}, "then": {"properties": content}}
 
 
 def _definitions(spec: OperatorSpec) -> Schema:
     """Generate the definitions of one merge method: each parameter, a model's parameters, global parameters."""
-    each: Schema = {f"{spec.name}.{parameter.name}": _setting(parameter) for parameter in spec.parameters}
+    each: Schema = {}
+    for parameter in spec.parameters:
+        each |= _setting(parameter, f"{spec.name}.{parameter.name}")
     of_models = tuple(parameter for parameter in spec.parameters if parameter.scope is Scope.MODEL)
     context = _parameters(spec, spec.parameters)
     return {**each, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
@@ -95,29 +117,36 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _setting(spec: ParameterSpec) -> Schema:
-    """Generate the schema of a parameter: one value, values over the layers, or either by filters."""
-    value = _value(spec)
-    gradient: Schema = {"type": "array", "items": value, "minItems": 2}
-    case: Schema = {
+def _setting(spec: ParameterSpec, name: str) -> Schema:
+    """Generate the definitions of a parameter: one value, values over the layers, or either by filters."""
+    value, values, case = (f"{name}.{kind}" for kind in ("value", "values", "case"))
+    setting: Schema = {
+        "description": spec.help,
+        "anyOf": [_ref(values), _ref(case), {"type": "array", "items": _ref(case), "minItems": 1}],
+    }
+    by_filter: Schema = {
         "type": "object",
-        "properties": {"filter": {"type": ["string", "null"]}, "value": {"anyOf": [value, gradient]}},
+        "properties": {"filter": _OR_NULL, "value": _ref(values)},
         "required": ["value"],
         "additionalProperties": False,
     }
-    found: Schema = {"description": spec.help, "anyOf": [value, gradient, case, _list(case)]}
-    return found if spec.default is None else {**found, "default": spec.default}
+    return {
+        name: setting if spec.default is None else {**setting, "default": spec.default},
+        value: _value(spec),
+        values: {"anyOf": [_ref(value), {"type": "array", "items": _ref(value), "minItems": 1}]},
+        case: by_filter,
+    }
 
 
 def _value(spec: ParameterSpec) -> Schema:
     if spec.is_flag:
-        return {"enum": [spec.default] if spec.only_default else [True, False, 0, 1]}
+        return {"enum": [spec.default] if spec.only_default else [True, False, 0, 1, *TRUE_TEXTS, *FALSE_TEXTS]}
     value: Schema = {"type": "integer" if spec.is_whole else "number"}
     if spec.low > float("-inf"):
         value["exclusiveMinimum" if spec.low_open else "minimum"] = spec.low
     if spec.high < float("inf"):
         value["maximum"] = spec.high
-    return value
+    return {"anyOf": [value, _ref("quoted-number")]}
 
 
 def _list(item: Schema) -> Schema:
@@ -135,7 +164,11 @@ def _model_reference() -> Schema:
     properties["delta"] = {"type": ["boolean", "null"]}
     long: Schema = {
         "type": "object",
-        "properties": {**properties, "revision": {"type": "null"}, "override_architecture": {"type": "null"}},
+        "properties": {
+            **properties,
+            "revision": {"type": "null"},
+            "override_architecture": _OR_NULL,
+        },
         "oneOf": [{"required": ["path"]}, {"required": ["model"]}],
         "additionalProperties": False,
     }

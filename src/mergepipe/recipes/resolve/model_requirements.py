@@ -115,7 +115,9 @@ def _check_conflicts(reader: DocumentReader, operator: OperatorSpec, group: Grou
     for index, model in enumerate(group.models):
         chain = (model.parameters, *group.shared)
         is_base = group.base is not None and model.key == group.base.key
-        conflict = "" if is_base or not is_constant(chain) else operator.conflict_of(model_values(operator, chain))
+        values = {} if is_base or not is_constant(chain) else model_values(operator, chain)
+        is_refused = any(value != value for value in values.values())  # told already; see `REFUSED`
+        conflict = operator.conflict_of(values) if values and not is_refused else ""
         if conflict:
             at = (*group.at, index, "parameters")
             reader.refuse("recipe.parameter.conflict", at, conflict, "change one of the two")

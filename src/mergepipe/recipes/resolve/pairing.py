@@ -34,6 +34,7 @@ class Pairing:
         self._findings = findings
         self._candidates: dict[int, dict[tuple[str, ...], list[str]]] = {}
         self._missing: dict[tuple[int, int], list[str]] = defaultdict(list)
+        self._short: dict[int, tuple[int, int]] = {}  # models with fewer embedding rows: theirs, the base's
         self._related: set[int] = set()  # models that have a tensor of the name that is wanted
 
     def base(self, model: int, name: str) -> Readable | None:
@@ -62,7 +63,7 @@ class Pairing:
         if tensor.dtype.kind is not DTypeKind.FLOAT:
             instead = f"{base.dtype.name} in the base '{base_text}'"
             self._refuse_dtype(open_model.input.text, name, tensor, instead)
-        return self._fitted(open_model, name, tensor, base, base_text)
+        return self._fitted(model, name, tensor, base, base_text)
 
     def _stored_name(self, model: OpenModel, name: str, base: Readable) -> str:
         """Return the stored name: the name itself, or the embedding's for an output head that is tied."""
@@ -72,7 +73,8 @@ class Pairing:
         fitting = [embedding for embedding in embeddings if model.tensors[embedding].shape[1:] == base.shape[1:]]
         return fitting[0] if len(fitting) == 1 else name
 
-    def _fitted(self, model: OpenModel, name: str, tensor: Readable, base: Readable, base_text: str) -> Source | None:
+    def _fitted(self, index: int, name: str, tensor: Readable, base: Readable, base_text: str) -> Source | None:
+        model = self._models[index]
         if tensor.shape != base.shape:
             has_rows = min(len(tensor.shape), len(base.shape)) > 0 and is_vocabulary(name)
             if has_rows and tensor.shape[1:] == base.shape[1:] and tensor.dtype.kind is DTypeKind.FLOAT:
@@ -80,11 +82,22 @@ class Pairing:
                     resized,  # brings the compiled kernels; most merges do without
                 )
 
+                if tensor.shape[0] < base.shape[0]:
+                    self._short.setdefault(index, (tensor.shape[0], base.shape[0]))
                 return resized(tensor, base.shape[0], fallback=None if tensor.is_delta else base)
             shapes = f"shape {list(tensor.shape)} in '{model.input.text}', {list(base.shape)} in the base '{base_text}'"
             self._findings.add(MismatchError, "merge.tensor.shape", name, shapes)
             return None
         return tensor if tensor.dtype.kind is DTypeKind.FLOAT else None
+
+    def note_short_vocabularies(self) -> None:
+        """Report models that lack some of the base's embedding rows."""
+        for index, (rows, base_rows) in sorted(self._short.items()):
+            model = self._models[index].input
+            what = f"{rows} of the base's {base_rows} embedding rows"
+            message = f"'{model.text}' has {what}: the base's own stand in for the others"
+            meaning = "mergekit refuses such models; `tokenizer_source` in the recipe matches rows by token"
+            self._findings.add_notice("recipe.rows.missing", model.where, message, meaning)
 
     def note_missing(self) -> set[int]:
         """Report tensors without a partner; return the models that share no tensor with their base."""

@@ -61,6 +61,7 @@ def resolve(
     resolver = _Resolver(recipe, models, findings)
     tasks = tuple(task for output in outputs if (task := resolver.task(output)) is not None)
     unrelated = resolver.pairing.note_missing()
+    resolver.pairing.note_short_vocabularies()
     _report_idle_filters(recipe, outputs, findings)
     _report_mixed_dtypes(recipe, tasks, findings)
     account = TensorAccount(recipe, models, outputs, resolver.pairing.used, tuple(allow_dropped))

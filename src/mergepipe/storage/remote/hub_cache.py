@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mergepipe.storage.file_version import version_of
 from mergepipe.storage.remote.hub_listing import COMMIT, GIT, SHA256, HubFile, ModelListing, is_contained
+from mergepipe.storage.remote.hub_names import bare_name
 
 _REFERENCE_LIMIT_BYTES = 1 << 10
 _KIND_OF_LENGTH = {64: SHA256, 40: GIT}
@@ -57,7 +58,8 @@ class HubCache:
         return blob if is_digest and _size_bytes(blob) == file.size_bytes else None
 
     def _model_folder(self, model: str) -> Path:
-        return self.folder / f"models--{model.replace('/', '--')}"
+        folder, name = self.folder / f"models--{model.replace('/', '--')}", bare_name(model)
+        return folder if name is None or folder.is_dir() else self.folder / f"models--{name}"
 
 
 def _paths_below(folder: Path) -> Iterator[str]:

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import AllowDropped, PlanFlags, RecipePath, ReportFlags, RunFlags, Seed
+from mergepipe.cli.options import (
+    AllowDropped,
+    Lenient,
+    PlanFlags,
+    RecipePath,
+    ReportFlags,
+    RunFlags,
+    Seed,
+    Strict,
+)
 from mergepipe.cli.page_files import check_page, write_page
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
@@ -49,6 +58,8 @@ def sweep(
     html: HtmlPath = None,
     machine: RunFlags,
     allow_dropped: AllowDropped = None,
+    strict: Strict = False,
+    lenient: Lenient = False,
     printing: ReportFlags,
 ) -> None:
     """Measure error, bytes and time of RECIPE at several budgets.
@@ -58,7 +69,7 @@ def sweep(
     """
     session: Session = context.obj
     options = machine.options()
-    plan = planning.options()
+    plan = planning.options(strict=strict, lenient=lenient)
     if html is not None:
         check_page(Path(html))
     from mergepipe import api
