@@ -161,7 +161,7 @@ def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> N
         pack(family, out)
     assert caught.value.code == "output.not-ours"
     assert objects_below(f"{out}/expert-2") == {"theirs.txt": b"theirs"}
-    with pytest.raises(MergePipeError, match="no such bucket"):
+    with pytest.raises(MergePipeError, match="s3://nowhere: there is no such bucket"):
         pack(family, "s3://nowhere/packs")
 
 

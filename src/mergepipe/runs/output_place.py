@@ -193,6 +193,10 @@ def check_destination(destination: Location, options: Mapping[str, bool]) -> Non
     if destination.scheme not in OBJECT_SCHEMES:
         hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
         raise OutputError.of("output.store", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
+    if options.get("--force"):
+        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
+        hint = "merge into another prefix, and delete the old one when nobody reads it"
+        raise RecipeError.of("option.pair", "--force", message, hint)
     for option in (option for option, is_set in options.items() if is_set):
         message = f"has no meaning for an output in a bucket ({destination})"
         raise RecipeError.of("option.pair", option, message, "leave it out, or merge into a folder and push that")
