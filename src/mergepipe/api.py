@@ -735,7 +735,8 @@ def push(
         raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
     from mergepipe.jobs.push import PushRequest, push_snapshot
 
-    path, request = _snapshot_path(snapshot, home), PushRequest(create, private, message or "")
+    pack, request = _pack_location(snapshot), PushRequest(create, private, message or "")
+    path = _snapshot_path(snapshot, home) if pack is None else pack.local_path
     return push_snapshot(path, Location.of(destination), request, started=started, on_progress=on_progress)
 
 
