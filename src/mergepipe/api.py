@@ -33,6 +33,7 @@ from mergepipe.options import (
     folder_of_packs,
     home_of,
     needed_home,
+    place_of_packs,
     threads_of,
 )
 from mergepipe.storage.location import Location
@@ -426,9 +427,13 @@ def pack(
     *,
     replace: bool = False,
     threads: int | None = None,
+    home: str | Path | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> PackReport:
     """Pack each expert into a store `out/NAME`, bit for bit; one that is there already is left as it is.
+
+    With `out` in a bucket the stores grow in `home`, which needs room for those of eight experts, and are uploaded when
+    they are complete; each is visible there with its header, which is written last.
 
     All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
     packed. An interrupted run is resumed.
@@ -440,6 +445,7 @@ def pack(
         replace: read each store back from disk and every file of every original again, compare them, and only if all
             are the same remove the originals' files.
         threads: encoding threads; default, one per processor.
+        home: the catalog's home.
         on_progress: called from the calling thread with the bytes of experts that are packed.
 
     Raises:
@@ -452,8 +458,9 @@ def pack(
     from mergepipe.jobs.pack import pack_experts
 
     paths = [Location.of(expert) for expert in experts]
+    place = place_of_packs(out)
     return pack_experts(
-        Location.of(base), paths, folder_of_packs(out), replaces=replace, threads=n_threads, on_progress=on_progress
+        Location.of(base), paths, place, home_of(home), replaces=replace, threads=n_threads, on_progress=on_progress
     )
 
 
@@ -710,10 +717,10 @@ def push(
     home: str | Path | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> PushReport:
-    """Publish a snapshot on the Hub or in a bucket, visible there whole or not at all.
+    """Publish a snapshot or a packed expert on the Hub or in a bucket, visible there whole or not at all.
 
     Args:
-        snapshot: its directory, its sid, or first digits of it.
+        snapshot: its directory, or the sid of a snapshot, or first digits of it.
         destination: `hf://org/name[@branch][/folder]`, `s3://bucket/prefix`, `gs://` or `az://`.
         create: create the repository on the Hub, unless it is there; `private` as a private one.
         message: the message of the commit.
@@ -728,7 +735,8 @@ def push(
         raise RecipeError.of("option.pair", "--private", "it has no meaning by itself", "add --create")
     from mergepipe.jobs.push import PushRequest, push_snapshot
 
-    path, request = _snapshot_path(snapshot, home), PushRequest(create, private, message or "")
+    pack, request = _pack_location(snapshot), PushRequest(create, private, message or "")
+    path = _snapshot_path(snapshot, home) if pack is None else pack.local_path
     return push_snapshot(path, Location.of(destination), request, started=started, on_progress=on_progress)
 
 

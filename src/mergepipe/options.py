@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mergepipe.core.bounds import positive, shown_number
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError, did_you_mean
 from mergepipe.planning.choices import OnOmit, Policy
-from mergepipe.storage.location import Location
+from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.prices import Price
 from mergepipe.storage.traffic import CONNECTIONS, MAX_CONNECTIONS, RemoteSettings
 
@@ -295,13 +295,26 @@ def _refuse_with_overlay(given: dict[str, bool]) -> None:
 
 
 def folder_of_packs(place: str | Path) -> Path:
-    """Return the folder of this machine that experts are packed into.
+    """Return the folder of this machine that experts are packed into on the way of a merge or an analysis.
 
     Raises:
         UnsupportedError: `pack.remote`, the place is in a store.
     """
     location = Location.of(place)
     if not location.is_local:
-        hint = "pack into a folder, then copy the stores there, each one's mergepipe-store.json last"
-        raise UnsupportedError.of("pack.remote", location, "packed experts are written to this machine only", hint)
+        message, hint = "experts are packed on the way into folders of this machine", "run `mergepipe pack` by itself"
+        raise UnsupportedError.of("pack.remote", location, message, hint)
     return location.local_path
+
+
+def place_of_packs(place: str | Path) -> Location:
+    """Return the folder, of this machine or of a bucket, that experts are packed into.
+
+    Raises:
+        UnsupportedError: `pack.remote`, the place is in a store of another kind.
+    """
+    location = Location.of(place)
+    if not location.is_local and location.scheme not in OBJECT_SCHEMES:
+        hint = "pack into a folder, then `mergepipe push` each store"
+        raise UnsupportedError.of("pack.remote", location, "experts are packed into folders and buckets", hint)
+    return location

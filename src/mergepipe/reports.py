@@ -257,7 +257,7 @@ class PackedExpert:
     """
 
     expert: Location
-    store: Path
+    store: Path | Location
     tensor_bytes: int
     store_bytes: int
     blocks: Mapping[str, int]
@@ -266,6 +266,11 @@ class PackedExpert:
     is_new: bool
     is_original_removed: bool = False
     resumed_bytes: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """The store as a folder of this machine. RecipeError: `location.not-local`, it lies in a bucket."""
+        return Location.of(self.store).local_path
 
     @property
     def share(self) -> float:

@@ -156,7 +156,7 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     wide = TensorPlanOf("layers.9.wide", (2 * BLOCK_ELEMENTS + 70_001,), BF16, (BF16,), frozen_share=0.2)
     raw = make_setting(tmp_path, CASES[name], plans=(*AWKWARD, wide))
     base, *experts = raw.family.places
-    stores = [expert.store for expert in pack(base, experts[:-1], tmp_path / "stores", threads=2).experts]
+    stores = [expert.folder for expert in pack(base, experts[:-1], tmp_path / "stores", threads=2).experts]
     family = replace(raw.family, places=(base, *stores, experts[-1]))
     recipe = write_recipe(tmp_path / "packed.yml", raw.case, family)
     setting = replace(raw, family=family, recipe=recipe)

@@ -77,7 +77,7 @@ def packed_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     raw = write_family(folder / "raw", models)
     (raw.places[0] / "config.json").write_text(json.dumps({"model_type": "test", "num_hidden_layers": 4}))
     stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
-    return Pair(raw, replace(raw, places=(raw.places[0], *(expert.store for expert in stores.experts))))
+    return Pair(raw, replace(raw, places=(raw.places[0], *(expert.folder for expert in stores.experts))))
 
 
 @pytest.fixture(name="folder")

@@ -45,7 +45,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
     folder = tmp_path_factory.mktemp("expectations")
     raw = write_family(folder / "raw", models)
     stores = pack(raw.places[0], raw.places[1:4], folder / "stores", threads=2)
-    family = replace(raw, places=(raw.places[0], *(each.store for each in stores.experts), raw.places[4]))
+    family = replace(raw, places=(raw.places[0], *(each.folder for each in stores.experts), raw.places[4]))
     mergepipe.analyze(family.places[0], family.places[1:], options=RunOptions(home=folder / "home"))
     return family
 

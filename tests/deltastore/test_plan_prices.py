@@ -54,7 +54,7 @@ def make_family(tmp_path: Path) -> DiskFamily:
         models.append({name: encode(decode(base[name].tobytes(), BF16) + steps[name], BF16) for name in SIZES})
     raw = write_family(tmp_path / "raw", models)
     stores = pack(raw.places[0], raw.places[1:3], tmp_path / "stores", threads=2)
-    return replace(raw, places=(raw.places[0], *(each.store for each in stores.experts), raw.places[3]))
+    return replace(raw, places=(raw.places[0], *(each.folder for each in stores.experts), raw.places[3]))
 
 
 def recipe_of(family: DiskFamily, case: MergeCase = AVERAGE, name: str = "recipe") -> Path:

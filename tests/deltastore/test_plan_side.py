@@ -40,7 +40,7 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
     folder = tmp_path_factory.mktemp("side")
     raw = write_family(folder / "raw", models)
     stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
-    return replace(raw, places=(raw.places[0], *(each.store for each in stores.experts)))
+    return replace(raw, places=(raw.places[0], *(each.folder for each in stores.experts)))
 
 
 @pytest.fixture(name="charges")

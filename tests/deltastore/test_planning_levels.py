@@ -70,7 +70,7 @@ def make_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         models.append(moved)
     raw = write_family(folder / "raw", models)
     stores = pack(raw.places[0], raw.places[1:], folder / "stores", threads=2)
-    packed = (raw.places[0], *(expert.store for expert in stores.experts))
+    packed = (raw.places[0], *(expert.folder for expert in stores.experts))
     home = folder / "home"
     home.mkdir()
     mergepipe.analyze(raw.places[0], [*packed[1:3], *raw.places[1:]], options=RunOptions(home=home))
@@ -298,7 +298,7 @@ def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None
     save_file({key: each.astype(np.float32) for key, each in parts.items()}, adapter / "adapter_model.safetensors")
     settings_of = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(settings_of))
-    store = pack(family.places[0], family.places[1:2], tmp_path / "stores", threads=2).experts[0].store
+    store = pack(family.places[0], family.places[1:2], tmp_path / "stores", threads=2).experts[0].folder
     digests = []
     for first in (family.places[1], store):
         models = [{"model": str(place), "parameters": {"weight": 0.3}} for place in (first, family.places[2], adapter)]

@@ -133,9 +133,11 @@ def test_verify__of_a_pack_finds_a_base_that_moved(packs: Packs) -> None:
         api.verify(packs.folder / "moved", base=packs.folder)
 
 
-def test_pack__into_a_bucket_is_refused_before_anything_is_read(packs: Packs) -> None:
-    for place in (BUCKET, "hf://org/packs"):
+def test_pack__onto_the_hub_or_a_web_server_is_refused_before_anything_is_read(packs: Packs) -> None:
+    for place in ("hf://org/packs", f"{packs.server.url}/bucket"):
         with pytest.raises(UnsupportedError) as caught:
             api.pack(packs.folder / "base", [packs.folder / "expert-1"], place)
         assert caught.value.code == "pack.remote"
+    with pytest.raises(UnsupportedError, match="on the way"):
+        api.merge(packs.recipe(BUCKET), packs.folder / "out", options=MergeOptions(catalog=False, pack=BUCKET))
     assert packs.server.requests == []

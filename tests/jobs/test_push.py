@@ -221,3 +221,15 @@ def test_push__to_a_bucket_resumes_and_shows_nothing_early(
         assert mergepipe.verify(out, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
         with pytest.raises(OutputError):
             push(snapshot, out)
+
+
+def test_push__of_a_packed_expert_to_the_hub_is_one_commit(snapshot: Path, hub: HubServer, tmp_path: Path) -> None:
+    base, expert = snapshot.parent / "base", snapshot.parent / "expert-1"
+    mergepipe.pack(base, [expert], tmp_path / "packs", threads=2)
+    report = mergepipe.push(tmp_path / "packs" / "expert-1", f"hf://{MODEL}", create=True)
+    assert (hub.n_commits(MODEL), report.commit) == (2, hub.head(MODEL))
+    mergepipe.unpack(f"hf://{MODEL}", tmp_path / "back", base=base, threads=2)
+    assert files_below(tmp_path / "back") == files_below(expert)
+    mergepipe.push(tmp_path / "packs" / "expert-1", f"hf://{MODEL}")  # replaces itself
+    push(snapshot, f"hf://{MODEL}")
+    assert [name for name in hub.model_files(MODEL) if name.startswith("mergepipe-store")] == []

@@ -17,7 +17,7 @@ import mergepipe
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.formats.safetensors import FIRST_READ_BYTES
 from mergepipe.errors import MergePipeError
-from mergepipe.options import MergeOptions, PlanOptions
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote import transfers
@@ -133,10 +133,14 @@ class Remote:
         """The bytes that the server sent of the experts' weights, their headers among them."""
         server = self.server(kind)
         server.all_sent_bytes()
+        return sum(server.sent_by_path[path] for path in self.expert_paths(kind))
+
+    def expert_paths(self, kind: str) -> set[str]:
+        """The paths of the experts' weights on a server."""
         files = [file for expert in self.family.experts for file in expert.glob("*.safetensors")]
         if kind == "hub":
-            return sum(server.sent_by_path[sha256(file.read_bytes()).hexdigest()] for file in files)
-        return sum(server.sent_by_path[f"bucket/{file.relative_to(self.folder)}"] for file in files)
+            return {sha256(file.read_bytes()).hexdigest() for file in files}
+        return {f"bucket/{file.relative_to(self.folder)}" for file in files}
 
     def header_bytes(self) -> int:
         """What looking into the experts' files asks for, and looking again at a few of them."""
@@ -204,6 +208,36 @@ def test_merge__survives_faults_or_says_why(
     name: str, kind: str, budget: str | None, remote: Remote, tmp_path: Path
 ) -> None:
     check_case(remote, name, kind, budget, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_budget__that_the_plan_spends_covers_one_cut_body(kind: str, remote: Remote, tmp_path: Path) -> None:
+    """Of the budget the plan leaves a reserve, and says so; a request that was cut is repeated within it."""
+    server = remote.server(kind)
+    server.faults = []
+    plan = mergepipe.plan(remote.recipe(kind), "60%", home=tmp_path / "home", options=PlanOptions(probe=False))
+    server.all_sent_bytes()
+    server.sent_by_path.clear()
+    told = [fallback for fallback in plan.fallbacks if fallback.where == "budget"]
+    reserve_bytes = int(told[0].decision.partition(" ")[0])
+    assert plan.planned_bytes <= plan.budget_bytes - reserve_bytes < plan.budget_bytes
+    lost, victims = list[int](), remote.expert_paths(kind)
+
+    def cut_most_of_one(request: Request, answer: Answer) -> Answer:
+        """Cut the first body of an expert whose repetition the reserve covers."""
+        nbytes = len(answer.body)
+        is_tensor = request.path in victims and request.range is not None and request.range[0] > 0
+        if lost or not is_tensor or not reserve_bytes // 2 < nbytes <= reserve_bytes:
+            return answer
+        lost.append(nbytes - nbytes // 10)
+        return cut(nbytes // 10)(request, answer)
+
+    server.faults = [cut_most_of_one] * 10_000
+    report = mergepipe.run(plan, tmp_path / "out", options=RunOptions(home=tmp_path / "home", threads=1))
+    server.faults = []
+    assert report.traffic.counts.retries == 1 == len(lost)
+    assert report.expert_bytes + report.analysis_bytes == plan.planned_bytes + lost[0] <= plan.budget_bytes
+    assert remote.sent_of_experts(kind) <= plan.budget_bytes + remote.header_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

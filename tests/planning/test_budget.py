@@ -17,6 +17,7 @@ from mergepipe.planning.budget import (
     parse_budget,
     parse_fraction,
     parse_target_error,
+    retry_reserve_bytes,
 )
 
 
@@ -121,3 +122,18 @@ def test_number_forms__agree_everywhere(units: int) -> None:
     assert parse_budget(decimal) == parse_budget(percent)
     assert parse_target_error(decimal) == parse_target_error(percent) == parse_fraction(decimal, "--probe")
     assert parse_fraction(decimal, "--probe") == parse_fraction(percent, "--probe")
+
+
+@given(budget=st.integers(0, 1 << 40), more=st.integers(0, 1 << 30), full=st.integers(0, 1 << 41))
+def test_retry_reserve_bytes__leaves_no_less_of_a_larger_budget(budget: int, more: int, full: int) -> None:
+    spent, later = (b - retry_reserve_bytes(b, full) for b in (budget, budget + more))
+    assert 0 <= spent <= later
+    assert later >= full or budget + more < full
+
+
+@pytest.mark.parametrize(
+    ("budget", "reserve"), [(0, 0), (1_000, 100), (100 << 20, 8 << 20), (1 << 30, (1 << 30) // 50)]
+)
+def test_retry_reserve_bytes__is_one_request_or_a_small_share(budget: int, reserve: int) -> None:
+    assert retry_reserve_bytes(budget, 1 << 40) == reserve
+    assert retry_reserve_bytes(budget, budget) == 0

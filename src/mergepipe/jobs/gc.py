@@ -12,11 +12,10 @@ from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
-from mergepipe.runs.output_place import UPLOADS_NAME
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import find_uploads
+from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_uploads
 from mergepipe.snapshots.parts_directory import read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.storage import owned

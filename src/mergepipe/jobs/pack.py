@@ -33,13 +33,14 @@ from mergepipe.storage.stores import Stores
 def pack_experts(
     base: Location,
     experts: Sequence[Location],
-    out: Path,
+    folder: Location,
+    home: Path,
     *,
     replaces: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert into a store `out/NAME`; see `api.pack`. With `replaces` the originals are removed at the end.
+    """Pack each expert into a store `folder/NAME`; see `api.pack`. With `replaces` the originals are removed last.
 
     Raises:
         RecipeError, UnsupportedError: see `api.pack`.
@@ -48,7 +49,8 @@ def pack_experts(
     started = time.perf_counter()
     store = Stores()
     base_checkpoint = open_base(store, store.pin(base))
-    jobs = [job_of(store, base_checkpoint, open_checkpoint(store, store.pin(location)), out) for location in experts]
+    checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
+    jobs = [job_of(store, base_checkpoint, checkpoint, folder, home) for checkpoint in checkpoints]
     check_names(jobs)
     if replaces:
         for job in jobs:
@@ -59,10 +61,10 @@ def pack_experts(
             remove_dead(staging_directory(job.out.absolute()))  # of a run that was killed once all was done
     if missing:
         check_free_space(missing[0].out, max(job.expert.tensor_bytes for job in missing))
-    packed: dict[Path, PackedExpert] = {}
+    packed: dict[Location, PackedExpert] = {}
     for first in range(0, len(missing), EXPERTS_AT_ONCE):
         packed |= _pack_together(store, missing[first : first + EXPERTS_AT_ONCE], threads, on_progress)
-    done = tuple(packed.get(job.out) or packed_facts(store, job, is_new=False) for job in jobs)
+    done = tuple(packed.get(job.place) or packed_facts(job, read_store(store, job.place), is_new=False) for job in jobs)
     if replaces:
         for job in jobs:
             _check_replaceable(store, job, threads)
@@ -76,7 +78,7 @@ def pack_experts(
 
 def _pack_together(
     store: Store, jobs: Sequence[PackJob], threads: int, on_progress: ProgressCallback | None
-) -> dict[Path, PackedExpert]:
+) -> dict[Location, PackedExpert]:
     """Pack some experts in one pass and publish each; if one fails, the others are still published.
 
     Raises:
@@ -97,22 +99,21 @@ def _pack_together(
         if errors:
             raise errors[0]  # inside, so that what is durable of it is kept where that helps
     seconds = time.perf_counter() - started
-    facts = [packed_facts(store, builder.job, is_new=True) for builder in published]
     return {
-        expert.store: replace(
-            expert, seconds=seconds * expert.tensor_bytes / max(total, 1), resumed_bytes=builder.done_bytes
-        )
-        for builder, expert in zip(published, facts, strict=True)
+        place: replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1))
+        for place, expert in published.items()
     }
 
 
-def _published(builders: Sequence[StoreBuilder]) -> tuple[list[StoreBuilder], list[MergePipeError]]:
-    published, errors = [], []
+def _published(builders: Sequence[StoreBuilder]) -> tuple[dict[Location, PackedExpert], list[MergePipeError]]:
+    published: dict[Location, PackedExpert] = {}
+    errors = []
     for builder in builders:
         try:
             builder.finish()
+            expert = packed_facts(builder.job, builder.read(), is_new=True)
             builder.publish()
-            published.append(builder)
+            published[builder.job.place] = replace(expert, resumed_bytes=builder.done_bytes)
         except MergePipeError as error:
             errors.append(error)
     return published, errors
@@ -163,8 +164,10 @@ def _check_replaceable(store: Store, job: PackJob, threads: int) -> None:
         CorruptError: the store is damaged.
         ConflictError: the original is not what it holds.
     """
-    verify_store(store, Location.local(job.out), job.base, threads)
-    opened = read_store(store, Location.local(job.out))
+    store = store if job.place.is_local else Stores()  # which lists the bucket as it is now
+    verify_store(store, job.place, job.base, threads)
+    opened = read_store(store, job.place)
     check_same(store, opened, job, threads)
     job.check_unchanged(store)
-    sync_store(opened)
+    if job.place.is_local:
+        sync_store(opened)

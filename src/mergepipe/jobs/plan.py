@@ -15,11 +15,11 @@ from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, LimitError, Problem, RecipeError, UnsupportedError
 from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.options import PlanOptions, check_seed, default_memory_bytes, default_threads
-from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error
+from mergepipe.planning.budget import BudgetRequest, parse_budget, parse_target_error, retry_reserve_bytes
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
-from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Plan, PlannedTensor
+from mergepipe.planning.plan import NOTHING_READ, READS_ALL, Access, Fallback, Plan, PlannedTensor
 from mergepipe.planning.plan_json import parse_plan
-from mergepipe.planning.planner import rank_blocks
+from mergepipe.planning.planner import Ranking, rank_blocks
 from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.recipes.parse.problems import USUAL, Strictness
 from mergepipe.recipes.parse.references import reference_text
@@ -168,12 +168,15 @@ def make_plan(
         probe_bytes=probe_bytes if any(probe_bytes) else (),
         request_bytes=request_bytes if any(request_bytes) else (),
     )
-    ranking = rank_blocks(problem, request.budget, request.policy, request.choices)
+    ranking, budget_bytes = _with_reserve(
+        rank_blocks(problem, request.budget, request.policy, request.choices), request, inputs, store
+    )
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
     ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
     ).plan()
+    plan = _of_budget(plan, budget_bytes)
     if not request.budget.is_zero:
         ranking.check_usefulness(plan)
     if request.strictness.strict:
@@ -188,6 +191,30 @@ def make_plan(
         plan = _of_everything(plan, inputs.resolution.tasks)
     paths = [reference_text(model) for model in models]
     return replace(plan, models=tuple(replace(m, path=path) for m, path in zip(plan.models, paths, strict=True)))
+
+
+def _with_reserve(ranking: Ranking, request: PlanRequest, inputs: Inputs, store: Store) -> tuple[Ranking, int]:
+    """Return a ranking that leaves room for repeated requests where experts lie on servers, and the whole budget."""
+    budget_bytes, full_bytes = ranking.budget_bytes, ranking.full_cost_bytes
+    least_bytes = ranking.least_useful_bytes()
+    terms = (store.terms(inputs.checkpoints[model].path) for model in inputs.expert_models)
+    if least_bytes is None or not any(term.request_cost_bytes for term in terms):
+        return ranking, budget_bytes
+    reserve_bytes = retry_reserve_bytes(budget_bytes, full_bytes)
+    if request.choices.target_error is not None:  # what it needs is spent; the reserve comes on top of it
+        return ranking, max(budget_bytes, min(budget_bytes + reserve_bytes, request.budget.limit_bytes(full_bytes)))
+    spent_bytes = budget_bytes - reserve_bytes
+    return (replace(ranking, budget_bytes=spent_bytes) if spent_bytes >= least_bytes else ranking), budget_bytes
+
+
+def _of_budget(plan: Plan, budget_bytes: int) -> Plan:
+    """Return a plan with its whole budget; a reserve is told as a fallback."""
+    reserve_bytes = budget_bytes - plan.budget_bytes
+    if not reserve_bytes:
+        return plan
+    decision = f"{reserve_bytes} bytes are left for requests that fail and are repeated"
+    told = Fallback("budget", decision, "experts lie on servers")
+    return replace(plan, budget_bytes=budget_bytes, fallbacks=(told, *plan.fallbacks))
 
 
 def _of_everything(plan: Plan, tasks: Sequence[MergeTask]) -> Plan:

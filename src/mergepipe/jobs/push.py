@@ -1,25 +1,28 @@
-"""Push a snapshot of this machine to a bucket or to the Hub: visible there whole or not at all."""
+"""Push a snapshot or a packed expert of this machine to a bucket or to the Hub: visible there whole or not at all."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mergepipe
 from mergepipe.core.outcome import note_committed
+from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.header import HEADER_NAME, OWN_NAMES, is_store
+from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import is_composite
 from mergepipe.reports import Progress, ProgressCallback, PushReport
-from mergepipe.runs.portable import PortableRecord, portable_record
+from mergepipe.runs.portable import portable_record
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
-from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
-from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.overlay.reader import is_overlay
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
-from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.hub_commit import HubRepository
@@ -39,26 +42,18 @@ class PushRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
-    """The files to push: weight files by name, and the small ones, the manifest apart."""
+class _Push:
+    """The files to push, their id, and the message of a commit unless the user has one."""
 
-    record: PortableRecord
-    weights: Mapping[str, Path]
-    small: Mapping[str, bytes]
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.record.manifest
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.manifest.files) + sum(map(len, self.small.values()))
+    output: OutputContent
+    sid: str
+    message: str
 
 
 def push_snapshot(
     path: Path, destination: Location, request: PushRequest, *, started: float, on_progress: ProgressCallback | None
 ) -> PushReport:
-    """Push the snapshot at `path`; the files of a push that was killed are not uploaded again.
+    """Push the snapshot or packed expert at `path`; the files of a push that was killed are not uploaded again.
 
     Raises:
         NotFoundError, CorruptError: a file of the snapshot is gone, or is not what was written.
@@ -70,26 +65,31 @@ def push_snapshot(
     if destination.scheme not in (*OBJECT_SCHEMES, HUB_SCHEME):
         hint = "push to hf://org/name, s3://, gs:// or az://"
         raise OutputError.of("output.store", destination, "no snapshot can be pushed there", hint)
-    content = _read_content(Stores(), path)
-    done = 0
+    store = Stores()
+    push = _read_pack(store, path) if is_store(store, Location.local(path)) else _read_snapshot(store, path)
+    output, done = push.output, 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if on_progress is not None:
-            on_progress(Progress("push", done, content.total_bytes))
+            on_progress(Progress("push", done, output.total_bytes))
 
-    push = _push_to_hub if destination.scheme == HUB_SCHEME else _push_to_bucket
-    sent = push(content, destination, request, advance)
+    if destination.scheme == HUB_SCHEME:
+        sent = _push_to_hub(output, destination, request, request.message or push.message, advance)
+    else:
+        with ObjectUpload(BucketFolder(destination), output.record_name) as upload:
+            upload.send_all(output, advance)
+        sent = _Sent(kept_bytes=upload.kept_bytes)
     return PushReport(
         snapshot=path,
         destination=destination,
-        sid=content.manifest.sid,
-        files=len(content.weights) + len(content.small) + 1,
-        total_bytes=content.total_bytes,
+        sid=push.sid,
+        files=len(output.objects) + 1,
+        total_bytes=output.total_bytes,
         kept_bytes=sent.kept_bytes,
         commit=sent.commit,
-        replaced_paths=content.record.replaced_paths,
+        replaced_paths=output.replaced_paths,
         seconds=time.perf_counter() - started,
     )
 
@@ -102,7 +102,13 @@ class _Sent:
     commit: str = ""
 
 
-def _read_content(store: Store, path: Path) -> _Content:
+def _read_pack(store: Store, path: Path) -> _Push:
+    opened = read_store(store, Location.local(path))
+    message = f"Expert packed as what it changes of its base (mergepipe {mergepipe.__version__})"
+    return _Push(portable_store(store, opened), opened.header.content_id, message)
+
+
+def _read_snapshot(store: Store, path: Path) -> _Push:
     """Read the small files of a snapshot, each compared with its digest, and look for the large ones."""
     folder = Location.local(path)
     if is_composite(store, folder):
@@ -125,64 +131,49 @@ def _read_content(store: Store, path: Path) -> _Content:
             raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
     blocks = small.pop(manifest.blocks.name)
     portable = portable_record(manifest, small, path)
-    weights = {file.name: path / file.name for file in manifest.files}
-    return _Content(portable, weights, {**portable.small, manifest.blocks.name: blocks})
-
-
-def _push_to_bucket(
-    content: _Content, destination: Location, request: PushRequest, advance: Callable[[int], None]
-) -> _Sent:
-    del request
-    manifest = content.manifest
-    with ObjectUpload(BucketFolder(destination)) as upload:
-        for file in manifest.files:
-            upload.send(file.name, content.weights[file.name], file.blake3)
-            advance(file.size_bytes)
-        for name in sorted(content.small, key=lambda name: (name in _LAST_NAMES, name)):
-            upload.send(name, content.small[name], small_digest(content.small[name]))
-            advance(len(content.small[name]))
-        sizes = {file.name: file.size_bytes for file in manifest.files}
-        upload.commit(manifest.to_json(), sizes | {name: len(raw) for name, raw in content.small.items()})
-    return _Sent(kept_bytes=upload.kept_bytes)
+    texts = {**portable.small, manifest.blocks.name: blocks}
+    names = sorted(texts, key=lambda name: (name in _LAST_NAMES, name))
+    objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
+    objects |= {name: ObjectContent(texts[name], len(texts[name]), small_digest(texts[name])) for name in names}
+    copy = portable.manifest
+    output = OutputContent(MANIFEST_NAME, copy.to_json(), objects, portable.replaced_paths)
+    return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
 
 
 def _push_to_hub(
-    content: _Content, destination: Location, request: PushRequest, advance: Callable[[int], None]
+    output: OutputContent, destination: Location, request: PushRequest, message: str, advance: Callable[[int], None]
 ) -> _Sent:
     repository = HubRepository(destination)
     if request.creates:
         repository.create(is_private=request.is_private)
     parent = repository.head()
-    manifest = content.manifest.to_json()
-    files: dict[str, bytes | Path] = {**content.weights, **content.small, MANIFEST_NAME: manifest}
-    sizes = {file.name: file.size_bytes for file in content.manifest.files}
-    sizes |= {name: len(raw) for name, raw in content.small.items()}
+    files = {name: content.source for name, content in output.objects.items()} | {output.record_name: output.record}
+    sizes = output.sizes_bytes
     replaced = _replaced_names(destination.with_revision(parent))
-    message = request.message or f"Merge by {content.manifest.operator} (mergepipe {content.manifest.version})"
     deleted = sorted(replaced - files.keys())
     try:
         commit = repository.commit(files, deleted, parent, message, lambda name: advance(sizes.get(name, 0)))
     except (ConflictError, StorageError):
         commit = repository.head()
-        if commit == parent or not _holds(destination.with_revision(commit), manifest):
+        if commit == parent or not _holds(destination.with_revision(commit), output):
             raise
     note_committed(destination)
     return _Sent(commit=commit)
 
 
-def _holds(place: Location, manifest: bytes) -> bool:
-    """Whether a commit holds our manifest: then it is ours, whose answer was lost."""
+def _holds(place: Location, output: OutputContent) -> bool:
+    """Whether a commit holds our record: then it is ours, whose answer was lost."""
     try:
-        return Stores().read_small(place / MANIFEST_NAME, MANIFEST_BYTES) == manifest
+        return Stores().read_small(place / output.record_name, len(output.record)) == output.record
     except NotFoundError:
         return False
 
 
 def _replaced_names(place: Location) -> set[str]:
-    """The files of the snapshot that a repository holds by now, which the new one takes the place of.
+    """The files of the snapshot or packed expert that a repository holds by now, which are replaced.
 
     Raises:
-        OutputError: `output.not-ours`, it holds weights that no snapshot of ours lists.
+        OutputError: `output.not-ours`, it holds weights that no output of ours lists.
     """
     store = Stores()
     try:
@@ -194,8 +185,10 @@ def _replaced_names(place: Location) -> set[str]:
         earlier = read_manifest_value(store, place)
         listed = {file.name for file in earlier.files} | {record.name for record in earlier.sidecars}
         listed |= {earlier.blocks.name, MANIFEST_NAME}
+    if HEADER_NAME in names:
+        listed |= {file.name for file in read_store(store, place).header.kept} | OWN_NAMES
     weights = sorted(name for name in names - listed if "/" not in name and name.endswith(_WEIGHTS))
     if weights:
-        message = f"holds weights that are no snapshot of mergepipe's: {weights[0]}"
+        message = f"holds weights that are no output of mergepipe: {weights[0]}"
         raise OutputError.of("output.not-ours", place, message, "push to another repository, folder or branch")
     return listed & names

@@ -13,6 +13,7 @@ from mergepipe.errors import RecipeError, did_you_mean
 _SPEED_EXAMPLES = "write it as 200MB/s or 1.5GiB/s"
 _EXAMPLES = "write it as 25%, 0.25, 4GiB or 500MB"
 LEAST_BARE_BYTES = 1 << 20
+_REPEATED_REQUEST_BYTES = 8 << 20  # a request for more is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,18 @@ class ShareBudget:
 
 
 BudgetRequest = ByteBudget | ShareBudget
+
+
+def retry_reserve_bytes(budget_bytes: int, full_cost_bytes: int) -> int:
+    """Return what a plan leaves unspent of a budget, so that failed requests to servers can be repeated within it.
+
+    One request, but at most a tenth of the budget; or a fiftieth of the budget, if that is more. A budget that covers
+    everything is spent on everything.
+
+    Law: what is left to spend never shrinks as the budget grows.
+    """
+    reserve_bytes = max(budget_bytes // 50, min(_REPEATED_REQUEST_BYTES, budget_bytes // 10))
+    return min(reserve_bytes, budget_bytes - full_cost_bytes) if budget_bytes >= full_cost_bytes else reserve_bytes
 
 
 def parse_budget(value: str | float, where: str = "--budget") -> BudgetRequest:

@@ -32,7 +32,6 @@ from mergepipe.runs.output_place import (
     BucketTarget,
     FolderPublication,
     Publication,
-    check_apart,
     most_staged_bytes,
 )
 from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
@@ -63,6 +62,7 @@ from mergepipe.snapshots.manifest import (
     SmallFileRecord,
     record_of,
 )
+from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target

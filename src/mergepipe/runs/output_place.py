@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME
-from mergepipe.core.canonical_json import digest_of
 from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.records.manifest import file_digest_of
@@ -33,7 +32,6 @@ from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
-UPLOADS_NAME: Final = "uploads"
 SHARDS_ON_DISK: Final = 3
 """The shard that is made, the one that is uploaded, and one that waits for that."""
 _RECORD_SUFFIX: Final = ".uploaded"
@@ -195,26 +193,13 @@ def check_destination(destination: Location, options: Mapping[str, bool]) -> Non
     if destination.scheme not in OBJECT_SCHEMES:
         hint = "merge into a folder, then `mergepipe push` it" if destination.scheme == "hf" else "name a bucket"
         raise OutputError.of("output.store", destination, f"{destination.scheme}:// takes no outputs of merges", hint)
+    if options.get("--force"):
+        message = f"a snapshot in a bucket is never replaced ({destination}): who reads it would get parts of two"
+        hint = "merge into another prefix, and delete the old one when nobody reads it"
+        raise RecipeError.of("option.pair", "--force", message, hint)
     for option in (option for option, is_set in options.items() if is_set):
         message = f"has no meaning for an output in a bucket ({destination})"
         raise RecipeError.of("option.pair", option, message, "leave it out, or merge into a folder and push that")
-
-
-def check_apart(destination: Location, inputs: Sequence[Location]) -> None:
-    """Refuse an output in or around an input.
-
-    Raises:
-        OutputError: `output.overlaps-input`.
-    """
-    for source in inputs:
-        if destination.is_relative_to(source) or source.is_relative_to(destination):
-            message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
-            raise OutputError.of("output.overlaps-input", destination, message, hint)
-
-
-def staging_place(destination: Location, home: Path) -> Path:
-    """The output of this machine in whose staging directory the one for a bucket grows: one for each destination."""
-    return home / UPLOADS_NAME / f"{destination.name or destination.root}-{digest_of(str(destination))[:12]}"
 
 
 def most_staged_bytes(output: OutputPlan) -> int:

@@ -20,9 +20,10 @@ from mergepipe.planning.budget import parse_speed
 from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.budget.speeds import PriceRequest
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.output_place import check_destination, staging_place
+from mergepipe.runs.output_place import check_destination
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
+from mergepipe.snapshots.object_upload import staging_place
 from mergepipe.storage.location import Location
 from mergepipe.storage.prices import Price
 

@@ -1,30 +1,35 @@
-"""Publish a snapshot in a bucket: its objects first, its manifest last, by a put that succeeds once.
+"""Publish a snapshot or a packed expert in a bucket: its objects first, its record last, by a put that succeeds once.
 
-A prefix is a snapshot if it holds a manifest; until then a marker names the process that writes there. Of two that
-want to write at one place the marker lets one pass, and objects that a dead one left are used if they have the digest
-that is wanted.
+The record (the manifest of a snapshot, the header of a packed expert) is what makes a prefix one of these; until it is
+there a marker names the process that writes. Of two that want to write at one place the marker lets one pass, and
+objects that a dead one left are used if they have the digest that is wanted.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
+from mergepipe.core.canonical_json import digest_of
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, MergePipeError, OutputError, StorageError, UnsupportedError
 from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.limits import OWNER_BYTES
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 from mergepipe.storage.remote.client import ObjectFacts
 
 MARKER_NAME: Final = ".mergepipe-upload.json"
+UPLOADS_NAME: Final = "uploads"
+"""The folder of the catalog's home in which outputs for buckets are staged."""
 SILENCE_SECONDS: Final = 24 * 3600.0
 """A process of another machine is taken for dead after so long without a new object."""
 _MARKER_FORMAT: Final = "mergepipe-upload/1"
@@ -34,13 +39,16 @@ _active: set[str] = set()  # the uploads of this process
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
-    """The record of an upload: its own id, and the process that makes it."""
+    """The marker of an upload: its own id, the process that makes it, and the name of the record it ends with."""
 
     upload: str
     owner: Owner
+    record_name: str = MANIFEST_NAME
 
     def to_json(self) -> bytes:
-        content = {"format": _MARKER_FORMAT, "upload": self.upload, **asdict(self.owner)}
+        content = {
+            "format": _MARKER_FORMAT, "upload": self.upload, "record": self.record_name, **asdict(self.owner)
+        }  # fmt: skip
         return json.dumps(content, allow_nan=False).encode()
 
     def may_be_alive(self, silent_seconds: float) -> bool:
@@ -50,15 +58,48 @@ class _Marker:
         return is_alive(self.owner, 0.0) and (is_alive(self.owner, float("inf")) or silent_seconds < SILENCE_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectContent:
+    """The content of an object: its bytes or the file that has them, how many they are, and a digest of them."""
+
+    source: bytes | Path
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputContent:
+    """A finished output as others get it: its record, its other objects by name in the order in which they are sent.
+
+    `replaced_paths` of this machine stood in it and do not any more.
+    """
+
+    record_name: str
+    record: bytes
+    objects: Mapping[str, ObjectContent]
+    replaced_paths: tuple[str, ...] = ()
+
+    @property
+    def sizes_bytes(self) -> dict[str, int]:
+        """The sizes of the objects, the record apart."""
+        return {name: content.size_bytes for name, content in self.objects.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes_bytes.values())
+
+
 class ObjectUpload:
-    """One upload of a snapshot to a prefix. A context manager: left without `commit`, nothing is visible.
+    """One upload to a prefix, complete with the object `record_name`. A context manager: left without `commit`, nothing
+    is visible.
 
     What was sent stays for the next run, or for `gc`; the marker goes only if nothing was.
     """
 
-    def __init__(self, folder: BucketFolder) -> None:
+    def __init__(self, folder: BucketFolder, record_name: str = MANIFEST_NAME) -> None:
         self._folder = folder
-        self._marker = _Marker(uuid.uuid4().hex, this_process())
+        self._record_name = record_name
+        self._marker = _Marker(uuid.uuid4().hex, this_process(), record_name)
         self.sent_bytes = 0
         self.kept_bytes = 0
 
@@ -70,12 +111,12 @@ class ObjectUpload:
         """Claim the prefix.
 
         Raises:
-            OutputError: `output.exists`, `output.not-ours`: a snapshot, or somebody's objects, are there.
+            OutputError: `output.exists`, `output.not-ours`: an output, or somebody's objects, are there.
             ConflictError: `output.busy`, another process writes there.
             UnsupportedError: `output.no-conditions`, the store ignores conditions.
             NotFoundError, StorageError: as `BucketFolder`.
         """
-        if self._folder.look(MANIFEST_NAME) is not None:
+        if self._folder.look(self._record_name) is not None:
             raise self._exists()
         self._check_conditions()
         _active.add(self._marker.upload)
@@ -122,8 +163,15 @@ class ObjectUpload:
             self._folder.overwrite(name, content, digest)
         self.sent_bytes += nbytes
 
-    def commit(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Make the snapshot visible: `sizes` are those of all its objects but the manifest.
+    def send_all(self, output: OutputContent, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Publish a finished output, calling `advance` with the bytes of each object; raises as `send` and `commit`."""
+        for name, content in output.objects.items():
+            self.send(name, content.source, content.digest)
+            advance(content.size_bytes)
+        self.commit(output.record, output.sizes_bytes)
+
+    def commit(self, record: bytes, sizes: Mapping[str, int]) -> None:
+        """Make the output visible by its record: `sizes` are those of all its other objects.
 
         Raises:
             ConflictError: `output.appeared`: another process published there, or took the prefix over.
@@ -138,24 +186,24 @@ class ObjectUpload:
         for name in _own_names(listing):
             if name not in sizes and name != MARKER_NAME and _is_ours(self._folder, name):
                 self._folder.delete(name)
-        self._create_manifest(manifest)
+        self._create_record(record)
         note_committed(self._folder.location)
         try:
             self._folder.delete(MARKER_NAME)
         except MergePipeError:  # harmless: `gc` removes it
             return
 
-    def _create_manifest(self, manifest: bytes) -> None:
-        """Create the manifest; where the answer was lost, or was that of a repeated request, what is there decides."""
+    def _create_record(self, record: bytes) -> None:
+        """Create the record; where the answer was lost, or was that of a repeated request, what is there decides."""
         failure: StorageError | None = None
         try:
-            if self._folder.create(MANIFEST_NAME, manifest, small_digest(manifest)):
+            if self._folder.create(self._record_name, record, small_digest(record)):
                 return
         except StorageError as error:
             failure = error
-        if self._folder.read(MANIFEST_NAME, len(manifest) + 1) == manifest:
+        if self._folder.read(self._record_name, len(record) + 1) == record:
             return
-        raise failure or self._appeared("a snapshot was published there")
+        raise failure or self._appeared("another output was published there")
 
     def _check_conditions(self) -> None:
         """Refuse a store that ignores conditions: of two writers, both would be told that they succeeded."""
@@ -178,7 +226,7 @@ class ObjectUpload:
         if not others:
             return
         self._folder.delete(MARKER_NAME)
-        if MANIFEST_NAME in others:
+        if self._record_name in others:
             raise self._exists()
         raise OutputError.of(
             "output.not-ours",
@@ -196,7 +244,7 @@ class ObjectUpload:
         """After a failure, remove the marker if nothing else is there."""
         try:
             listing = self._folder.list_all()
-            if MANIFEST_NAME in listing:
+            if self._record_name in listing:
                 return
             if set(listing) <= {MARKER_NAME}:
                 self._check_ours()
@@ -208,7 +256,8 @@ class ObjectUpload:
         error.add_note(f"{note}, `mergepipe gc {self._folder.location}` removes it")
 
     def _exists(self) -> MergePipeError:
-        message = "holds a snapshot already, and one in a bucket is never replaced"
+        kind = "snapshot" if self._record_name == MANIFEST_NAME else "packed expert"
+        message = f"holds a {kind} already, and one in a bucket is never replaced"
         return OutputError.of("output.exists", self._folder.location, message, "choose another prefix")
 
     def _appeared(self, message: str) -> MergePipeError:
@@ -224,6 +273,7 @@ class LeftUpload:
     names: tuple[str, ...]
     nbytes: int
     owner: Owner | None
+    record_name: str
     is_published: bool
 
     def remove(self) -> bool:
@@ -232,7 +282,7 @@ class LeftUpload:
         Raises:
             StorageError: as `BucketFolder`.
         """
-        marker = _Marker(uuid.uuid4().hex, this_process())
+        marker = _Marker(uuid.uuid4().hex, this_process(), self.record_name)
         _active.add(marker.upload)
         try:
             _take_over(self.folder, marker)
@@ -246,6 +296,23 @@ class LeftUpload:
         return True
 
 
+def staging_place(destination: Location, home: Path) -> Path:
+    """The output of this machine in whose staging directory the one for a bucket grows: one for each destination."""
+    return home / UPLOADS_NAME / f"{destination.name or destination.root}-{digest_of(str(destination))[:12]}"
+
+
+def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
+    """Refuse an output in or around an input.
+
+    Raises:
+        OutputError: `output.overlaps-input`.
+    """
+    for source in inputs:
+        if destination.is_relative_to(source) or source.is_relative_to(destination):
+            message, hint = f"overlaps the input {source}", "choose a prefix apart from every input"
+            raise OutputError.of("output.overlaps-input", destination, message, hint)
+
+
 def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
     """Find the uploads at and below a folder that were not finished; of published ones, the marker alone."""
     listing = folder.list_all()
@@ -256,11 +323,12 @@ def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
         marker = _read_marker(place)
         if marker is None:
             continue
-        is_published = MANIFEST_NAME in within
+        is_published = marker.record_name in within
         others = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
         names = tuple(key for key in others if _is_ours(place, key))
         owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
-        yield LeftUpload(place, names, sum(within[key].size_bytes for key in names), owner, is_published)
+        nbytes = sum(within[key].size_bytes for key in names)
+        yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)
 
 
 def _take_over(folder: BucketFolder, marker: _Marker) -> None:
@@ -308,13 +376,13 @@ def _read_marker(folder: BucketFolder) -> _Marker | None:
             "format": str(written), "upload": str(upload), "pid": int(pid), "started": str(started), "boot": str(boot),
             "host": str(host),
         } if written == _MARKER_FORMAT:  # fmt: skip
-            return _Marker(upload, Owner(pid, started, boot, host))
+            return _Marker(upload, Owner(pid, started, boot, host), str(content.get("record", MANIFEST_NAME)))
     return None
 
 
 def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
-    """The names that belong to the folder itself, not to a snapshot or upload below it."""
-    ends = (MANIFEST_NAME, MARKER_NAME)
+    """The names that belong to the folder itself, not to an output or upload below it."""
+    ends = (MANIFEST_NAME, STORE_HEADER_NAME, MARKER_NAME)
     below = {str(PurePosixPath(name).parent) for name in listing if PurePosixPath(name).name in ends} - {"."}
     return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
 

@@ -123,7 +123,20 @@ def test_read__renews_a_location_before_the_time_that_it_names(hub: HubServer, s
     assert read(store, FILE, 0, 10) == WEIGHTS[:10]
     assert len(hub.resolves) == 2
     assert store.ledger.usage()[Purpose.EXPERT] == 20
-    assert (expires_at("http://h/x?Expires=17&a=b"), expires_at("http://h/x?Expires=soon")) == (17.0, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("query", "time"),
+    [
+        ("Expires=17&a=b", 17.0),
+        ("Expires=soon", float("inf")),
+        ("X-Amz-Date=19700101T000100Z&X-Amz-Expires=3600", 3660.0),
+        ("X-Amz-Date=19700101T000100Z", float("inf")),
+        ("X-Amz-Date=today&X-Amz-Expires=3600", float("inf")),
+    ],
+)
+def test_expires_at__reads_the_time_that_an_address_names(query: str, time: float) -> None:
+    assert expires_at(f"http://h/x?{query}") == time
 
 
 def test_read__of_a_moved_branch_is_of_the_pinned_commit(hub: HubServer, store: HubStore, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,18 +18,22 @@ from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEn
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
 from mergepipe.core.blocks import BF16, BlockGrid
 from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
-from mergepipe.deltastore.header import FORMAT, KeptFile, PackedEntry, PackedFile, StoreHeader
+from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
+from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.deltastore.pack.progress import PackProgress, find_progress, note_progress
 from mergepipe.deltastore.writer import CHUNK_BYTES, GROWING_FILES, StoreWriter
 from mergepipe.errors import StorageError
+from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.staging import Staging, kept_note
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
 
 NOTE_BLOCKS = 2048
 """Blocks between two progress records, 1 GiB of bf16: the most work that a crash loses."""
@@ -60,19 +65,23 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """One expert to be packed relative to its base into `out`.
+    """One expert to be packed relative to its base: the store grows beside `out`, and is published at `place`.
 
-    `kept` are its files other than weights; `places` describes its tensors in the order of the store.
+    The two are the same unless `place` is in a bucket. `kept` are its files other than weights; `places` describes its
+    tensors in the order of the store.
     """
 
     base: Checkpoint
     expert: Checkpoint
     out: Path
+    place: Location
     kept: tuple[FileFingerprint, ...]
     places: tuple[Place, ...]
 
     @classmethod
-    def of(cls, base: Checkpoint, expert: Checkpoint, out: Path, kept: tuple[FileFingerprint, ...]) -> PackJob:
+    def of(
+        cls, base: Checkpoint, expert: Checkpoint, out: Path, place: Location, kept: tuple[FileFingerprint, ...]
+    ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
         places: list[Place] = []
         row = 0
@@ -81,7 +90,7 @@ class PackJob:
                 raise TypeError(f"not one byte range: {entry!r}")
             places.append(Place(entry, _matching_tensor(base, entry), numbers[entry.file], row))
             row += places[-1].n_rows
-        return cls(base, expert, out, kept, tuple(places))
+        return cls(base, expert, out, place, kept, tuple(places))
 
     @property
     def n_rows(self) -> int:
@@ -136,12 +145,15 @@ def _memory_share(nbytes: int, sharing: int) -> int:
 def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1) -> Iterator[StoreBuilder]:
     """Open a builder in a staging directory next to `job.out`; only its `publish` makes anything visible.
 
+    A place in a bucket is claimed while the context lasts.
+
     With `resumes` it resumes what an interrupted run of the same job left, and if interrupted itself leaves its durable
     part for the next run. If more than eight builders are `sharing` the memory, each gets less.
 
     Raises:
+        OutputError: `output.exists`, `output.not-ours`, of a place in a bucket.
         ConflictError: another process is building it.
-        StorageError: the operating system refused.
+        StorageError: the operating system or the bucket refused.
     """
     resumable: list[PackProgress] = []
 
@@ -150,11 +162,11 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
         resumable.extend([] if progress is None else [progress])
         return progress is not None
 
-    with Staging(job.out, force=False, can_continue=can_continue) as staging:
+    with Staging(job.out, force=False, can_continue=can_continue) as staging, _upload_to(job.place) as upload:
         builder = None
         try:
             builder = StoreBuilder(
-                job, store, staging, resumable[0] if resumable else None, sharing, keeps_notes=resumes
+                job, store, staging, upload, resumable[0] if resumable else None, sharing, keeps_notes=resumes
             )
             yield builder
         except BaseException as error:
@@ -172,6 +184,10 @@ def open_builder(job: PackJob, store: Store, *, resumes: bool, sharing: int = 1)
                 builder.close()
 
 
+def _upload_to(place: Location) -> AbstractContextManager[ObjectUpload | None]:
+    return contextlib.nullcontext() if place.is_local else ObjectUpload(BucketFolder(place), HEADER_NAME)
+
+
 class StoreBuilder:
     """Builds the store of one job in its staging directory; made by `open_builder`.
 
@@ -184,6 +200,7 @@ class StoreBuilder:
         job: PackJob,
         store: Store,
         staging: Staging,
+        upload: ObjectUpload | None,
         progress: PackProgress | None,
         sharing: int,
         *,
@@ -194,6 +211,7 @@ class StoreBuilder:
         self.is_noted = progress is not None
         self._store = store
         self._staging = staging
+        self._upload = upload
         self._keeps_notes = keeps_notes
         self._noted_rows = self.n_done
         cuts = () if progress is None else progress.cuts
@@ -273,19 +291,28 @@ class StoreBuilder:
         """
         if self._blocks.n_written != self.job.n_rows:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
+        if self._upload is not None:  # what is packed is not packed again if the upload fails
+            self._note()
         kept = tuple(self._keep(file.name) for file in self.job.kept)
         with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
         self._writer.finish(self._header(kept, content_id))
         self.job.check_unchanged(self._store)
 
+    def read(self) -> OpenedStore:
+        """Read header and index of the finished store, before it is published."""
+        return read_store(self._store, Location.local(self._staging.path))
+
     def publish(self) -> None:
         """Make the finished store visible.
 
         Raises:
-            ConflictError, StorageError: as `Staging.publish`.
+            ConflictError, StorageError: as `Staging.publish` or `ObjectUpload.send_all`.
         """
-        self._staging.publish()
+        if self._upload is None:
+            self._staging.publish()
+        else:
+            self._upload.send_all(portable_store(self._store, self.read()))
 
     def _header(self, kept: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
         job = self.job

@@ -18,6 +18,7 @@ from mergepipe.deltastore.pack.originals import (
     differing_weights,
 )
 from mergepipe.errors import OutputError, RecipeError, UnsupportedError
+from mergepipe.snapshots.object_upload import check_apart, staging_place
 from mergepipe.snapshots.staging import check_target
 from mergepipe.storage.contract import FileKind, Store
 from mergepipe.storage.location import Location
@@ -38,8 +39,8 @@ def open_base(store: Store, path: Location) -> Checkpoint:
     return base
 
 
-def job_of(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> PackJob:
-    """The job of packing an expert under its name in the directory `out`.
+def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
+    """The job of packing an expert under its name in `folder`; one in a bucket is staged in `home`.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -50,11 +51,14 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> Pac
     reason = reason_against(expert)
     if reason:
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
-    place = out / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
+    place = folder / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
+    out = place.local_path if place.is_local else staging_place(place, home)
     inputs = (base.path, expert.path)
-    if not is_store(store, Location.local(place)):
-        check_target(place, inputs, force=None)
-    return PackJob.of(base, expert, place, _kept_files(store, expert))
+    if not place.is_local:
+        check_apart(place, inputs)
+    elif not is_store(store, place):
+        check_target(out, inputs, force=None)
+    return PackJob.of(base, expert, out, place, _kept_files(store, expert))
 
 
 def reason_against(expert: Checkpoint) -> str:
@@ -71,7 +75,7 @@ def check_names(jobs: Iterable[PackJob]) -> None:
     Raises:
         RecipeError: naming it.
     """
-    for place, count in Counter(job.out for job in jobs).items():
+    for place, count in Counter(job.place for job in jobs).items():
         if count > 1:
             raise RecipeError.of(
                 "pack.name", place.parent, f"{count} experts are named {place.name!r}",
@@ -80,7 +84,7 @@ def check_names(jobs: Iterable[PackJob]) -> None:
 
 
 def is_packed(store: Store, job: PackJob, threads: int) -> bool:
-    """Whether `job.out` holds this expert packed with this base.
+    """Whether `job.place` holds this expert packed with this base.
 
     Weights count as unchanged if their files' versions are the same; otherwise they are read and compared with the
     digests in the store. Other files are always compared by content.
@@ -88,9 +92,9 @@ def is_packed(store: Store, job: PackJob, threads: int) -> bool:
     Raises:
         OutputError: it holds another store; naming the file that differs.
     """
-    if not is_store(store, Location.local(job.out)):
+    if not is_store(store, job.place):
         return False
-    opened = read_store(store, Location.local(job.out))
+    opened = read_store(store, job.place)
     header = opened.header
     packed_files = [(f.name, f.size_bytes, f.version, f.header_blake3) for f in header.files]
     present_files = [(f.name, f.size_bytes, f.version, f.header_digest) for f in job.expert.files]
@@ -103,7 +107,7 @@ def is_packed(store: Store, job: PackJob, threads: int) -> bool:
         job.check_unchanged(store)
         return True
     message = f"holds a store of {header.expert}, packed from other content than {path} has now"
-    raise OutputError.of("output.exists", job.out, message, "remove it yourself, or choose another place")
+    raise OutputError.of("output.exists", job.place, message, "remove it yourself, or choose another place")
 
 
 def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]:

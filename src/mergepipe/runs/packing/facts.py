@@ -7,25 +7,18 @@ from collections import Counter
 import numpy as np
 
 from mergepipe.core.blocks import BF16, BlockGrid, element_count
-from mergepipe.deltastore.checkpoint import OpenedStore, read_store
+from mergepipe.deltastore.checkpoint import OpenedStore
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.reports import PackedExpert
-from mergepipe.storage.contract import Store
-from mergepipe.storage.location import Location
 
 
-def packed_facts(store: Store, job: PackJob, *, is_new: bool) -> PackedExpert:
-    """Read header and index of a job's store.
-
-    Raises:
-        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
-    """
-    opened = read_store(store, Location.local(job.out))
+def packed_facts(job: PackJob, opened: OpenedStore, *, is_new: bool) -> PackedExpert:
+    """Describe the store of a job, by its header and index."""
     return PackedExpert(
         expert=job.expert.path,
-        store=job.out,
+        store=job.place.local_path if job.place.is_local else job.place,
         tensor_bytes=job.expert.tensor_bytes,
         store_bytes=sum(file.size_bytes for file in opened.fingerprints),
         blocks=blocks_by_codec(opened),

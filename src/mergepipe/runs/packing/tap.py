@@ -102,7 +102,7 @@ def _is_stored(checkpoint: Checkpoint) -> bool:
 def _job(store: Store, base: Checkpoint, expert: Checkpoint, out: Path) -> tuple[PackJob | None, str]:
     """Return the job, or the reason why its directory cannot be used."""
     try:
-        job = job_of(store, base, expert, out)
+        job = job_of(store, base, expert, Location.local(out), out)
         return (None, f"it was packed before: {job.out}") if is_packed(store, job, threads_of(None)) else (job, "")
     except OutputError as error:
         return None, str(error)
@@ -219,9 +219,9 @@ class TapPacker:
         Raises:
             ConflictError, StorageError: as `Staging.publish`; stores before the failing one stay published.
         """
+        facts = [packed_facts(builder.job, builder.read(), is_new=True) for builder in self._builders]
         for builder in self._builders:
             builder.publish()
         seconds = time.perf_counter() - self._started
         total = sum(job.expert.tensor_bytes for job in self._plan.jobs)
-        facts = [packed_facts(self._plan.store, job, is_new=True) for job in self._plan.jobs]
         return tuple(replace(expert, seconds=seconds * expert.tensor_bytes / max(total, 1)) for expert in facts)

@@ -13,6 +13,7 @@ from mergepipe.storage.remote.client import BucketWriter, ObjectFacts, open_writ
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
 
 _IS_THERE: Final = (409, 412)
+_OWN_MARK: Final = ".mergepipe-"  # of objects that no user named
 
 T = TypeVar("T")
 
@@ -92,10 +93,12 @@ class BucketFolder:
             raise self._error(error.failure, name) from None
 
     def _error(self, failure: Failure, name: str) -> MergePipeError:
-        place = self.location / name if name else self.location
+        is_named = bool(name) and not name.startswith(_OWN_MARK)
+        place = self.location / name if is_named else self.location
         detail = failure.detail
-        if failure.kind is FailureKind.STATUS and failure.status == 404:
-            return NotFoundError.of("storage.not-found", place, f"no such bucket or object: {detail}", "check the name")
+        if failure.kind is FailureKind.STATUS and failure.status == 404:  # missing objects are no errors here
+            bucket, hint = f"{self.location.scheme}://{self.location.root}", "check the name, or create it"
+            return NotFoundError.of("storage.not-found", bucket, f"there is no such bucket: {detail}", hint)
         if failure.status == 401:
             message = f"credentials are needed, or those in use are not valid: {detail}"
             return StorageError.of("storage.credentials", place, message, "log in as the store's own tools ask for")

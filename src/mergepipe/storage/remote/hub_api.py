@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -134,9 +135,18 @@ class HubSource:
 
 
 def expires_at(url: str) -> float:
-    """The time at which a signed address says that it expires, in seconds since the epoch; infinity if it does not."""
-    times = parse_qs(urlsplit(url).query).get("Expires", [])
-    return float(times[0]) if times and times[0].isdecimal() else float("inf")
+    """The time at which a signed address says that it expires, in seconds since the epoch; infinity if it does not.
+
+    As `Expires`, or as `X-Amz-Expires` seconds after `X-Amz-Date`.
+    """
+    query = {key: values[0] for key, values in parse_qs(urlsplit(url).query).items()}
+    if query.get("Expires", "").isdecimal():
+        return float(query["Expires"])
+    try:
+        signed = datetime.strptime(query.get("X-Amz-Date", ""), "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        return signed.timestamp() + int(query.get("X-Amz-Expires", ""))
+    except ValueError:
+        return float("inf")
 
 
 def _check_resolved(location: Location, pinned_commit: str, file: HubFile, answer: Exchange) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BasePath, ExpertPaths, ReportFlags, Threads
+from mergepipe.cli.options import BasePath, ExpertPaths, Home, ReportFlags, Threads
 from mergepipe.cli.outcomes import tell_what_is_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
@@ -21,7 +21,10 @@ Replace = Annotated[
 ]
 
 
-EXAMPLES = ("mergepipe pack base/ expert-1/ expert-2/ --out packed/",)
+EXAMPLES = (
+    "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
+    "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -37,6 +40,7 @@ def pack(
     out: PackOut,
     replace: Replace = False,
     threads: Threads = None,
+    home: Home = None,
     printing: ReportFlags,
 ) -> None:
     """Keep each EXPERT as what it changes of BASE, bit for bit.
@@ -48,7 +52,7 @@ def pack(
     from mergepipe import api
 
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
-        report = api.pack(base, experts, out, replace=replace, threads=threads, on_progress=on_progress)
+        report = api.pack(base, experts, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
     from mergepipe.cli.render.packing import pack_table
 
     print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

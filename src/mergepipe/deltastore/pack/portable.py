@@ -1,0 +1,49 @@
+"""Describe a packed expert of this machine as others get it: its files by digests that its header implies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Final
+
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.checkpoint import OpenedStore
+from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, StoreHeader
+from mergepipe.snapshots.object_upload import ObjectContent, OutputContent
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
+
+_IN_MEMORY_BYTES: Final = 1 << 20  # files up to this size are sent in one request
+
+
+def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
+    """Describe a store of this machine; of a local base and expert the header keeps the last names, as hints.
+
+    Raises:
+        StorageError: a small file cannot be read.
+    """
+    header = opened.header
+    paths = [path for path in (header.base, header.expert) if Location.parse(path).is_local]
+    names = {path: PurePath(path).name for path in paths if PurePath(path).name != path}
+    base, expert = (names.get(path, path) for path in (header.base, header.expert))
+    objects = {
+        file.name: _object(store, opened.root / file.name, file.size_bytes, _digest(header, file.name))
+        for file in opened.fingerprints
+        if file.name != HEADER_NAME
+    }
+    record = replace(header, base=base, expert=expert).to_json()
+    return OutputContent(HEADER_NAME, record, objects, tuple(dict.fromkeys(names)))
+
+
+def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:
+    is_small = size_bytes <= _IN_MEMORY_BYTES
+    source = store.read_metadata(place, 0, size_bytes) if is_small else place.local_path
+    return ObjectContent(source, size_bytes, digest)
+
+
+def _digest(header: StoreHeader, name: str) -> str:
+    """Identify the bytes of a file without reading it: the index has a checksum of every piece of the others."""
+    if name == HEADERS_NAME:
+        return digest_of([file.header_blake3 for file in header.files])
+    kept = next((file.blake3 for file in header.kept if file.name == name), None)
+    return kept or digest_of([header.index_blake3, name])

@@ -1,0 +1,185 @@
+"""Experts packed into buckets, and pushed there and to the Hub: the stores of this machine, whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packing_cases import write_model
+
+from mergepipe import api
+from mergepipe.deltastore.header import HEADER_NAME, parse_header
+from mergepipe.errors import MergePipeError, OutputError, StorageError
+from mergepipe.reports import PackReport
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.object_upload import MARKER_NAME
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
+from support.remote_stores import set_environment
+from support.s3_server import S3Server, s3_server
+
+_numbers = itertools.count()
+EXPERTS = ("expert-1", "expert-2")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, two experts of it, and their stores packed on this machine."""
+    root = tmp_path_factory.mktemp("family")
+    rng = np.random.default_rng(3)
+    base = rng.integers(15000, 16000, (300, 400), np.uint16)
+    for number, name in enumerate(("base", *EXPERTS)):
+        moved = base + rng.integers(0, 3, base.shape, np.uint16) * np.uint16(number > 0)
+        folder = write_model(root / name, {"a.weight": moved, "b.norm": moved[0]})
+        if number == 1:
+            (folder / MANIFEST_NAME).write_text("an expert may be a snapshot")
+    api.pack(root / "base", [root / name for name in EXPERTS], root / "packs", threads=2)
+    return root
+
+
+@pytest.fixture
+def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix that nothing lies under."""
+    set_environment(monkeypatch, server.url)
+    return f"s3://bucket/packs-{next(_numbers)}"
+
+
+def pack(family: Path, out: str | Path, *, replace: bool = False) -> PackReport:
+    experts = [family / name for name in EXPERTS]
+    return api.pack(family / "base", experts, out, threads=2, replace=replace, home=family / "home")
+
+
+def assert_packed(family: Path, out: str, name: str = "") -> None:
+    """All that lies there are the stores of this machine, without its paths."""
+    remote, wanted = objects_below(out), files_below(family / "packs" / name)
+    assert remote.keys() == wanted.keys()
+    for file, content in remote.items():
+        if not file.endswith(HEADER_NAME):
+            assert content == wanted[file]
+            continue
+        ours, theirs = (parse_header(raw, Location.parse("x")) for raw in (content, wanted[file]))
+        assert (ours.base, ours.expert) == ("base", Path(theirs.expert).name)
+        assert (ours.tensors, ours.kept, ours.index_blake3) == (theirs.tensors, theirs.kept, theirs.index_blake3)
+
+
+def test_pack__into_a_bucket_puts_each_header_last(family: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = watch_buckets(monkeypatch)
+    report = pack(family, out)
+    assert [str(expert.store) for expert in report.experts] == [f"{out}/{name}" for name in EXPERTS]
+    for name in EXPERTS:
+        created = [key for kind, key in requests.changes if kind == "create" and f"/{name}/" in key]
+        assert created[-1].endswith(f"/{name}/{HEADER_NAME}")
+    assert_packed(family, out)
+    assert [path for path in (family / "home" / "uploads").rglob("*") if path.is_file()] == []
+    requests.changes.clear()
+    assert [expert.is_new for expert in pack(family, out).experts] == [False, False]
+    assert requests.changes == []
+
+
+def kill_at(requests: Requests, number: int, error: type[BaseException] = Killed) -> None:
+    requests.changes.clear()
+    requests.fails_at, requests.is_dead = number, False
+    requests.error = error
+
+
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (8, 16, 20, 24, 28)]
+
+
+@pytest.mark.parametrize("number", [12, *SLOW])
+def test_pack__killed_leaves_all_or_nothing(
+    family: Path, out: str, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    kill_at(requests, number)
+    with pytest.raises(Killed):
+        pack(family, out)
+    requests.is_dead, requests.fails_at = False, None
+    before = objects_below(out)
+    headers = {name for name in before if name.endswith(HEADER_NAME)}
+    for header in headers:
+        name = header.partition("/")[0]
+        assert files_below(family / "packs" / name).keys() <= {key.partition("/")[2] for key in before}
+    requests.changes.clear()
+    pack(family, out)
+    again = {key.partition("/")[2] for kind, key in requests.changes if kind == "overwrite"}
+    assert again == set()  # what was sent is there
+    api.gc([out], home=family / "home")
+    assert_packed(family, out)
+
+
+def test_pack__whose_upload_failed_is_not_packed_again(family: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = watch_buckets(monkeypatch)
+    requests.fails_at = 12
+    requests.error = lambda: StorageError.of("storage.unavailable", out, "the store is gone")
+    with pytest.raises(StorageError) as caught:
+        pack(family, out)
+    assert any("gc" in note for note in caught.value.__notes__)
+    requests.fails_at, requests.is_dead = None, False
+    report = pack(family, out)
+    assert max(expert.resumed_bytes for expert in report.experts) == report.experts[0].tensor_bytes
+    assert_packed(family, out)
+
+
+def test_gc__collects_a_pack_that_was_killed(family: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = watch_buckets(monkeypatch)
+    kill_at(requests, 12)
+    with pytest.raises(Killed):
+        pack(family, out)
+    requests.is_dead, requests.fails_at = False, None
+    assert {garbage.kind for garbage in api.gc([out], home=family / "home").garbage} >= {"upload"}
+    assert objects_below(out) == {}
+
+
+def test_gc__of_a_published_pack_removes_the_marker_alone(
+    family: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    api.push(family / "packs" / "expert-1", out)
+    kill_at(requests, len(requests.changes) - 1)  # the next push dies before it deletes its marker
+    with pytest.raises(Killed):
+        api.push(family / "packs" / "expert-1", f"{out}/again")
+    requests.is_dead, requests.fails_at = False, None
+    assert MARKER_NAME in objects_below(f"{out}/again")
+    api.gc([out], home=family / "home")
+    assert_packed(family, f"{out}/again", "expert-1")
+
+
+def test_pack__never_writes_among_objects_of_others(family: Path, out: str) -> None:
+    BucketFolder(Location.parse(f"{out}/expert-2")).create("theirs.txt", b"theirs")
+    with pytest.raises(OutputError) as caught:
+        pack(family, out)
+    assert caught.value.code == "output.not-ours"
+    assert objects_below(f"{out}/expert-2") == {"theirs.txt": b"theirs"}
+    with pytest.raises(MergePipeError, match="s3://nowhere: there is no such bucket"):
+        pack(family, "s3://nowhere/packs")
+
+
+def test_pack__with_replace_reads_the_bucket_back(family: Path, out: str, tmp_path: Path) -> None:
+    for name in ("base", *EXPERTS):
+        shutil.copytree(family / name, tmp_path / name)
+    pack(tmp_path, out, replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["base"]
+    api.unpack(f"{out}/expert-1", tmp_path / "back", base=tmp_path / "base", threads=2)
+    assert files_below(tmp_path / "back") == files_below(family / "expert-1")
+
+
+def test_push__of_a_packed_expert_is_that_of_pack(family: Path, out: str) -> None:
+    for name in EXPERTS:
+        report = api.push(family / "packs" / name, f"{out}/{name}")
+        assert_packed(family, f"{out}/{name}", name)
+        assert report.files == len(files_below(family / "packs" / name))
+        assert len(report.replaced_paths) == 2
+        with pytest.raises(OutputError, match="packed expert already"):
+            api.push(family / "packs" / name, f"{out}/{name}")
