@@ -73,7 +73,7 @@ class PlanOptions:
         where_omitted: `keep` the coefficients where an expert is omitted, or `renormalize` them (linear).
         min_density: let the densities of TIES and DARE fall to this under a tight budget; None leaves them.
         block_elements: elements of a block; default 256 Ki, 2 Mi where all experts are packed and none was analysed.
-            Statistics of another grid are not used.
+            Statistics of another grid are carried over.
         price: what the benefit of a read is divided by: `bytes`, or `time`, the seconds to read and decode it here.
         storage_speed: with `price="time"`, how fast experts are read (`200MB/s`); by default it is measured once, on
             the base's own files.

@@ -191,7 +191,7 @@ def test_plan__without_statistics_the_fallbacks_are_grouped(work: Workplace, run
     ran = run("plan", work.recipe, "--budget", "50%")
     lines = [line for line in ran.out.splitlines() if line.startswith("fallback")]
     assert "expert 'family/expert-1', expert 'family/expert-2'" in lines[0]
-    assert "24 of 24 tensors are read whole" in lines[0]
+    assert "24 of 24 tensors are spread over the model" in lines[0]
 
 
 @pytest.mark.usefixtures("analyzed")

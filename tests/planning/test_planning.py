@@ -20,7 +20,7 @@ from mergepipe.errors import LimitError, RecipeError
 from mergepipe.operators.statistics import BLOCK_RECORD, N_OCTAVES, N_SKETCH
 from mergepipe.planning.budget import BudgetRequest, ByteBudget, ShareBudget
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
-from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASON_OTHER_GRID
+from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASON_OTHER_SIZE
 from mergepipe.planning.candidates.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, Plan
@@ -89,6 +89,7 @@ def made(operator: str, seed: int, missing: tuple[tuple[int, str], ...] = ()) ->
     return make(operator, n_experts, seed).without_statistics([each for each in missing if each[0] < n_experts])
 
 
+SPREAD_SIZES = {f"layers.{layer}.w": 4 * BLOCK for layer in range(16)}
 MISSING = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(DEFAULT_SIZES))), max_size=6).map(tuple)
 LARGEST = 3 * 2**18
 
@@ -239,7 +240,7 @@ def test_plan__names_every_expert_of_which_nothing_is_read() -> None:
 
 
 def test_plan__spends_what_a_tensor_that_does_not_fit_leaves() -> None:
-    problem = make(n_experts=1).without_statistics([(0, "embed.weight")]).problem
+    problem = make("ties", n_experts=1).without_statistics([(0, "embed.weight")]).problem
     cost = cost_of(problem, {(0, "layers.0.attn.weight", 0)})
     ranking = rank_blocks(problem, ALL, Policy.NORM, PlanningChoices())
     order_I = np.argsort(-ranking.items.cost_I, kind="stable")  # the whole tensor first
@@ -367,21 +368,57 @@ def test_plan__reads_a_tensor_whole_where_its_cut_is_not_known(budget: int) -> N
     assert {each.reason for each in plan.fallbacks if "read whole" in each.decision} <= {REASON_NO_CUT}
 
 
-def test_plan__records_missing_statistics_once_per_expert() -> None:
-    given = make().without_statistics([(1, "embed.weight"), (1, "layers.0.attn.weight")])
+@pytest.mark.parametrize(
+    ("operator", "decision"),
+    [
+        ("ties", "2 of 5 tensors are read whole or not at all, from 'embed.weight' on"),
+        ("task_arithmetic", "the blocks of 2 of 5 tensors are spread over the model, whatever is in them"),
+    ],
+)
+def test_plan__records_missing_statistics_once_per_expert(operator: str, decision: str) -> None:
+    given = make(operator).without_statistics([(1, "embed.weight"), (1, "layers.0.attn.weight")])
     plan = plan_of(given.problem)
-    assert [(each.where, each.decision, each.reason) for each in plan.fallbacks] == [
-        (
-            "expert './expert-1'",
-            "2 of 5 tensors are read whole or not at all, from 'embed.weight' on",
-            REASON_MISSING,
-        )
-    ]
+    notices = [(each.where, each.decision, each.reason) for each in plan.fallbacks if each.reason == REASON_MISSING]
+    assert notices == [("expert './expert-1'", decision, REASON_MISSING)]
 
 
-def test_plan__does_not_use_statistics_of_another_grid() -> None:
-    problem = replace(make().problem, block_elements=BLOCK // 2)
-    assert {each.reason for each in plan_of(problem).fallbacks} == {REASON_OTHER_GRID}
+@pytest.mark.parametrize("operator", ["task_arithmetic", "ties", "slerp"])
+@pytest.mark.parametrize("factor", [Fraction(1, 2), Fraction(2), Fraction(3, 4)])
+def test_plan__carries_statistics_over_to_blocks_of_another_size(operator: str, factor: Fraction) -> None:
+    problem = replace(made(operator, 1).problem, block_elements=int(BLOCK * factor))
+    plan = plan_of(problem, ShareBudget(Fraction(1, 2)))
+    assert not [each for each in plan.fallbacks if "read whole" in each.decision]
+    spread = [each for each in plan.fallbacks if "of larger blocks" in each.decision]
+    assert len(spread) == (0 if factor == 2 else len(problem.experts))
+    assert all(f"--block-elements {problem.block_elements}`" in each.reason for each in spread)
+    assert plan.bound is None or factor == 2
+    ranking = rank_blocks(problem, ALL, Policy.NORM, PlanningChoices())
+    assert ranking.expected_error(plan.planned_bytes) < 0.8
+
+
+def test_plan__does_not_use_statistics_of_a_tensor_of_another_size() -> None:
+    problem = make("ties", 1).problem
+    of_other = dict.fromkeys(DEFAULT_SIZES, problem.statistics[0]["layers.0.attn.weight"])
+    plan = plan_of(replace(problem, statistics=(of_other,)))
+    assert REASON_OTHER_SIZE in {each.reason for each in plan.fallbacks}
+
+
+@pytest.mark.parametrize("operator", ["linear", "task_arithmetic", "dare_ties", "ties"])
+def test_plan__of_what_is_not_known_spreads_over_experts_and_tensors(operator: str) -> None:
+    missing = [(e, name) for e in range(3) for name in SPREAD_SIZES]
+    weights = (0.1, 0.7, 0.2)
+    problem = make(operator, sizes=SPREAD_SIZES, weights=weights).without_statistics(missing).problem
+    plan = plan_of(problem, ShareBudget(Fraction(1, 4)))
+    read = read_blocks(plan)
+    per_expert = [sum(expert == e for expert, _, _ in read) for e in range(3)]
+    assert min(per_expert) > 0
+    tolerance = 4 if operator == "ties" else 1  # whole tensors, of four blocks
+    assert max(per_expert) - min(per_expert) <= tolerance
+    assert plan.planned_bytes > 0.9 * plan.budget_bytes
+    layers = {name.split(".")[1] for _, name, _ in read}
+    assert len(layers) >= 4
+    if operator != "ties":
+        assert any(0 < sum(tensor == name for _, tensor, _ in read) < 12 for name in SPREAD_SIZES)
 
 
 def test_plan__spends_a_budget_even_if_nothing_is_known() -> None:

@@ -73,6 +73,7 @@ class TensorStatistics:
         densities_D: sorted shares of the tensor (float64) whose exact magnitude cut is known.
         threshold_bits_D: the float32 bits of those cuts (uint32), parallel to `densities_D`.
         products_3: <base, base>, <delta, delta>, <base, delta> in float64.
+        are_norms_spread: norms were taken from blocks of another size, and bound nothing.
     """
 
     grid: BlockGrid
@@ -80,6 +81,7 @@ class TensorStatistics:
     densities_D: NDArray[np.float64]
     threshold_bits_D: NDArray[np.uint32]
     products_3: NDArray[np.float64]
+    are_norms_spread: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks_B.dtype != BLOCK_RECORD or len(self.blocks_B) != self.grid.n_blocks:
@@ -130,3 +132,18 @@ def encode_octaves(energy_BO: NDArray[np.float64]) -> NDArray[np.uint8]:
     with np.errstate(divide="ignore"):
         code_BO = np.rint(240.0 + 4.0 * np.log2(share_BO))
     return np.where(share_BO > 0, np.clip(code_BO, 1, 240), 0).astype(np.uint8)
+
+
+_QUARTER_POWERS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
+
+
+def _octave_table() -> NDArray[np.float32]:
+    """`2^((code - 240) / 4)` for every code but 0, by exact steps: the same on every machine."""
+    steps = np.arange(256) - 240
+    table = np.asarray(np.ldexp(_QUARTER_POWERS[steps % 4], steps // 4), np.float32)
+    table[0] = 0.0
+    return table
+
+
+OCTAVE_SHARES = _octave_table()
+"""The share of a block's energy that each code of `encode_octaves` stands for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -30,6 +30,7 @@ from mergepipe.planning.problem import PlanningModel, PlanningProblem
 from mergepipe.planning.selection.select import Selection
 
 SAMPLED = "norms and magnitude cuts are estimates; `mergepipe analyze` makes them exact"
+SPREAD = "it was analysed by larger blocks; `mergepipe analyze --block-elements {}` makes them exact"
 
 
 def planned_tensors(
@@ -181,19 +182,41 @@ def whole_tensor_fallbacks(
     )
 
 
+def unknown_fallbacks(
+    problem: PlanningProblem, columns: Columns, unknown: Mapping[tuple[int, int], str]
+) -> tuple[Fallback, ...]:
+    """Build one notice per expert and reason of tensors that are planned by blocks though nothing is known of them."""
+    counts = Counter((e, reason) for (e, _), reason in sorted(unknown.items()))
+    return tuple(
+        Fallback(
+            f"expert '{problem.experts[e].text}'",
+            f"the blocks of {n} of {len(columns.tasks)} tensors are spread over the model, whatever is in them",
+            reason,
+        )
+        for (e, reason), n in counts.items()
+    )
+
+
 def estimate_fallbacks(
     problem: PlanningProblem, columns: Columns, known_statistics: KnownStatistics, rules: Rules
 ) -> tuple[Fallback, ...]:
-    """Build one notice per expert that was sampled, and one per expert whose cuts come from a histogram."""
+    """Build notices per expert: that it was sampled, that its norms are spread, that cuts come from a histogram."""
     notices = []
     for e, model in enumerate(problem.experts):
-        sampled_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e]
+        of_tensors = [problem.statistics[e].get(task.name) for task in columns.tasks]
+        is_estimate_T = np.array([known is not None and known.is_estimate for known in of_tensors], np.bool_)
+        sampled_T = known_statistics.known_ET[e] & is_estimate_T
+        spread_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e] & ~sampled_T
         errors = {t: error for (expert, t), error in rules.cut_errors.items() if expert == e}
         of_histogram = [error for t, error in errors.items() if not sampled_T[t]]
         where, n_tensors = f"expert '{model.text}'", len(columns.tasks)
         if sampled_T.any():
             decision = f"{int(sampled_T.sum())} of {n_tensors} tensors are known from a sample of their blocks"
             notices.append(Fallback(where, decision, SAMPLED))
+        if spread_T.any():
+            n_spread = int(spread_T.sum())
+            decision = f"the norms of {n_spread} of {n_tensors} tensors are those of larger blocks, spread evenly"
+            notices.append(Fallback(where, decision, SPREAD.format(problem.block_elements)))
         if of_histogram:
             decision = f"the magnitude cuts of {len(of_histogram)} of {n_tensors} tensors are taken from histograms"
             reason = f"the share that is kept is off by at most {max(of_histogram):.2g} where a tensor is read in part"

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
+from mergepipe.operators.regridding import on_grid
+from mergepipe.operators.statistics import TensorStatistics
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
@@ -37,6 +39,7 @@ from mergepipe.planning.plan_assembly import (
     planned_models,
     planned_tensors,
     starved_fallbacks,
+    unknown_fallbacks,
     unread_fallbacks,
     whole_tensor_fallbacks,
 )
@@ -68,6 +71,7 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
 
 def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy, options: PlanningChoices) -> Ranking:
     """Rank everything that can be read; see `plan_merge`."""
+    problem = replace(problem, statistics=_on_grid(problem))
     data = _planning_data(problem)
     _check_on_omit(problem, data, options.on_omit)
     budget_bytes = request.limit_bytes(int(data.full_E.sum()))
@@ -89,6 +93,14 @@ def rank_blocks(problem: PlanningProblem, request: BudgetRequest, policy: Policy
     return replace(ranking, enough_bytes=enough_bytes, budget_bytes=budget_bytes if is_by_time else enough_bytes)
 
 
+def _on_grid(problem: PlanningProblem) -> tuple[Mapping[str, TensorStatistics], ...]:
+    """Carry statistics of other blocks over to the plan's."""
+    return tuple(
+        {name: on_grid(statistics, problem.block_elements) for name, statistics in of_expert.items()}
+        for of_expert in problem.statistics
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlanningData:
     """Columns, statistics, rules and candidates of a problem, computed before anything is selected."""
@@ -98,6 +110,7 @@ class _PlanningData:
     rules: Rules
     candidates: Candidates
     reasons: Mapping[tuple[int, int], str]  # why tensors are read whole
+    unknown: Mapping[tuple[int, int], str]  # why nothing is known of tensors that are planned by blocks
     sample_E: NDArray[np.int64]
     side_E: NDArray[np.int64]  # bytes of indices and of probes: read to make any plan
     full_E: NDArray[np.int64]
@@ -113,7 +126,7 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     known_statistics = gather_statistics(problem, columns, known_ET, ladders, with_octaves=rules.trims)
     of_units = dict.fromkeys(units(columns), REASON_UNIT)
     unknown = {key: reason for key, reason in unusable.items() if key not in ladders}
-    reasons = {**of_units, **rules.lacking, **unknown}
+    reasons = {key: unknown.pop(key, reason) for key, reason in {**of_units, **rules.lacking}.items()}
     whole_ET = np.zeros_like(known_ET)
     for e, t in reasons:
         whole_ET[e, t] = True
@@ -134,7 +147,7 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     sample_E, index_E = _sample_costs(problem), _side_costs(problem)
     full_E = full_costs(candidates, sample_E) + index_E + _unread_lower_bounds(problem)
     side_E = index_E + np.array(problem.probe_bytes or np.zeros(len(index_E)), np.int64)
-    return _PlanningData(columns, known_statistics, rules, candidates, reasons, sample_E, side_E, full_E)
+    return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)
 
 
 def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[np.float64] | None:
@@ -375,6 +388,7 @@ class Ranking:
             fallbacks=(
                 *unread_fallbacks(problem, budget_bytes),
                 *whole_tensor_fallbacks(problem, data.columns, data.reasons),
+                *unknown_fallbacks(problem, data.columns, data.unknown),
                 *estimate_fallbacks(problem, data.columns, data.known_statistics, data.rules),
                 *starved_fallbacks(problem, candidates, selection, budget_bytes),
                 *no_bound,
@@ -456,7 +470,7 @@ def _order(
         return np.zeros(0, np.int64)
     match policy:
         case Policy.NORM:
-            return norm_order(items)
+            return norm_order(items, ~data.known_statistics.informed_ET[items.expert_I, items.tensor_I])
         case Policy.RANDOM:
             return random_order(items, selection_seed)
         case Policy.STRATIFIED:

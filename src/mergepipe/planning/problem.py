@@ -32,7 +32,7 @@ class PlanningProblem:
     """The complete input of a plan. `models` are the resolution's; `experts` are those that any task uses as one.
 
     `statistics` has one mapping per expert, from the name of a task to what is known of its tensor in that task. A
-    tensor without an entry, or with statistics of another grid, is one of which nothing is known.
+    tensor without an entry is one of which nothing is known; statistics of another grid are carried over.
 
     With `speeds` steps are priced in seconds. Of experts that are `unread` not even the index is read. `probe_bytes` of
     each expert were read to estimate its statistics; none where empty. A request of each expert's files is worth

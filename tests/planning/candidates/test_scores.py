@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mergepipe.operators.statistics import N_OCTAVES
+from mergepipe.operators.statistics import N_OCTAVES, OCTAVE_SHARES
 from mergepipe.planning.candidates.block_columns import lay_out_columns
 from mergepipe.planning.candidates.known_statistics import gather_statistics, match_statistics
 from mergepipe.planning.candidates.operator_rules import evaluate_rules
-from mergepipe.planning.candidates.scores import OCTAVE_SHARES, octave_position, score_blocks
+from mergepipe.planning.candidates.scores import octave_position, score_blocks
 from mergepipe.recipes.parse.recipe import Scalar
 from support.octaves import decode_octaves
 from support.planning_problems import BLOCK, Given, make

@@ -50,7 +50,7 @@ def items_of(costs: list[int], scores: list[int], n_experts: int = 1) -> Items:
 
 def prefix_score(costs: list[int], scores: list[int], budget: int) -> int:
     spent = score = 0
-    for i in norm_order(items_of(costs, scores)).tolist():
+    for i in norm_order(items_of(costs, scores), np.zeros(len(costs), np.bool_)).tolist():
         spent += costs[i]
         if spent > budget:
             break

@@ -140,7 +140,8 @@ def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: 
     columns = candidates.columns
     n_columns = max(1, columns.n_columns)
     own_EB = candidates.own_EB()
-    singles = _singles(candidates, score_EB, own_EB & ~candidates.whole_ET[:, columns.tensor_B])
+    single_EB = own_EB & ~candidates.whole_ET[:, columns.tensor_B]
+    singles = _singles(candidates, score_EB, single_EB, known_ET)
     wholes = _whole_items(candidates, own_EB, score_EB, known_ET)
     rest = np.array([each[:3] for each in wholes], np.int64).reshape(-1, 3)
     levels = [_top_level(candidates, whole[1] // n_columns, whole[2]) for whole in wholes]
@@ -162,7 +163,9 @@ def _top_level(candidates: Candidates, e: int, t: int) -> int:
     return ALL if ladder is None else ladder.levels_K[-1]
 
 
-def _singles(candidates: Candidates, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_]) -> _Singles:
+def _singles(
+    candidates: Candidates, score_EB: NDArray[np.float64], single_EB: NDArray[np.bool_], known_ET: NDArray[np.bool_]
+) -> _Singles:
     """Build items of blocks without levels, and level steps of the others, sorted by block."""
     columns = candidates.columns
     raw_EB = single_EB.copy()
@@ -170,7 +173,8 @@ def _singles(candidates: Candidates, score_EB: NDArray[np.float64], single_EB: N
         raw_EB[e, columns.of_tensor(t)] = False
     flat_S = np.flatnonzero(raw_EB)
     cost_S = candidates.cost_EB.ravel()[flat_S]
-    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / candidates.price_EB.ravel()[flat_S]
+    price_S = np.where(known_ET[:, columns.tensor_B], candidates.price_EB, _nominal_prices(candidates)).ravel()[flat_S]
+    rate_S = _with_followers(candidates, score_EB).ravel()[flat_S] / price_S
     parts = [_Singles(flat_S, cost_S, rate_S, np.full(len(flat_S), ALL, np.int8), np.ones(len(flat_S)))]
     for e, t in candidates.ladders:
         if not candidates.whole_ET[e, t]:
@@ -220,8 +224,7 @@ def _whole_items(
 ) -> list[tuple[int, int, int, float]]:
     """(cost, flat, tensor, rate) of tensors that are read whole, by cost.
 
-    Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie and the cheaper
-    comes first.
+    Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie.
     """
     columns, found, price_EB = candidates.columns, [], candidates.price_EB
     for e, t in np.argwhere(candidates.whole_ET).tolist():
@@ -235,6 +238,14 @@ def _whole_items(
             rate = float(score_EB[e, inside].sum() / price) if known_ET[e, t] else float(first / by_byte)
             found.append((cost, e * columns.n_columns + inside.start, t, rate))
     return sorted(found)
+
+
+def _nominal_prices(candidates: Candidates) -> NDArray[np.float64]:
+    """Compute the prices of blocks without rounding to pages, so that blocks of which nothing is known tie."""
+    columns = candidates.columns
+    size_ET = [[_itemsize(columns, e, t) for t in range(len(columns.tasks))] for e in range(candidates.n_experts)]
+    size_EB = np.array(size_ET, np.float64).reshape(columns.slot_ET.shape)[:, columns.tensor_B]
+    return np.asarray(size_EB * columns.n_B * candidates.price_of_byte)
 
 
 def _itemsize(columns: Columns, e: int, t: int) -> int:

@@ -16,7 +16,7 @@ from mergepipe.planning.problem import PlanningProblem
 
 REASON_MISSING = "no statistics: not analysed against this base"
 REASON_UNIT = "its stored bytes make up every block"
-REASON_OTHER_GRID = "its statistics are of blocks of another size"
+REASON_OTHER_SIZE = "its statistics are of a tensor of another size"
 
 _HASH_WORDS = np.dtype(
     {"names": ["low", "high"], "formats": ["<u8", "<u8"], "offsets": [0, 8], "itemsize": BLOCK_RECORD.itemsize}
@@ -35,7 +35,7 @@ class KnownStatistics:
         free_EB: the block equals the base's, or the expert has no part in the tensor.
         same_as_EB: the first expert whose block holds the same bytes of the same dtype; itself if there is none.
         largest_EB, octaves_EOB: see `BLOCK_RECORD`; empty without octaves.
-        exact_ET: known, and not from a probe: `norm_EB` is a bound. Also where there is nothing to read.
+        exact_ET: known, not from a probe or larger blocks: `norm_EB` is a bound. Also where there is nothing to read.
     """
 
     known_ET: NDArray[np.bool_]
@@ -68,7 +68,7 @@ def match_statistics(
                 if task.base.n_elements:  # else there is nothing to know
                     reasons[e, t] = REASON_MISSING
             elif statistics.grid != BlockGrid(task.base.n_elements, problem.block_elements):
-                reasons[e, t] = REASON_OTHER_GRID
+                reasons[e, t] = REASON_OTHER_SIZE
             else:
                 known_ET[e, t] = True
     return known_ET, reasons
@@ -103,7 +103,7 @@ def gather_statistics(
     for e, t in np.argwhere(known_ET).tolist():
         statistics, inside = problem.statistics[e][columns.tasks[t].name], columns.of_tensor(t)
         _copy(gathered, e, inside, statistics)
-        gathered.exact_ET[e, t] = not statistics.is_estimate
+        gathered.exact_ET[e, t] = not (statistics.is_estimate or statistics.are_norms_spread)
         words_B = statistics.blocks_B.view(_HASH_WORDS)
         low_EB[e, inside] = words_B["low"]
         high_EB[e, inside] = words_B["high"]

@@ -5,24 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.operators.statistics import N_OCTAVES
-from mergepipe.planning.candidates.block_columns import Columns
+from mergepipe.operators.statistics import N_OCTAVES, OCTAVE_SHARES
+from mergepipe.planning.candidates.block_columns import ABSENT, Columns
 from mergepipe.planning.candidates.known_statistics import KnownStatistics
 from mergepipe.planning.candidates.level_ladders import NO_LADDERS, Ladders
 from mergepipe.planning.candidates.operator_rules import UNKNOWN, Rules
-
-_QUARTER_POWERS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
-
-
-def _octave_table() -> NDArray[np.float32]:
-    """`2^((code - 240) / 4)` for every code but 0, by exact steps: the same on every machine."""
-    steps = np.arange(256) - 240
-    table = np.asarray(np.ldexp(_QUARTER_POWERS[steps % 4], steps // 4), np.float32)
-    table[0] = 0.0
-    return table
-
-
-OCTAVE_SHARES = _octave_table()
 
 
 def score_blocks(
@@ -33,7 +20,7 @@ def score_blocks(
     The energy is `||delta||^2`, times the share above the tensor's cut for operators that trim, times the expected
     share left by random dropping and rescaling; of what can be read in part it is on record. Where nothing is known it
     is `n` times the typical energy of an element: the median over all known blocks that differ from the base, 1 if
-    there are none.
+    there are none; and every expert counts by the mean of the squared coefficients.
     """
     passing_EB = np.square(known_statistics.usable_norm_EB)
     for e in range(len(passing_EB)):
@@ -45,11 +32,15 @@ def score_blocks(
         passing_EB[e, columns.of_tensor(t)] = np.where(
             known_statistics.free_EB[e, columns.of_tensor(t)], 0.0, ladder.unread_B * factor
         )
+    n_experts_T = np.maximum(1, (columns.slot_ET != ABSENT).sum(axis=0))
+    even_T = np.square(rules.coefficient_ET).sum(axis=0) / n_experts_T
     typical = _typical_energy(passing_EB, columns, known_statistics)
     for e in range(len(passing_EB)):
         unknown_B = ~known_statistics.informed_ET[e][columns.tensor_B]
         passing_EB[e, unknown_B] = columns.n_B[unknown_B] * typical
-        passing_EB[e] *= np.square(rules.coefficient_ET[e])[columns.tensor_B]
+        square_T = np.square(rules.coefficient_ET[e])
+        factor_T = np.where(known_statistics.informed_ET[e] | (square_T == 0), square_T, even_T)
+        passing_EB[e] *= factor_T[columns.tensor_B]
     return passing_EB
 
 

@@ -29,9 +29,17 @@ def descending_order(rate_I: NDArray[np.float64]) -> Order:
     return order_I
 
 
-def norm_order(items: Items) -> Order:
-    """Order items by falling score per byte; ties by expert, tensor, block."""
-    return descending_order(items.rate_I)
+def norm_order(items: Items, is_unknown_I: NDArray[np.bool_]) -> Order:
+    """Order items by falling score per byte; ties by expert, tensor, block.
+
+    Of equal items of which nothing is known, those of all experts for one block or tensor come together, and those
+    blocks and tensors in an order that spreads over the model.
+    """
+    if not is_unknown_I.any():
+        return descending_order(items.rate_I)
+    column_I = items.column_I.astype(np.uint64)
+    place_I = np.where(is_unknown_I, _mix(column_I + _GOLDEN), items.flat_I.astype(np.uint64))
+    return np.lexsort((items.flat_I, place_I, -items.rate_I))
 
 
 def random_order(items: Items, seed: int) -> Order:
