@@ -34,7 +34,7 @@ _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """How a snapshot is pushed: whether a repository of the Hub is created, and whether it is private then."""
+    """Options of a push: whether a repository of the Hub is created, and whether it is private then."""
 
     creates: bool = False
     is_private: bool = False
@@ -43,7 +43,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """What is pushed, its id, and the message of a commit unless the user has one."""
+    """A snapshot or packed expert to push, its id, and the message of a commit unless the user gives one."""
 
     output: OutputContent
     sid: str
