@@ -43,7 +43,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """The files to push, their id, and the message of a commit unless the user has one."""
+    """A snapshot or packed expert to push, its id, and the message of a commit unless the user gives one."""
 
     output: OutputContent
     sid: str
