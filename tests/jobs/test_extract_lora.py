@@ -97,6 +97,17 @@ def test_extract_lora__names_what_it_leaves(tmp_path: Path) -> None:
     assert report.relative_error == pytest.approx(np.sqrt(left / sum(deltas.values())), rel=1e-4)
 
 
+def test_extract_lora__takes_no_embedding_for_a_linear_layer(tmp_path: Path) -> None:
+    base, model = write_pair(tmp_path)
+    names = ("transformer.wpe.weight", "bert.embeddings.position_embeddings.weight", "model.embed_positions.weight")
+    for folder, value in ((base, 0.0), (model, 1.0)):
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {name: np.full((8, 4), value, np.float32) for name in names}, folder / "model.safetensors")
+    report = mergepipe.extract_lora(base, model, tmp_path / "lora", rank=1)
+    assert {tensor.name for tensor in report.tensors} == {Q, DOWN}
+    assert {left.name for left in report.left} == {EMBED, NORM, *names}
+
+
 def test_extract_lora__of_equal_models_publishes_nothing(tmp_path: Path) -> None:
     base, _ = write_pair(tmp_path)
     with pytest.raises(MismatchError) as caught:

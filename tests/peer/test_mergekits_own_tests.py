@@ -1,8 +1,8 @@
 """mergekit's own tests of whole merges pass with `mergepipe-yaml` in place of its `run_merge`.
 
-The tests are not part of this repository: `MERGEKIT_SOURCE` names a folder with mergekit's `tests/` (those of its source
-archive for the version in requirements/peer.txt, and `tests/common.py` of its repository). Without it this test is
-skipped; with it, `make test-peers MERGEKIT_SOURCE=DIR` takes some minutes more.
+The tests are not part of this repository: `MERGEKIT_SOURCE` names a folder with mergekit's `tests/`, those of its
+source archive for the version in requirements/peer.txt, and `tests/common.py` of its repository. Without it this test
+is skipped; with it, `make test-peers MERGEKIT_SOURCE=DIR` takes some minutes more.
 """
 
 from __future__ import annotations

@@ -350,8 +350,6 @@ BAD: list[tuple[str, list[str]]] = [
         LINEAR.replace("    parameters:\n      weight: 0.3", "    parameters: [1]"),
         [
             "recipe.wrong-kind | recipe.yml:6 models[1].parameters: needs names with values, found a list",
-            "recipe.parameter.missing | recipe.yml:6 models[1].parameters.weight: linear needs the parameter weight; "
-            "write 'weight: ...' under its parameters, or under the top-level ones for all models",
         ],
     ),
     (

@@ -40,6 +40,8 @@ _CHUNK_ELEMENTS = 1 << 24
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 """Modules that store their weights with inputs first, in models of `_CONV1D_TYPES`."""
+_POSITION_NAMES = frozenset({"wpe", "wtt"})
+"""Embeddings of positions and of kinds of tokens, of models that do not name them so: no linear layers."""
 _BARE_PREFIXES = {"gpt2": "transformer."}
 """Published weights of these lack the prefix that the names of their modules have."""
 
@@ -308,8 +310,9 @@ class _Extraction:
 
 def _is_embedding(name: str) -> bool:
     """Whether a tensor is an embedding or output head; `output` is one only at the top of a model."""
-    ending = embedding_ending(name)
-    return ending is not None and (not ending.startswith("output.") or name == ending)
+    ending, leaf = embedding_ending(name), _bare(name).rpartition(".")[2]
+    is_of_positions = leaf in _POSITION_NAMES or "embed" in leaf
+    return is_of_positions or (ending is not None and (not ending.startswith("output.") or name == ending))
 
 
 def _bare(name: str) -> str:

@@ -27,8 +27,11 @@ def read_parameters(
     reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
 ) -> dict[str, Setting]:
     """Check one `parameters:` mapping, of a model or (`Scope.GLOBAL`) of a slice, a module or the whole recipe."""
+    entries = reader.mapping(value, key_path)
+    if entries is None:
+        return {parameter.name: REFUSED for parameter in operator.parameters}
     checked: dict[str, Setting] = {}
-    for name, given in (reader.mapping(value, key_path) or {}).items():
+    for name, given in entries.items():
         spec, at = operator.parameter(name), (*key_path, name)
         if spec is None:
             _report_unknown(reader, name, at, operator)

@@ -83,6 +83,9 @@ class Findings:
 
 def near_miss(name: str, *real_names: str) -> str | None:
     """Return the real name that `name` is most likely a misspelling of; None if it resembles none."""
+    name = name.lower()
+    if name in real_names:
+        return name
     swapped = [real_name for real_name in real_names if len(name) > 2 and sorted(real_name) == sorted(name)]
     return next(iter(swapped or get_close_matches(name, real_names, n=1, cutoff=NEAR_MISS)), None)
 

@@ -168,7 +168,7 @@ def _dtypes(reader: DocumentReader, root: dict[str, Value]) -> tuple[DType | Non
 
 
 def _dtype(reader: DocumentReader, root: dict[str, Value], key: str) -> DType | None:
-    if root.get(key) in (None, AUTO):
+    if root.get(key) in (None, "", AUTO):
         return None
     name = reader.text(root[key], (key,))
     if name is None or name.removeprefix(TORCH) in DTYPES_BY_RECIPE_NAME:

@@ -56,7 +56,7 @@ def _top_level(key: str) -> Schema:
     if key == "merge_method":
         return {"description": "how models are merged", "enum": list(operator_specs())}
     if key in ("dtype", "out_dtype"):
-        return {"enum": [*DTYPE_NAMES, *(f"{TORCH}{name}" for name in DTYPES_BY_RECIPE_NAME), None]}
+        return {"enum": [*DTYPE_NAMES, *(f"{TORCH}{name}" for name in DTYPES_BY_RECIPE_NAME), "", None]}
     if key == "base_model":
         return {"anyOf": [_REFERENCE, {"type": "null"}]}
     if key == "tokenizer":

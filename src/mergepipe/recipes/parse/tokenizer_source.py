@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from mergepipe.errors import NotFoundError, RecipeError
 from mergepipe.recipes.parse.fields import DocumentReader
+from mergepipe.recipes.parse.problems import Findings
 from mergepipe.recipes.parse.recipe import (
     EmbeddingSource,
     ModelInput,
@@ -71,17 +74,18 @@ class _Tokenizer:
 
     def _model(self, value: Value, at: KeyPath) -> int | None:
         """Return the index of a model among the recipe's inputs."""
-        reference = read_reference(self._reading, value, at)
-        if reference is None:
-            return None
-        key = reference.path, reference.adapter
-        found = next((index for index, model in enumerate(self._inputs) if model.key == key), None)
-        if found is None and self._inputs:
-            message = f"'{shortened(reference.text)}' is not one of the models that are merged"
-            known = ", ".join(shortened(model.text) for model in self._inputs[:8])
-            hint = f"name one of: {known}" + ("" if at[-1] == "model" else "; or write union or base")
-            self._reading.refuse("recipe.tokenizer.model", at, message, hint)
-        return found
+        unreported = replace(self._reading, findings=Findings(RecipeError, NotFoundError))
+        reference = read_reference(unreported, value, at)
+        key = None if reference is None else (reference.path, reference.adapter)
+        index = next((index for index, model in enumerate(self._inputs) if model.key == key), None)
+        if reference is None or index is not None or not self._inputs:
+            read_reference(self._reading, value, at)  # reports what is wrong with the reference itself
+            return index
+        message = f"'{shortened(reference.text)}' is not one of the models that are merged"
+        known = ", ".join(shortened(model.text) for model in self._inputs[:8])
+        hint = f"name one of: {known}" + ("" if at[-1] == "model" else "; or write union or base")
+        self._reading.refuse("recipe.tokenizer.model", at, message, hint)
+        return None
 
     def _padding(self, value: Value, at: KeyPath) -> int | None:
         if value is None:
