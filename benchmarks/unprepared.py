@@ -34,12 +34,12 @@ class Bench:
     family: FamilyPaths
     recipe: Path
 
-    def merge(self, name: str, home: Path, budget: str | None, *, probe: bool = True) -> Path:
-        """Merge into `root/name`."""
+    def merge(self, name: str, home: Path, budget: str | None, *, probe: bool = True) -> tuple[Path, int | None]:
+        """Merge into `root/name`; return where that is, and the budget in bytes."""
         options = MergeOptions(home=home, reuse=False, statistics=False, resume=False, plan=PlanOptions(probe=probe))
         out = self.root / name
-        mergepipe.merge(self.recipe, out, budget=budget, force=True, options=options)
-        return out
+        report = mergepipe.merge(self.recipe, out, budget=budget, force=True, options=options)
+        return out, report.budget_bytes
 
     def error(self, out: Path, full: Path) -> float:
         """Compute the distance to the full merge over that of the full merge to the base."""
@@ -59,17 +59,23 @@ def main() -> int:
     bench = _prepare(options.root, options.layers, options.experts)
     analysed = options.root / "analysed"
     mergepipe.analyze(bench.family.models[0], bench.family.models[1:], options=RunOptions(home=analysed))
-    full = bench.merge("full", options.root / "none", None)
-    print("| budget | analysed | unprepared | of it | `--no-probe` |\n|---|---|---|---|---|")
+    full, _ = bench.merge("full", options.root / "none", None)
+    print("| budget | unprepared | `--no-probe` | analysed, as many bytes | unprepared over it | analysed |")
+    print("|---|---|---|---|---|---|")
+    nbytes: int | None = None
     for budget in BUDGETS:
-        errors = []
-        for kind in ("analysed", "unprepared", "blind"):
-            home = analysed if kind == "analysed" else options.root / f"{kind}-{budget}"
-            out = bench.merge("budgeted", home, budget, probe=kind != "blind")
-            errors.append(bench.error(out, full))
+        errors = {}
+        for kind in ("unprepared", "blind", "analysed", "share"):
+            # who knows that blocks equal the base takes a share of fewer bytes
+            requested = f"{nbytes}B" if kind == "analysed" else budget
+            home = analysed if kind in ("analysed", "share") else options.root / f"{kind}-{budget}"
+            out, budget_bytes = bench.merge("budgeted", home, requested, probe=kind != "blind")
+            nbytes = budget_bytes if kind == "unprepared" else nbytes
+            errors[kind] = bench.error(out, full)
             shutil.rmtree(out)
-        known, sampled, blind = errors
-        print(f"| {budget} | {known:.3f} | {sampled:.3f} | {sampled / known - 1:+.1%} | {blind:.3f} |", flush=True)
+        shown = " | ".join(f"{errors[kind]:.3f}" for kind in ("unprepared", "blind", "analysed"))
+        more = f"{errors['unprepared'] / errors['analysed'] - 1:+.1%}"
+        print(f"| {budget} | {shown} | {more} | {errors['share']:.3f} |", flush=True)
     return 0
 
 

@@ -24,18 +24,27 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 KEYWORD_OF_OPTION = {
+    "--all": "everything=True",
     "--allow-dropped": "allow_dropped",
     "--at": "at",
+    "--base": "base",
+    "--base-model-id": "base_model_id",
     "--block-elements": "block_elements",
     "--budget": "budget",
     "--budgets": "budgets",
+    "--connections": "connections",
     "--create": "create=True",
+    "--deep": "deep_fraction",
     "--density": "densities",
     "--ends": "ends",
+    "--energy": "energy",
+    "--finish": "finish=True",
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",
     "--keep-sums": "keep_sums=True",
+    "--lenient": "lenient=True",
+    "--link": "link=True",
     "--memory": "memory_bytes",
     "--min-density": "min_density",
     "--no-catalog": "catalog=False",
@@ -43,11 +52,16 @@ KEYWORD_OF_OPTION = {
     "--no-reuse": "reuse=False",
     "--overlay": "overlay=True",
     "--pack": "pack",
+    "--part": "part",
+    "--parts": "n_parts",
     "--price": "price",
     "--private": "private=True",
     "--probe": "probe_fraction",
+    "--rank": "rank",
     "--replace": "replace=True",
+    "--request-cost": "request_cost_bytes",
     "--resume": "resume=True",
+    "--save-modules": "save_modules",
     "--sample": "deep_fraction",
     "--seed": "seed",
     "--select": "select",
@@ -55,6 +69,7 @@ KEYWORD_OF_OPTION = {
     "--state-from": "state_from",
     "--storage-speed": "storage_speed",
     "--strategy": "strategy",
+    "--strict": "strict=True",
     "--target-error": "target_error",
     "--tensor": "tensor",
     "--threads": "threads",
@@ -63,14 +78,19 @@ KEYWORD_OF_OPTION = {
     "--world-size": "world_size",
 }
 """Options that errors name, and the keyword arguments that they are in Python."""
-_OPTION = re.compile(r"(?<![\w/.-])(--[a-z]+(?:-[a-z]+)*)(?: (time|keep|renormalize)\b)?(?![\w/.-]*/)")
+_OPTION = re.compile(
+    r"`(?:mergepipe|hf) [^`]*`|(?<![\w/.-])(--[a-z]+(?:-[a-z]+)*)(?: (time|keep|renormalize)\b)?(?![\w/.-]*/)"
+)
 
 
 def with_keywords(text: str) -> str:
-    """Return an error's text with options replaced by keyword arguments, for callers in Python."""
+    """Return an error's text with options replaced by keyword arguments, for callers in Python.
+
+    Commands in backticks stay: they are for a terminal.
+    """
 
     def replaced(match: re.Match[str]) -> str:
-        keyword = KEYWORD_OF_OPTION.get(match[1])
+        keyword = KEYWORD_OF_OPTION.get(match[1] or "")
         if keyword is None:
             return match[0]
         return keyword if match[2] is None else f'{keyword}="{match[2]}"'

@@ -11,11 +11,16 @@ import pytest
 from budget_cases import CASES, POLICIES, make_setting
 
 from mergepipe import api as session
+from mergepipe.checkpoints.contract import Readable, TensorEntry
+from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.planned_access import FREE, source_of_blocks
 from mergepipe.errors import LimitError
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
+from mergepipe.storage.buffers import PAGE_BYTES
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
 from support.budgets import GRAIN, planned_tensor
 from support.disk_families import Model, read_snapshot, weights_digest
 
@@ -115,16 +120,32 @@ def read_blocks(plan: Plan) -> set[tuple[str, int, int]]:
     }
 
 
+def _block_bytes(tensor: Readable, block: int) -> int:
+    """Whole pages of the file that a block lies in."""
+    assert isinstance(tensor, TensorEntry)
+    size = tensor.dtype.itemsize
+    first = tensor.offset + block * GRAIN * size
+    stop = min(first + GRAIN * size, tensor.offset + tensor.nbytes)
+    return -(-stop // PAGE_BYTES) * PAGE_BYTES - first // PAGE_BYTES * PAGE_BYTES
+
+
 @pytest.mark.parametrize("name", ["linear", "ties", "dare_ties", "slerp"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_budget__is_spent_on_all_that_fits(tmp_path: Path, name: str, policy: str) -> None:
     setting = make_setting(tmp_path, CASES[name])
     setting.analyze()
+    full = setting.plan("100%", policy)
+    experts = [open_checkpoint(LocalStore(), Location.local(place)) for place in setting.family.places[1:]]
     for budget in SHARES[1:]:
         plan = setting.plan(budget, policy)
         assert plan.planned_bytes <= plan.budget_bytes
-        assert plan.planned_bytes > 0
-    assert len(read_blocks(setting.plan("100%", policy))) > len(read_blocks(setting.plan("40%", policy))) > 0
+        missing = read_blocks(full) - read_blocks(plan)
+        left_bytes = plan.budget_bytes - plan.planned_bytes
+        costs = [_block_bytes(experts[e].tensors[tensor], block) for tensor, e, block in missing]
+        if policy == "random" or (name, policy) == ("linear", "norm"):  # others leave out what would make it worse
+            assert all(cost > left_bytes for cost in costs)
+        assert plan.planned_bytes >= 0.5 * plan.budget_bytes
+        assert (plan.planned_bytes == full.planned_bytes) == (not missing)
 
 
 @pytest.mark.parametrize("name", ["ties", "dare_linear", "dare_ties", "task_arithmetic"])

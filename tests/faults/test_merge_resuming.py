@@ -322,17 +322,16 @@ def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Pat
     staging = staging_directory(job.out)
     with closing(ReadAccount(staging, is_durable=True)) as account:
         account.record(ReadTotals(10**9))
-    for resume in (True, None):
-        with pytest.raises(LimitError) as caught:
-            mergepipe.merge(
-                job.root / "recipe.yml",
-                job.out,
-                budget="100%",
-                options=MergeOptions(shard_bytes=30_000, home=job.home, resume=resume),
-            )
-        assert caught.value.code == "resume.budget"
-        assert "1000000000 of" in str(caught.value)
-        assert "resume=False" in str(caught.value)
+    with pytest.raises(
+        LimitError, match=r"1000000000 of .* resume=True finishes it.*resume=False starts over"
+    ) as caught:
+        mergepipe.merge(
+            job.root / "recipe.yml",
+            job.out,
+            budget="100%",
+            options=MergeOptions(shard_bytes=30_000, home=job.home),
+        )
+    assert caught.value.code == "resume.budget"
     options = MergeOptions(shard_bytes=30_000, home=job.home, resume=False)
     anew = partial(mergepipe.merge, job.root / "recipe.yml", job.out, budget="100%", options=options)
     with replaced(os, "preadv", Fault(5, system_error(errno.EIO)).wrap), pytest.raises(StorageError):
@@ -345,6 +344,21 @@ def test_merge__that_the_budget_does_not_cover_any_more_is_refused(tmp_path: Pat
         read_manifest_value(LocalStore(), Location.local(job.out)).run["earlier_runs_forgiven_bytes"]
         == report.forgiven_expert_bytes
     )
+    job.check_whole()
+
+
+def test_merge__that_must_resume_does_not_count_what_is_read_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, budget="100%")
+    interrupt_late(job, KeyboardInterrupt())
+    with closing(ReadAccount(staging_directory(job.out), is_durable=True)) as account:
+        account.record(ReadTotals(10**9))
+    options = MergeOptions(shard_bytes=30_000, home=job.home, resume=True)
+    report = mergepipe.merge(job.root / "recipe.yml", job.out, budget="100%", options=options)
+    assert went_on(report.notices)
+    assert report.budget_bytes is not None
+    assert report.expert_bytes + report.analysis_bytes <= report.budget_bytes
+    assert 10**9 > report.forgiven_expert_bytes > 10**9 - report.budget_bytes
+    assert f"{report.forgiven_expert_bytes} expert bytes" in " ".join(report.notices)
     job.check_whole()
 
 

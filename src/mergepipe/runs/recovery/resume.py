@@ -27,7 +27,7 @@ from mergepipe.snapshots.journal import JOURNAL_NAME, FileUse, Journal, JournalS
 from mergepipe.snapshots.shards import ShardLayout, TensorDigest
 from mergepipe.snapshots.staging import CONTENT_NAME, Staging, kept_note
 from mergepipe.storage import owned
-from mergepipe.storage.ledger import Ledger, Purpose
+from mergepipe.storage.ledger import EXPERT_PURPOSES, Ledger, Purpose
 from mergepipe.storage.output import sync_directory
 from mergepipe.storage.owner import ACCOUNT_NAME
 
@@ -51,7 +51,7 @@ class Resume(StrEnum):
     """Whether to resume an interrupted run, and whether its expert bytes count against the budget."""
 
     AUTO = "auto"  # resume the same merge, else start over
-    REQUIRED = "required"
+    REQUIRED = "required"  # resume, or refuse; what was read and is not in the output does not count
     RESTART = "restart"  # start over; bytes of earlier runs count
     NEVER = "never"  # start over with the whole budget
 
@@ -172,12 +172,14 @@ class MergeProgress:
         usage = () if state is None else state.usage
         totals = replace(totals, expert_bytes=max(totals.expert_bytes, expert_bytes_of(usage)))
         n_durable = 0 if state is None or refusal else len(state.digests)
-        self._check_remaining_budget(directory, totals.expert_bytes, n_durable)
+        excess_bytes = self._excess_bytes(totals.expert_bytes, n_durable)
+        if excess_bytes and self._resume is not Resume.REQUIRED:
+            self._refuse_excess(directory, totals.expert_bytes, excess_bytes, n_durable)
         if state is None or refusal:
             self._charge_earlier(directory, totals, ())
             return False
         _remove_undurable(directory / CONTENT_NAME, self._output.shards, n_durable)
-        self._resume_from(directory, state, totals)
+        self._resume_from(directory, state, totals, min(excess_bytes, totals.expert_bytes))
         return True
 
     def _forgive_earlier_reads(self, directory: Path) -> None:
@@ -207,19 +209,23 @@ class MergeProgress:
                 return f"{shard.name} is shorter than it was"
         return ""
 
-    def _check_remaining_budget(self, directory: Path, used_bytes: int, n_durable: int) -> None:
-        """Refuse to run if the budget does not cover the bytes already read plus those still to be read."""
+    def _excess_bytes(self, used_bytes: int, n_durable: int) -> int:
+        """Return by how much the bytes already read and those still to be read exceed the budget."""
         if self._plan is None or self._plan.limit_bytes is None or not used_bytes:
-            return
+            return 0
         left = self._plan.planned_bytes - planned_cost(self._plan, self._output.tasks[:n_durable]) - self._probed_bytes
-        budget = self._plan.limit_bytes
-        if used_bytes + left <= budget:
-            return
+        return max(0, used_bytes + left - self._plan.limit_bytes)
+
+    def _refuse_excess(self, directory: Path, used_bytes: int, excess_bytes: int, n_durable: int) -> None:
+        budget = 0 if self._plan is None else self._plan.limit_bytes or 0
+        left = excess_bytes + budget - used_bytes
         message = (
             f"earlier runs may have read {used_bytes} of {budget} bytes for this output, which leaves "
             f"{max(0, budget - used_bytes)}; {left} are needed"
         )
-        hint = "start over with the whole budget (--no-resume), or give a larger --budget"
+        hint = "--no-resume starts over with the whole budget"
+        if n_durable:
+            hint = f"--resume finishes it, without counting {excess_bytes} bytes that are read again; {hint}"
         raise LimitError.of("resume.budget", directory, message, hint)
 
     def _charge_earlier(self, directory: Path, totals: ReadTotals, usage: Sequence[FileUse]) -> None:
@@ -245,15 +251,19 @@ class MergeProgress:
             )
         if totals.forgiven_bytes:
             self.notices.append(
-                f"started over with the whole budget (--no-resume): {totals.forgiven_bytes} expert bytes that earlier "
-                "runs may have read are not counted"
+                f"{totals.forgiven_bytes} expert bytes that earlier runs may have read are not counted against the "
+                "budget, as --no-resume or --resume asked"
             )
 
-    def _resume_from(self, directory: Path, state: JournalState, totals: ReadTotals) -> None:
+    def _resume_from(self, directory: Path, state: JournalState, totals: ReadTotals, excess_bytes: int) -> None:
         self._done = state.digests
         self._noted = len(state.digests)
         self._journal = Journal(directory / JOURNAL_NAME, state)
-        self._charge_earlier(directory, totals, state.usage)
+        totals = ReadTotals(totals.expert_bytes - excess_bytes, totals.forgiven_bytes + excess_bytes)
+        usage = _reduced(state.usage, expert_bytes_of(state.usage) - totals.expert_bytes)
+        self._charge_earlier(directory, totals, usage)
+        if excess_bytes:
+            self._open_account().record(self._totals)
         self.notices.append(
             f"resumed an interrupted run at {self.durable_share:.0%}: {self._durable_bytes} of {self._output_bytes} "
             f"bytes in {self._noted} of {len(self._output.tasks)} tensors were durable"
@@ -346,6 +356,16 @@ class MergeProgress:
     def _usage(self) -> tuple[FileUse, ...]:
         by_file = self._ledger.usage().by_file
         return tuple((file, purpose, nbytes) for (file, purpose), nbytes in sorted(by_file.items()))
+
+
+def _reduced(usage: Sequence[FileUse], excess_bytes: int) -> tuple[FileUse, ...]:
+    """Take `excess_bytes` off what was read of experts, file after file."""
+    kept = []
+    for file, purpose, nbytes in usage:
+        taken = min(nbytes, max(0, excess_bytes)) if purpose in EXPERT_PURPOSES else 0
+        excess_bytes -= taken
+        kept.append((file, purpose, nbytes - taken))
+    return tuple(kept)
 
 
 def _remove_work(directory: Path) -> None:

@@ -125,7 +125,7 @@ def check_sums_can_be_kept(operator: Operator, tasks: Iterable[MergeTask]) -> No
             return
     message = f"'{operator.spec.name}' does not add up experts one by one, so there is no sum to keep"
     hint = "pack the experts (`mergepipe pack`): a merge with one more then reads about a tenth of their bytes"
-    raise RecipeError.of("option.accumulators", "--keep-accumulators", message, hint)
+    raise RecipeError.of("option.accumulators", "--keep-sums", message, hint)
 
 
 # --- continuing a kept sum ---
