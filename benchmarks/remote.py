@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
+import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import yaml
 
@@ -24,43 +29,119 @@ from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.web import open_store
 from mergepipe.storage.traffic import RemoteSettings
-from support.families import DEMO, QWEN3_0_6B, FamilyPaths, write_family
-from support.fault_server import BucketServer, Link
+from support.families import DEMO, QWEN3_0_6B, TINY, FamilyPaths, family_paths, write_family
+from support.fault_server import BucketServer, Link, _Handler
 from support.hub_server import hub_server
 
-SHAPES = {"demo": DEMO, "0.6b": QWEN3_0_6B}
+SHAPES = {"tiny": TINY, "demo": DEMO, "0.6b": QWEN3_0_6B}
+PARTS = ("full", "budget", "packed", "hub", "loopback")
 DENSITY = 0.2
 LOOPBACK_PIECE_BYTES = 32 << 20
+SEND_BYTES, FAST_SEND_BYTES = 64 << 10, 512 << 10
+QUEUE_SECONDS = 0.005
+ACKED_OFFSET = 8 + 24 * 4 + 2 * 8
+SHARD_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One merge: `share` is its time beside that of its remote bytes at the link's bandwidth."""
+    """One merge beside its remote bytes at the link's bandwidth.
+
+    `read_bytes` is what the merge counted, `sent_bytes` what the server sent of files, `kernel_bytes` what the server's
+    kernel sent on all connections, headers among them. Time begins with the process.
+    """
 
     name: str
     seconds: float
+    seconds_to_first_request: float
     read_bytes: int
+    sent_bytes: int
+    kernel_bytes: int
     floor_seconds: float
     requests: int
     retries: int
+    peak_memory_bytes: int
+    client_cpu_seconds: float
+    server_cpu_seconds: float
+    load_average: float
 
     @property
     def share(self) -> float:
         return self.seconds / self.floor_seconds
 
+    @property
+    def network_share(self) -> float:
+        """The same without the start of the process."""
+        return (self.seconds - self.seconds_to_first_request) / self.floor_seconds
+
 
 class MappedServer(BucketServer):
-    """Serves files without reading them into memory; their tags are their sizes."""
+    """Serves files without reading them into memory; their tags are their sizes.
+
+    Senders run ahead of the link by a few milliseconds, as they do into the queues of a real one, so that a thread that
+    wakes late does not slow the link down. All connections stay known, so that the kernel's counts of them can be read.
+    """
 
     def __init__(self, root: Path, folders: Sequence[Path], link: Link) -> None:
         super().__init__({}, link=link)
+        self._connections: dict[tuple[str, int], socket.socket] = {}
+        self.first_request_at: float | None = None
         for folder in folders:
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 self.put(f"bucket/{file.relative_to(root)}", _mapped(file))
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.count_afresh()
+
     def etag(self, path: str) -> str:
         """The tag of a file that never changes."""
         return f'"{len(self.files[path])}"'
+
+    def serve(self, handler: _Handler) -> None:
+        """Answer one request, and note its connection and time."""
+        with self._lock:
+            self.first_request_at = self.first_request_at or time.perf_counter()
+            if handler.client_address not in self._connections:
+                self._connections[handler.client_address] = handler.connection.dup()
+        super().serve(handler)
+
+    def count_afresh(self) -> None:
+        """Forget what was counted so far."""
+        self.all_sent_bytes()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self.sent_bytes, self.first_request_at = 0, None
+
+    def kernel_bytes(self) -> int:
+        """What the kernel sent and the client's acknowledged, on all connections."""
+        return sum(map(_acknowledged_bytes, self._connections.values()))
+
+    def _send_body(self, handler: _Handler, body: memoryview) -> None:
+        step = FAST_SEND_BYTES if self._link.bytes_per_second == math.inf else SEND_BYTES
+        for start in range(0, len(body), step):
+            part = body[start : start + step]
+            self._wait_for_link(len(part))
+            handler.wfile.write(part)
+        with self._lock:
+            self.sent_bytes += len(body)
+
+    def _wait_for_link(self, nbytes: int) -> None:
+        with self._lock:
+            begins = max(self._link_free_at, time.monotonic())
+            self._link_free_at = begins + nbytes / self._link.bytes_per_second
+            sleep_seconds = self._link_free_at - time.monotonic() - QUEUE_SECONDS
+        if sleep_seconds > 0:
+            time.sleep(sleep_seconds)
+
+
+def _acknowledged_bytes(connection: socket.socket) -> int:
+    """`tcpi_bytes_acked`, which follows 8 small fields, 24 of 4 bytes and two of 8."""
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED_OFFSET + 8)
+    return int.from_bytes(information[ACKED_OFFSET:], sys.byteorder)
 
 
 def _mapped(file: Path) -> bytes:
@@ -82,46 +163,86 @@ class Bench:
     """Where merges are run, and the link that they are measured against."""
 
     folder: Path
-    bandwidth: float
+    link: Link
     connections: int
 
-    def merge(self, name: str, recipe: str, options: Sequence[str], environment: Mapping[str, str]) -> Measured:
-        """Merge in a process of its own, with a catalog that is its own; the output is deleted."""
-        path, out = self.folder / f"{name}.yml", self.folder / f"{name}-out"
+    def merge(
+        self, name: str, recipe: str, options: Sequence[str], environment: Mapping[str, str], server: MappedServer
+    ) -> Measured:
+        """Merge in a process of its own, with a catalog that is its own; output and catalog are deleted."""
+        server.count_afresh()
+        server_cpu, load = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)), os.getloadavg()[0]
+        started = time.perf_counter()
+        report, usage = self.run(name, recipe, options, environment)
+        seconds = time.perf_counter() - started
+        sent_bytes = server.all_sent_bytes()
+        counts = report["traffic"]["counts"]
+        return Measured(
+            name=name,
+            seconds=seconds,
+            seconds_to_first_request=(server.first_request_at or started) - started,
+            read_bytes=sum(report["traffic"]["bytes_by_host"].values()),
+            sent_bytes=sent_bytes,
+            kernel_bytes=server.kernel_bytes(),
+            floor_seconds=sent_bytes / self.link.bytes_per_second,
+            requests=counts["requests"],
+            retries=counts["retries"],
+            peak_memory_bytes=usage.ru_maxrss * 1024,
+            client_cpu_seconds=_cpu_seconds(usage),
+            server_cpu_seconds=_cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)) - server_cpu,
+            load_average=load,
+        )
+
+    def run(
+        self, name: str, recipe: str, options: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[dict[str, Any], resource.struct_rusage]:
+        """Run the merge; return its report, and what the process used."""
+        path, out, home = (self.folder / f"{name}{ending}" for ending in (".yml", "-out", "-home"))
         path.write_text(recipe)
-        home = self.folder / f"{name}-home"
         command = [
             sys.executable, "-m", "mergepipe", "merge", str(path), str(out), "--json", "--home", str(home),
             "--connections", str(self.connections), *options,
         ]  # fmt: skip
-        started = time.perf_counter()
-        ran = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - started
-        if ran.returncode:
-            raise SystemExit(f"{name}: the merge failed: {ran.stderr}")
-        report = json.loads(ran.stdout)
-        shutil.rmtree(out)
-        remote_bytes = sum(report["traffic"]["bytes_by_host"].values())
-        counts = report["traffic"]["counts"]
-        floor = remote_bytes / self.bandwidth
-        return Measured(name, seconds, remote_bytes, floor, counts["requests"], counts["retries"])
+        with (self.folder / f"{name}.json").open("w+") as report, (self.folder / f"{name}.log").open("w+") as log:
+            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=report, stderr=log)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                log.seek(0)
+                raise SystemExit(f"{name}: the merge failed: {log.read()}")
+            shutil.rmtree(out)
+            shutil.rmtree(home)
+            report.seek(0)
+            return json.load(report), usage
 
 
-def over_the_link(bench: Bench, family: FamilyPaths, budget: str, latency: float) -> list[Measured]:
-    """Full and budgeted merges over HTTP, raw and packed, at one link."""
+def _cpu_seconds(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
+def over_the_link(bench: Bench, family: FamilyPaths, budget: str, rounds: int, only: Sequence[str]) -> list[Measured]:
+    """Full and budgeted merges of a bucket, raw and packed, at one link; the median of some rounds of each."""
     packed = bench.folder / "packed"
-    stores = [expert.store for expert in pack(family.base, family.experts, packed).experts]
-    with MappedServer(bench.folder, [*family.models, *stores], Link(latency, bench.bandwidth)) as server:
+    stores = [expert.store for expert in pack(family.base, family.experts, packed).experts] if "packed" in only else []
+    with MappedServer(bench.folder, [*family.models, *stores], bench.link) as server:
         at, packed_at = (str(folder.relative_to(bench.folder)) for folder in (family.base.parent, packed))
         environment = s3_environment(server.url)
         base = f"s3://bucket/{at}/{family.base.name}"
         raw = recipe_text(base, [f"s3://bucket/{at}/{expert.name}" for expert in family.experts])
-        small = recipe_text(base, [f"s3://bucket/{packed_at}/{store.name}" for store in stores])
+        small = recipe_text(base, [f"s3://bucket/{packed_at}/{store.name}" for store in stores]) if stores else ""
+        merges: dict[str, tuple[str, tuple[str, ...]]] = {
+            "full": (raw, ()), "budget": (raw, ("--budget", budget)), "packed": (small, ()),
+        }  # fmt: skip
         return [
-            bench.merge("full", raw, (), environment),
-            bench.merge("budget", raw, ("--budget", budget), environment),
-            bench.merge("packed", small, (), environment),
+            median_of([bench.merge(name, *merges[name], environment, server) for _ in range(rounds)])
+            for name in merges
+            if name in only
         ]
+
+
+def median_of(rounds: Sequence[Measured]) -> Measured:
+    """The round whose time is the median, the lower one of two."""
+    return sorted(rounds, key=lambda measured: measured.seconds)[(len(rounds) - 1) // 2]
 
 
 def s3_environment(url: str) -> dict[str, str]:
@@ -132,33 +253,46 @@ def s3_environment(url: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def over_the_hub(bench: Bench, family: FamilyPaths, budget: str, latency: float) -> tuple[Measured, int, int]:
-    """Merge from the Hub's stand-in under a budget; return it, the number of resolves and that of weight files."""
-    with hub_server(link=Link(latency, bench.bandwidth)) as hub:
+def over_the_hub(bench: Bench, family: FamilyPaths, budget: str) -> tuple[int, int]:
+    """Merge from the Hub's stand-in under a budget; return the number of resolves and that of weight files."""
+    with hub_server(link=bench.link) as hub:
         for model in family.models:
             hub.commit(f"org/{model.name}", {file.name: _mapped(file) for file in sorted(model.iterdir())})
         recipe = recipe_text(f"hf://org/{family.base.name}", [f"hf://org/{expert.name}" for expert in family.experts])
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(bench.folder / "hf"), "HF_HUB_OFFLINE": "0"}
-        measured = bench.merge("hub-budget", recipe, ("--budget", budget), environment)
-        n_files = sum(1 for model in family.models for _ in model.iterdir())
-        return measured, len(hub.resolves), n_files
+        bench.run("hub-budget", recipe, ("--budget", budget), environment)
+        return len(hub.resolves), sum(1 for model in family.models for _ in model.iterdir())
 
 
-def loopback_bytes_per_second(family: FamilyPaths, connections: int) -> float:
-    """Read all experts over the loopback without a limit, with as many threads as connections; bytes a second."""
-    with MappedServer(family.base.parent, family.experts, Link()) as server:
+@dataclass(frozen=True, slots=True)
+class Loopback:
+    """Reading into memory at a link: bytes a second, and processor seconds by GB of the reader and of the server."""
+
+    bytes_per_second: float
+    client_cpu_seconds_by_gb: float
+    server_cpu_seconds_by_gb: float
+
+
+def read_loopback(family: FamilyPaths, connections: int, link: Link) -> Loopback:
+    """Read all experts over a link in a process of its own, and throw them away."""
+    with MappedServer(family.base.parent, family.experts, link) as server:
         code = (
             "import sys; from benchmarks.remote import read_everything; "
-            "print(read_everything(sys.argv[1:-1], int(sys.argv[-1])))"
+            "print(*read_everything(sys.argv[1:-1], int(sys.argv[-1])))"
         )
         files = [f"{server.url}/{name}" for name in server.files if name.endswith(".safetensors")]
+        before = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF))
         command = [sys.executable, "-c", code, *files, str(connections)]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        speed, cpu_seconds, nbytes = map(float, printed.split())
+        server_seconds = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)) - before
+        return Loopback(speed, cpu_seconds / (nbytes / 1e9), server_seconds / (nbytes / 1e9))
 
 
-def read_everything(addresses: Sequence[str], connections: int) -> float:
-    """Read files through the store of web servers; return bytes a second."""
+def read_everything(addresses: Sequence[str], connections: int) -> tuple[float, float, int]:
+    """Read files through the store of web servers; return bytes a second, processor seconds, and bytes."""
     store = open_store("http", Ledger(), RemoteSettings(connections))
+    cpu_seconds = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF))
     started, total, lock = time.perf_counter(), 0, threading.Lock()
     pieces = []
     for location in map(Location.parse, addresses):
@@ -182,40 +316,67 @@ def read_everything(addresses: Sequence[str], connections: int) -> float:
         thread.start()
     for thread in threads:
         thread.join()
+    seconds = time.perf_counter() - started
     store.close()
-    return total / (time.perf_counter() - started)
+    return total / seconds, _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)) - cpu_seconds, total
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run everything once and print a table and, with --json, the numbers."""
+    """Run everything that is wanted and print a table and, with --json, the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--experts", type=int, default=6)
     parser.add_argument("--bandwidth", type=float, default=100e6, help="bytes a second")
     parser.add_argument("--latency", type=float, default=0.03, help="seconds")
+    parser.add_argument("--fast-bandwidth", type=float, default=1e9, help="bytes a second of the loopback reading")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--budget", default="10%")
+    parser.add_argument("--rounds", type=int, default=1, help="of each merge; the median is shown")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--root", type=Path, help="keep the family there for the next run")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-remote-")))
-        family = write_family(folder / "family", SHAPES[given.shape], given.experts, shard_bytes=500_000_000)
-        bench = Bench(folder, given.bandwidth, given.connections)
-        rows = over_the_link(bench, family, given.budget, given.latency)
-        hub, n_resolves, n_files = over_the_hub(bench, family, given.budget, given.latency)
-        loopback = loopback_bytes_per_second(family, given.connections)
-    print(
-        "| merge | read | time | bytes / bandwidth | time by that | requests | retries |\n|---|---|---|---|---|---|---|"
-    )
-    for row in (*rows, hub):
+        folder = given.root or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergepipe-remote-")))
+        family = family_paths(folder / f"family-{given.shape}", given.experts)
+        if not family.experts[-1].exists():
+            write_family(family.base.parent, SHAPES[given.shape], given.experts, shard_bytes=SHARD_BYTES)
+        bench = Bench(folder, Link(given.latency, given.bandwidth), given.connections)
+        rows = over_the_link(bench, family, given.budget, given.rounds, given.only)
+        hub = over_the_hub(bench, family, given.budget) if "hub" in given.only else None
+        fast = Link(given.latency, given.fast_bandwidth)
+        loopback = read_loopback(family, given.connections, fast) if "loopback" in given.only else None
+        shutil.rmtree(folder / "packed", ignore_errors=True)
+    if rows:
+        print(table(rows))
+    if hub is not None:
+        print(f"\nresolves: {hub[0]} for {hub[1]} files")
+    if loopback is not None:
         print(
-            f"| {row.name} | {row.read_bytes / 1e6:.0f} MB | {row.seconds:.1f} s | {row.floor_seconds:.1f} s | "
-            f"{row.share:.2f} | {row.requests} | {row.retries} |"
+            f"\nloopback: {loopback.bytes_per_second / 1e9:.2f} GB/s of {given.fast_bandwidth / 1e9:.2f}; CPU s by GB: "
+            f"reader {loopback.client_cpu_seconds_by_gb:.2f}, server {loopback.server_cpu_seconds_by_gb:.2f}"
         )
-    print(f"\nresolves: {n_resolves} for {n_files} files; loopback: {loopback / 1e9:.2f} GB/s")
     if given.json is not None:
-        numbers = {"merges": [asdict(row) for row in (*rows, hub)], "resolves": n_resolves, "files": n_files}
-        given.json.write_text(json.dumps({**numbers, "loopback_bytes_per_second": loopback}))
+        numbers = {"merges": [asdict(row) for row in rows], "resolves": hub, "loopback": loopback and asdict(loopback)}
+        given.json.write_text(json.dumps(numbers))
+
+
+def table(rows: Sequence[Measured]) -> str:
+    """The merges as a table of Markdown."""
+    titles = (
+        "merge", "read MB", "sent MB", "kernel MB", "time s", "bytes / bandwidth s", "time by that", "from 1st request",
+        "requests", "retries", "peak RSS MB", "CPU s client", "CPU s server", "load",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in rows:
+        numbers = (
+            row.name, f"{row.read_bytes / 1e6:.1f}", f"{row.sent_bytes / 1e6:.1f}", f"{row.kernel_bytes / 1e6:.1f}",
+            f"{row.seconds:.1f}", f"{row.floor_seconds:.1f}", f"{row.share:.2f}", f"{row.network_share:.2f}",
+            str(row.requests), str(row.retries), f"{row.peak_memory_bytes / 1e6:.0f}",
+            f"{row.client_cpu_seconds:.1f}", f"{row.server_cpu_seconds:.1f}", f"{row.load_average:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(numbers)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class HubServer(FaultServer):
         self.fault: Fault = no_fault
         self.refuse: Callable[[Request], Answer | None] = lambda _: None
         self._models: dict[str, _Model] = {}
+        self._digests: dict[int, tuple[bytes, str]] = {}  # with the content, so that no other takes its place
         self.uploads: dict[str, bytes] = {}  # large files by SHA-256, committed or not
         for server in (self, self.cdn):
             server.all_sent_bytes()
@@ -220,10 +221,16 @@ class HubServer(FaultServer):
             return _json({"id": model, "sha": commit, "gated": model in self.gated, "siblings": siblings})
         return _json([_tree_entry(path, facts) for path, facts in files])
 
+    def _digest(self, content: bytes) -> str:
+        """The SHA-256 of a file, computed once."""
+        if id(content) not in self._digests:
+            self._digests[id(content)] = content, hashlib.sha256(content).hexdigest()
+        return self._digests[id(content)][1]
+
     def _described(self, path: str, content: bytes) -> tuple[str, dict[str, object]]:
         facts: dict[str, object] = {"size": len(content), "blobId": git_blob_id(content)}
         if self.is_large(path, content):
-            facts["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+            facts["lfs"] = {"sha256": self._digest(content), "size": len(content), "pointerSize": 134}
         return path, facts
 
     def _resolved(self, request: Request, model: str, revision: str, file: str) -> Answer:
@@ -236,7 +243,7 @@ class HubServer(FaultServer):
         if not self.is_large(file, content):
             place = f"/{_SMALL}/{model}/{commit}/{quote(file)}"
             return Answer(307, headers={**headers, "Location": place})
-        digest = hashlib.sha256(content).hexdigest()
+        digest = self._digest(content)
         if digest not in self.cdn.files:
             self.cdn.put(digest, content)
         location = f"{self.cdn.url}/{digest}?signature={self.cdn.signature}&name={quote(file, safe='')}"

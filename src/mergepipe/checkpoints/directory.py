@@ -173,7 +173,7 @@ def _weight_map(path: Location, document: Mapping[str, JsonValue]) -> dict[str, 
 def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     shards = sorted(set(weight_map.values()))
-    with concurrent_map(store, root) as each:
+    with concurrent_map(store, [root]) as each:
         stats = dict(zip(shards, each(lambda shard: stat_regular(store, root, shard), shards), strict=True))
     missing = [shard for shard, found in stats.items() if found is None]
     if missing:
@@ -182,7 +182,7 @@ def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapp
             *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
         )
     present = [(shard, found) for shard, found in stats.items() if found is not None]
-    with concurrent_map(store, root) as each:
+    with concurrent_map(store, [root]) as each:
         files = list(each(lambda pair: read_weight_file(store, root, *pair), present))
     stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))

@@ -16,7 +16,7 @@ from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 from mergepipe.engine.observer import SILENT, Observer, Tap
 from mergepipe.engine.pipeline.jobs import Job
-from mergepipe.engine.pipeline.pipeline import Pipeline, SegmentSink, readers_of
+from mergepipe.engine.pipeline.pipeline import Pipeline, Reading, SegmentSink
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     BufferSizes,
@@ -81,7 +81,7 @@ def make_part(
         pipeline = Pipeline(
             tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads,
             lambda: observer.on_progress(writer.progress),
-            readers_of(files, store),
+            Reading.of(files, store, pool.limit),
             lambda: abort_requests(store),
         )  # fmt: skip
         pipeline.run(_jobs(layout.work, tasks, shapes, pool.limit, observer))

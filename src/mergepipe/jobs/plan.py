@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from mergepipe.recipes.parse.references import reference_text
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.reports import MergeReport, ProgressCallback
+from mergepipe.runs.base_ahead import base_read_ahead
 from mergepipe.runs.budget.probe import Prober, probe_unknown
 from mergepipe.runs.budget.speeds import BY_BYTES, PriceRequest
 from mergepipe.runs.inputs.opened import Inputs, PairStatistics, open_inputs, with_known_digests, with_parameters
@@ -318,10 +319,16 @@ def run_budgeted(
         key = plan_key(inputs, repr(wanted))
         follows = settings.resume in (Resume.AUTO, Resume.REQUIRED)
         plan = stored_plan(staging_directory(out.absolute()), key) if follows else None
-        with closing(CatalogLink(settings.home)) as link:
+        with closing(CatalogLink(settings.home)) as link, ExitStack() as stack:
             if plan is None:
+                replaced, stop_reading = out if settings.force else None, _no_tick
                 prober = Prober(store, settings.engine, _no_tick) if wanted.probes else None
-                plan = make_plan(store, inputs, wanted, link, out if settings.force else None, speeds, prober)
+                wanted.pricing.request_bytes(inputs, store, link.home)  # measured while nothing else is read
+                if not (wanted.reuse and reuse_candidates(link, replaced)):  # else not all of the base may be needed
+                    ahead = base_read_ahead(inputs, store, settings.engine, settings.shard_bytes)
+                    stop_reading = stack.enter_context(ahead).stop
+                plan = make_plan(store, inputs, wanted, link, replaced, speeds, prober)
+                stop_reading()
             planned = store.ledger.usage()
             merged, kept = with_parameters(inputs, plan), replace(settings, plan_key=key)
             return publish_merge(merged, plan, out, kept, store, link, started, on_progress)

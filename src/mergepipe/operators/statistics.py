@@ -43,13 +43,13 @@ def histogram_cuts(counts_B: NDArray[np.float64], n_elements: int) -> tuple[NDAr
 
     For each of `HISTOGRAM_SHARES` these are the lower edge of the bin that reaches it, and that of the next bin above.
     """
-    from_top_B = np.cumsum(counts_B[::-1])
-    filled_B = np.flatnonzero(counts_B[::-1])
-    reached = np.searchsorted(from_top_B[filled_B], np.array(HISTOGRAM_SHARES) * n_elements)
-    places = np.unique(np.concatenate([reached, reached - 1]))
-    places = filled_B[places[(places >= 0) & (places < len(filled_B))]]
-    bits_D = ((len(counts_B) - 1 - places) << BIN_SHIFT).astype(np.uint32)
-    return (from_top_B[places] + 0.5) / n_elements, bits_D
+    filled_F = np.flatnonzero(counts_B[::-1])
+    from_top_F = np.cumsum(counts_B[::-1][filled_F])
+    reached = np.searchsorted(from_top_F, np.array(HISTOGRAM_SHARES) * n_elements)
+    chosen = np.unique(np.concatenate([reached, reached - 1]))
+    chosen = chosen[(chosen >= 0) & (chosen < len(filled_F))]
+    bits_D = ((len(counts_B) - 1 - filled_F[chosen]) << BIN_SHIFT).astype(np.uint32)
+    return (from_top_F[chosen] + 0.5) / n_elements, bits_D
 
 
 BLOCK_RECORD = np.dtype(

@@ -246,10 +246,13 @@ class Ranking:
 
     def select(self, budget_bytes: int) -> Selection:
         """Select within the budget, indices included; a smaller one if that is expected to lose less."""
+        return self.select_in_order(self._wanted_bytes(budget_bytes))
+
+    def _wanted_bytes(self, budget_bytes: int) -> int:
         wanted_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
-        if self._compares_budgets:
-            wanted_bytes = least_error_budget(wanted_bytes, self.full_cost_bytes, self._error_at)
-        return self.select_in_order(wanted_bytes)
+        if not self._compares_budgets:
+            return wanted_bytes
+        return least_error_budget(wanted_bytes, self.full_cost_bytes, self._error_at)
 
     def select_in_order(self, budget_bytes: int) -> Selection:
         """Select in the policy's order within the budget, indices included; see `select_items`."""
@@ -281,7 +284,7 @@ class Ranking:
 
     def expected_error(self, budget_bytes: int) -> float:
         """Compute the expected error of a budget."""
-        return expected_error(self._energies(self.select(budget_bytes)))
+        return self._error_at(self._wanted_bytes(budget_bytes))
 
     def outlook(self, plan: Plan) -> Outlook | None:
         """Estimate what a plan loses, and what half as much budget again would leave; None where nothing is known."""

@@ -31,6 +31,7 @@ from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.snapshots.manifest import CARD_NAME, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
+from mergepipe.storage.traffic import concurrent_map
 
 MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""
@@ -57,8 +58,10 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     """
     recipe, models, alignment = inputs.recipe, inputs.checkpoints, inputs.alignment
     lender = models[alignment.lender if alignment else 0]
-    contents = {name: content for name, content in read_sidecars(models[0], store).items() if not _is_tokenizers(name)}
-    contents |= {name: content for name, content in read_sidecars(lender, store).items() if _is_tokenizers(name)}
+    own = read_sidecars(models[0], store)
+    lent = own if lender is models[0] else read_sidecars(lender, store)
+    contents = {name: content for name, content in own.items() if not _is_tokenizers(name)}
+    contents |= {name: content for name, content in lent.items() if _is_tokenizers(name)}
     if CONFIG_NAME in contents:
         parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
     if alignment is not None:
@@ -110,23 +113,26 @@ def _configuration(inputs: Inputs, config: bytes) -> bytes:
 
 
 def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
-    """Read every small file of a model, by name. Memory: at most `SIDECARS_BYTES` and one more file.
+    """Read every small file of a model, by name. Memory: at most `SIDECARS_BYTES`.
 
     Raises:
         CorruptError: `storage.too-large`, one of them or all together.
         NotFoundError, StorageError: one cannot be read.
     """
-    contents: dict[str, bytes] = {}
     left = SIDECARS_BYTES
     for name in model.sidecars:
-        contents[name] = store.read_small(model.root / name, sidecar_limit(name))
-        left -= len(contents[name])
+        left -= min(store.size_bytes(model.root / name), sidecar_limit(name))  # reading refuses one beyond its limit
         if left < 0:
             message = (
                 f"its small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
             )
             raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
-    return contents
+
+    def read(name: str) -> bytes:
+        return store.read_small(model.root / name, sidecar_limit(name))
+
+    with concurrent_map(store, [model.root]) as each:
+        return dict(zip(model.sidecars, each(read, model.sidecars), strict=True))
 
 
 def _is_tokenizers(name: str) -> bool:

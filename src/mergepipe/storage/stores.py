@@ -13,6 +13,7 @@ from mergepipe.storage.contract import Entry, FileStatus, RangeFile, Store, Stor
 from mergepipe.storage.ledger import Ledger
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
+from mergepipe.storage.read_ahead import ReadAhead
 from mergepipe.storage.traffic import (
     NO_REQUESTS,
     RemoteSettings,
@@ -58,6 +59,7 @@ class Stores:
         self._ledger = ledger if ledger is not None else Ledger()
         self._settings = settings or RemoteSettings()
         self._members: dict[str, Store] = {}
+        self._ahead: ReadAhead | None = None
         self._lock = threading.Lock()
 
     @property
@@ -111,7 +113,17 @@ class Stores:
         return self.member(location).real_path(location)
 
     def open(self, location: Location, *, direct: bool = False) -> RangeFile:
-        return self.member(location).open(location, direct=direct)
+        file = self.member(location).open(location, direct=direct)
+        return file if self._ahead is None else self._ahead.over(file)
+
+    @contextmanager
+    def serving(self, ahead: ReadAhead) -> Iterator[None]:
+        """Serve what was read ahead to the files that are opened while the context lasts."""
+        self._ahead = ahead
+        try:
+            yield
+        finally:
+            self._ahead = None
 
     def read_metadata(self, location: Location, offset: int, nbytes: int) -> bytes:
         return self.member(location).read_metadata(location, offset, nbytes)

@@ -99,13 +99,14 @@ def store_notices(store: Store) -> tuple[str, ...]:
 
 
 @contextmanager
-def concurrent_map(store: Store, location: Location) -> Iterator[Map]:
-    """Give a `map` that makes as many calls at once as the location's store takes requests; one where they are free."""
-    terms = store.terms(location)
-    if not terms.request_cost_bytes:
+def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]:
+    """Give a `map` that makes as many calls at once as the stores of some locations take; one where they are free."""
+    terms = [store.terms(location) for location in locations]
+    most_requests = max((each.most_requests for each in terms if each.request_cost_bytes), default=0)
+    if not most_requests:
         yield map
         return
-    with ThreadPoolExecutor(terms.most_requests, thread_name_prefix="look-up") as pool:
+    with ThreadPoolExecutor(most_requests, thread_name_prefix="look-up") as pool:
         yield pool.map
 
 

@@ -17,6 +17,7 @@ from mergepipe.checkpoints.tokenizers.vocabulary_files import (
 )
 from mergepipe.errors import MergePipeError
 from mergepipe.storage.contract import Store
+from mergepipe.storage.traffic import concurrent_map
 
 _MAX_EXAMPLES = 5
 _ADVICE = "`tokenizer: {source: union}` in the recipe"
@@ -30,12 +31,14 @@ def unaligned_notices(
     `names` are the models', `used` those whose embeddings are merged. Tokenizer files with the same bytes are not
     parsed. One that cannot be read is a notice, no error: nothing that is merged depends on it.
     """
-    first, own_files = models[0], _contents(models[0], store)
+    first = models[0]
+    others = [index for index in sorted(used) if index > 0 and models[index].kind is CheckpointKind.FULL]
+    compared = [first, *(models[index] for index in others)]
+    with concurrent_map(store, [model.root for model in compared]) as each:
+        own_files, *files = each(lambda model: _contents(model, store), compared)
     lines: list[str] = []
-    for model, name in ((models[index], names[index]) for index in sorted(used) if index > 0):
-        if model.kind is not CheckpointKind.FULL:
-            continue
-        theirs = _contents(model, store)
+    for index, theirs in zip(others, files, strict=True):
+        model, name = models[index], names[index]
         differ = own_files and theirs and own_files != theirs
         tokens = list(_model_notices(first, names[0], model, name, store)) if differ else []
         lines += tokens or _row_notices(first, names[0], model, name)

@@ -35,12 +35,25 @@ from mergepipe.storage.ranges import request
 
 FEWEST_READERS = 8
 LOOKAHEAD_BUFFERS = 24
+REMOTE_LOOKAHEAD_BUFFERS = 192  # a network is never idle while a large tensor is computed
 TICK_SECONDS = 0.1
 
 
-def readers_of(files: Iterable[Location], store: Store) -> int:
-    """Return how many reads of some files are made at once: as many as the most able of their stores takes."""
-    return max((store.terms(file).most_requests for file in files), default=FEWEST_READERS)
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much is read at once: `readers` requests, and so many buffers before the oldest job is done."""
+
+    readers: int = FEWEST_READERS
+    lookahead_buffers: int = LOOKAHEAD_BUFFERS
+
+    @classmethod
+    def of(cls, files: Iterable[Location], store: Store, most_buffers: int) -> Reading:
+        """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
+        terms = [store.terms(file) for file in files]
+        readers = max((each.most_requests for each in terms), default=FEWEST_READERS)
+        if not any(each.request_cost_bytes for each in terms):
+            return cls(readers)
+        return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
 
 
 class SegmentSink(Protocol):
@@ -112,7 +125,7 @@ class _Failed:
 class Pipeline:
     """Runs jobs in order over open files. For one run only.
 
-    `readers` requests are made at once. `on_failure` is called when a run ends early, before its threads are waited
+    `reading` bounds what is read at once. `on_failure` is called when a run ends early, before its threads are waited
     for: it gives up reads that could take long.
     """
 
@@ -125,7 +138,7 @@ class Pipeline:
         sink: SegmentSink,
         threads: int,
         on_tick: Callable[[], None],
-        readers: int = FEWEST_READERS,
+        reading: Reading = Reading(),
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
@@ -135,7 +148,7 @@ class Pipeline:
         self._sink = sink
         self._threads = threads
         self._on_tick = on_tick
-        self._readers = readers
+        self._reading = reading
         self._on_failure = on_failure
         self._events: SimpleQueue[_Done | _Failed] = SimpleQueue()
         self._read_queue: SimpleQueue[tuple[_Filled, Read | Computation] | None] = SimpleQueue()
@@ -157,7 +170,11 @@ class Pipeline:
         """
         workers: list[threading.Thread] = []
         try:
-            for loop in (*[self._read_loop] * self._readers, *[self._compute_loop] * self._threads, self._write_loop):
+            for loop in (
+                *[self._read_loop] * self._reading.readers,
+                *[self._compute_loop] * self._threads,
+                self._write_loop,
+            ):
                 self._start(loop, workers)
             self._coordinate(iter(jobs))
         except BaseException:
@@ -228,7 +245,7 @@ class Pipeline:
         ahead = sum(job.buffers for job in self._active if job is not oldest)
         if running.current.afterwards is not Afterwards.HOLD:
             ahead += oldest.buffers if running is oldest else 0
-        return ahead < LOOKAHEAD_BUFFERS
+        return ahead < self._reading.lookahead_buffers
 
     def _request(self, running: _RunningJob, shape: SegmentShape, buffer: NDArray[np.uint8]) -> None:
         layout = lay_out(shape, self._tasks, self._out_start, lambda path: self._files[path].alignment)
@@ -348,7 +365,7 @@ class Pipeline:
 
     def _stop(self, workers: Sequence[threading.Thread]) -> None:
         self._stopping.set()
-        for _ in range(self._readers):
+        for _ in range(self._reading.readers):
             self._read_queue.put(None)
         for _ in range(self._threads):
             self._compute_queue.put(None)

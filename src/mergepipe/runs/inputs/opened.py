@@ -33,6 +33,7 @@ from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.records.statistics_files import StatisticsBeside
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.traffic import concurrent_map
 
 DOCUMENT_MARK = "\n---\n"
 
@@ -177,14 +178,14 @@ def _opened(
     intermediates = {i: made[m.intermediate] for i, m in enumerate(models) if m.intermediate is not None}
     base = intermediates[0].checkpoint if 0 in intermediates else open_model(store, models[0], None)
     whole = weights_needed(recipe)
-    others = [
-        intermediates[i].checkpoint
-        if i in intermediates
-        else open_model(store, model, base, as_weights=model.key in whole)
-        for i, model in enumerate(models)
-        if i > 0
-    ]
-    checkpoints = (base, *others)
+
+    def opened(i: int) -> Checkpoint:
+        if i in intermediates:
+            return intermediates[i].checkpoint
+        return open_model(store, models[i], base, as_weights=models[i].key in whole)
+
+    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as each:
+        checkpoints = (base, *each(opened, range(1, len(models))))
     alignment = None
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)
