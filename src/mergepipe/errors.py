@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 KEYWORD_OF_OPTION = {
+    "--address": "address",
     "--allow-dropped": "allow_dropped",
     "--at": "at",
     "--block-elements": "block_elements",
@@ -32,6 +33,7 @@ KEYWORD_OF_OPTION = {
     "--create": "create=True",
     "--density": "densities",
     "--ends": "ends",
+    "--executor": "executor",
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",
@@ -105,6 +107,10 @@ class MergePipeError(Exception):
             raise ValueError("an error needs at least one problem")
         self.problems: tuple[Problem, ...] = problems
         super().__init__("\n".join(with_keywords(str(p)) for p in problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the problems, with notes and whatever else was added, so that errors of workers arrive whole."""
+        return type(self), self.problems, self.__dict__
 
     @classmethod
     def of(cls, code: str, where: object, message: str, hint: str = "") -> MergePipeError:
