@@ -161,8 +161,7 @@ class RayCluster:
             outcome: Outcome = content
             return outcome
         if isinstance(content, str):
-            message = f"{content}, this is version {mergepipe.__version__}"
-            return ConflictError.of("ray.version", "mergepipe", message, "install the same version on all nodes")
+            return _other_version(content)
         raised = pickle.loads(content)
         assert isinstance(raised, MergePipeError)
         return raised
@@ -202,6 +201,11 @@ def _task() -> Callable[[str, str, bytes], tuple[bytes | str, bool]]:
         return result, False
 
     return call
+
+
+def _other_version(installed: str) -> MergePipeError:
+    message = f"{installed}, this is version {mergepipe.__version__}"
+    return ConflictError.of("ray.version", "mergepipe", message, "install the same version on all nodes")
 
 
 @contextlib.contextmanager
