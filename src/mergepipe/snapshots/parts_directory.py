@@ -42,7 +42,7 @@ def parts_directory(out: Path, plan_digest: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PartsJob:
-    """What a parts directory is for: all workers must agree on it.
+    """The job of a parts directory: all workers must agree on it.
 
     `shards` are names and sizes of the output's weight files.
     """
