@@ -8,6 +8,7 @@ WHEEL_VENV := .venv-wheel
 PYTHONS := 3.11 3.12 3.13 3.14
 PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 DOCS_VENV := .venv-docs
+RAY_VENV := .venv-ray
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PEER_PIP := $(PEER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -27,6 +28,11 @@ FRAMEWORK_SMOKE := \
 	"$(RESUMES)of_partial_checkpoints_resumes_at_their_step[hf]" \
 	"$(SAVES)composes_to_what_the_engine_held_at_each_units_step[hf-zero2]"
 
+RAY_PYTEST := MERGEPIPE_REQUIRE_RAY=1 $(RAY_VENV)/bin/python -m pytest
+RAY_SMOKE := \
+	"tests/cluster/test_ray_cluster.py::test_merge__on_two_nodes_makes_what_one_machine_makes[dare_ties-None-False]" \
+	"tests/cluster/test_ray_cluster.py::test_merge__survives_a_node_that_is_removed"
+
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 define MAKE_VENV
 @command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -35,7 +41,7 @@ define MAKE_VENV
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks lint docs reference bench clean
+.PHONY: help demo test test-slow test-benchmarks test-wheel test-pythons check-wheel FORCE test-peers test-faults test-fuzz test-frameworks smoke-frameworks test-ray smoke-ray lint docs reference bench clean
 
 help:
 	@echo "make demo        install, make a small model family, merge it three ways, print a table"
@@ -49,6 +55,8 @@ help:
 	@echo "make test-fuzz   a million damaged inputs of every format"
 	@echo "make test-frameworks   train, compose and resume under DeepSpeed, the Trainer and FSDP2, in an environment of its own"
 	@echo "make smoke-frameworks  one such proof of each kind, in a minute"
+	@echo "make test-ray    merge on a Ray cluster of two nodes, and take one away, in an environment of its own"
+	@echo "make smoke-ray   one merge there, and one that loses a node"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in build/site, in an environment of its own"
 	@echo "make reference   write the pages of docs/reference that come from the code"
@@ -101,6 +109,12 @@ $(TRAIN_VENV)/.train: requirements/train.txt pyproject.toml
 	@$(TRAIN_PIP) $(TORCH)
 	@$(TRAIN_PIP) -r requirements/train.txt $(TORCH) -e .
 	@DS_BUILD_OPS=0 $(TRAIN_PIP) --no-build-isolation $(DEEPSPEED) $(TORCH)
+	@touch $@
+
+$(RAY_VENV)/.ray: pyproject.toml
+	$(call MAKE_VENV,$(RAY_VENV))
+	@echo "installing ray into $(RAY_VENV)"
+	@$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray]"
 	@touch $@
 
 $(DOCS_VENV)/.docs: requirements/docs.txt
@@ -169,6 +183,13 @@ test-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 smoke-frameworks: $(VENV)/.test $(TRAIN_VENV)/.train
 	$(FRAMEWORK_PYTEST) $(FRAMEWORK_SMOKE)
 
+# Not in parallel: there is one cluster.
+test-ray: $(RAY_VENV)/.ray
+	$(RAY_PYTEST) tests/cluster
+
+smoke-ray: $(RAY_VENV)/.ray
+	$(RAY_PYTEST) $(RAY_SMOKE)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check src tests tools benchmarks examples
 	$(BIN)/ruff format --check src tests tools benchmarks examples
@@ -185,5 +206,5 @@ bench: $(VENV)/.package
 	$(BIN)/python -m benchmarks.merge
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEER_VENV) $(TRAIN_VENV) $(WHEEL_VENV) $(addprefix $(WHEEL_VENV)-,$(PYTHONS)) $(DOCS_VENV) $(RAY_VENV) .demo .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

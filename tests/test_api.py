@@ -88,7 +88,7 @@ CALLS = {
     "import_statistics": ("file", "home"),
     "plan": ("recipe budget", "target_error everything seed home reuse allow_dropped options"),
     "store_plan": ("plan path", ""),
-    "run": ("plan out", "force shard_bytes resume options on_progress"),
+    "run": ("plan out", "force shard_bytes resume executor address options on_progress"),
     "run_part": ("plan out part", "finish force shard_bytes resume options on_progress"),
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
@@ -200,7 +200,8 @@ def test_options__have_these_fields() -> None:
     ]  # fmt: skip
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
-        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config",
+        "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
+            "address",
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ LAYERS = (
 LAYER_OF = {component: number for number, components in enumerate(LAYERS) for component in components}
 FACADE = "__init__"  # lazy names for users; others may take the version from it
 ANYTHING_GOES = "testing"
-ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub")
+ONE_MODULE_EACH = ("torch", "transformers", "deepspeed", "obstore", "huggingface_hub", "ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def test_layers__frameworks_are_imported_lazily_and_in_one_module_at_most(packag
 def test_layers__third_party_imports_are_declared() -> None:
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = {_import_name(each) for each in project["dependencies"]}
-    optional = [project["optional-dependencies"][name] for name in ("torch", "train", "remote")]
+    optional = [project["optional-dependencies"][name] for name in ("torch", "train", "remote", "ray")]
     extras = {_import_name(each) for requirements in optional for each in requirements}
     core |= {"llvmlite"}  # numba's own half, of the version that numba needs
     extras |= {"deepspeed", "IPython"}  # never installed by us: read where a training run or a notebook has them

@@ -24,6 +24,7 @@ from mergepipe.errors import LimitError, RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     SWEEP_BUDGETS,
+    ExecutorName,
     MergeOptions,
     PlanOptions,
     RunOptions,
@@ -123,21 +124,28 @@ def merge(
     """
     started = time.perf_counter()
     options = options or MergeOptions()
-    from mergepipe.runs.settings import check_with_budget, merge_settings, output_place
+    from mergepipe.runs.settings import check_with_budget, cluster_request, merge_settings, output_place
 
     place, settings = output_place(out, merge_settings(options, seed, force=force), options.home)
     planned_by = "--budget" if budget is not None else "--target-error" if target_error is not None else None
     check_with_budget(options, planned_by=planned_by)
-    if planned_by is None:
+    cluster = cluster_request(options.executor, options.address, options, options.shard_bytes)
+    if planned_by is None and cluster is None:
         from mergepipe.jobs.merge import run_merge
 
         return run_merge(_recipe(recipe), place, settings, started=started, on_progress=on_progress)
     from mergepipe.jobs.plan import plan_request, run_budgeted
 
     request = plan_request(
-        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped, reuse=settings.reuse,
-        strict=options.strict,
+        budget, target_error, options.plan, seed=seed, allow_dropped=options.allow_dropped,
+        reuse=settings.reuse and cluster is None, strict=options.strict, everything=planned_by is None,
     )  # fmt: skip
+    if cluster is not None:
+        from mergepipe.jobs.merge_on_ray import run_merge_on_ray
+
+        return run_merge_on_ray(
+            _recipe(recipe), place, request, cluster, settings, started=started, on_progress=on_progress
+        )
     return run_budgeted(_recipe(recipe), place, request, settings, started=started, on_progress=on_progress)
 
 
@@ -279,8 +287,10 @@ def run(
     out: str | Path,
     *,
     force: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    shard_bytes: int | None = None,
     resume: bool | None = None,
+    executor: str = ExecutorName.THREADS.value,
+    address: str | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
@@ -288,21 +298,27 @@ def run(
 
     Args:
         force, on_progress: see `merge`.
-        shard_bytes, resume: see `MergeOptions`.
+        shard_bytes, resume, executor, address: see `MergeOptions`.
         options: threads, memory and the catalog.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing is left behind but what a later run can resume.
     """
     started = time.perf_counter()
-    positive("--shard-size", shard_bytes)
-    from mergepipe.jobs.plan import run_plan
-    from mergepipe.runs.settings import output_place, run_settings
+    MergeOptions(shard_bytes=shard_bytes, executor=executor, address=address)  # checked as those of a merge
+    from mergepipe.runs.settings import cluster_request, output_place, run_settings
 
     value = _plan_value(plan)
     options = options or RunOptions()
     settings = run_settings(options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
     place, settings = output_place(out, settings, options.home)
+    cluster = cluster_request(executor, address, options, shard_bytes)
+    if cluster is not None:
+        from mergepipe.jobs.merge_on_ray import run_plan_on_ray
+
+        return run_plan_on_ray(value, place, cluster, settings, started=started, on_progress=on_progress)
+    from mergepipe.jobs.plan import run_plan
+
     return run_plan(value, place, settings, started=started, on_progress=on_progress)
 
 

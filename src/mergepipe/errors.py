@@ -25,6 +25,7 @@ from typing import ClassVar
 
 KEYWORD_OF_OPTION = {
     "--all": "everything=True",
+    "--address": "address",
     "--allow-dropped": "allow_dropped",
     "--at": "at",
     "--base": "base",
@@ -39,6 +40,7 @@ KEYWORD_OF_OPTION = {
     "--ends": "ends",
     "--energy": "energy",
     "--finish": "finish=True",
+    "--executor": "executor",
     "--force": "force=True",
     "--from-log": "from_log",
     "--home": "home",
@@ -125,6 +127,10 @@ class MergePipeError(Exception):
             raise ValueError("an error needs at least one problem")
         self.problems: tuple[Problem, ...] = problems
         super().__init__("\n".join(with_keywords(str(p)) for p in problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the problems, with notes and whatever else was added, so that errors of workers arrive whole."""
+        return type(self), self.problems, self.__dict__
 
     @classmethod
     def of(cls, code: str, where: object, message: str, hint: str = "") -> MergePipeError:

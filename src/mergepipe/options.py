@@ -30,6 +30,13 @@ MAX_THREADS = 1024
 MAX_BLOCK_ELEMENTS = 1 << 40
 
 
+class ExecutorName(StrEnum):
+    """Who makes the files of an output."""
+
+    THREADS = "threads"  # of this process
+    RAY = "ray"  # tasks of a Ray cluster
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CommonOptions:
     """The options that every long call has."""
@@ -120,7 +127,8 @@ class MergeOptions(_CommonOptions):
     Args:
         threads, memory_bytes, home, catalog, connections: see `RunOptions`.
         plan: how a budget is spent; for merges with a `budget` or a `target_error`.
-        shard_bytes: largest output file, in bytes of tensor data.
+        shard_bytes: largest output file, in bytes of tensor data; default 5 GB, on a cluster also less, so that all of
+            its nodes have files to make.
         statistics: let a full merge gather on its way what `analyze` would; it takes about a third more time.
         resume: resume an interrupted run of the same merge to the same output; by default where there is one.
         reuse: copy blocks that come out the same from earlier snapshots: no expert is read for them.
@@ -136,13 +144,16 @@ class MergeOptions(_CommonOptions):
         card: write the model card.
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
         mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
+        executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
+            `memory_bytes` are those of one task, nothing is reused, and every node reaches the inputs and the output.
+        address: the Ray cluster; default, the one that runs on this machine, else one that is started for this merge.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
     """
 
     plan: PlanOptions = field(default_factory=PlanOptions)
-    shard_bytes: int = DEFAULT_SHARD_BYTES
+    shard_bytes: int | None = None
     statistics: bool = False
     resume: bool | None = None
     reuse: bool = True
@@ -155,11 +166,19 @@ class MergeOptions(_CommonOptions):
     card: bool = True
     tokenizer: bool = True
     mergekit_config: bool = False
+    executor: str = ExecutorName.THREADS.value
+    address: str | None = None
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
-        positive("--shard-size", self.shard_bytes)
+        if self.shard_bytes is not None:
+            positive("--shard-size", self.shard_bytes)
+        if executor_of(self.executor, self.address) is ExecutorName.RAY:
+            _refuse_on_ray({
+                "--statistics": self.statistics, "--keep-sums": self.keep_sums, "--overlay": self.overlay,
+                "--pack": self.pack is not None,
+            })  # fmt: skip
         if self.overlay:
             _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
         if self.pack is not None and self.resume:
@@ -276,6 +295,25 @@ def _check_strictness(*, strict: bool, lenient: bool) -> None:
     if strict and lenient:
         message = "refuses what has no effect, and --lenient takes more of it"
         raise RecipeError.of("option.pair", "--strict", message, "give one of the two")
+
+
+def executor_of(executor: str, address: str | None) -> ExecutorName:
+    """Return who makes the files of an output.
+
+    Raises:
+        RecipeError: `option.choice`; `option.pair`, an address for none.
+    """
+    name = choice("--executor", executor, ExecutorName)
+    if address is not None and name is not ExecutorName.RAY:
+        raise RecipeError.of("option.pair", "--address", "only a Ray cluster has one", "add --executor ray")
+    return name
+
+
+def _refuse_on_ray(given: dict[str, bool]) -> None:
+    """Refuse options for which one process must see all that is read."""
+    for option in (option for option, is_given in given.items() if is_given):
+        message = "one process has to see the whole merge for it, and tasks of Ray each see a part"
+        raise RecipeError.of("option.pair", option, message, "merge without --executor")
 
 
 def _check_storage_speed(storage_speed: str, price: Price) -> None:

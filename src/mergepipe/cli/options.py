@@ -8,12 +8,13 @@ from typing import Annotated, TypeAlias
 import typer
 
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import PlanOptions, RunOptions
+from mergepipe.options import ExecutorName, PlanOptions, RunOptions
 from mergepipe.storage.traffic import CONNECTIONS
 
 BUDGET_PANEL = "Under a budget"
 WORK_PANEL = "Catalog and earlier work"
 MACHINE_PANEL = "Machine"
+PARTS_PANEL = "Many machines"
 PRINT_PANEL = "Printing"
 
 RecipePath: TypeAlias = Annotated[
@@ -57,6 +58,24 @@ Connections: TypeAlias = Annotated[
         metavar="N",
         help="Requests for remote files at once.  [default: 32]",
         rich_help_panel=MACHINE_PANEL,
+    ),
+]
+Executor: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help="Who makes OUT's files: threads of this process, or ray, tasks on a cluster.  [default: threads]",
+        rich_help_panel=PARTS_PANEL,
+    ),
+]
+Address: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The Ray cluster.  [default: the one that runs here, else one on this machine alone]",
+        rich_help_panel=PARTS_PANEL,
     ),
 ]
 Seed: TypeAlias = Annotated[
@@ -262,6 +281,19 @@ class PlanFlags:
             strict=strict,
             lenient=lenient,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """Who makes the files of an output."""
+
+    executor: Executor = None
+    address: Address = None
+
+    @property
+    def executor_name(self) -> str:
+        """The executor that was given, or the default."""
+        return ExecutorName.THREADS.value if self.executor is None else self.executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,17 +27,22 @@ from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.owner import is_alive
 from mergepipe.storage.stores import Stores
 
-_REPEATABLE = ("parts.busy", "parts.budget")
+REPEATABLE = ("parts.busy", "parts.budget")
+"""Errors of one shard that keep nobody from making the others."""
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
 
 
 @dataclass(frozen=True, slots=True)
 class PartChoice:
-    """Part `number` of `n_parts`, from 1; or none, to finish only. With `finishes` the output must be finished."""
+    """Part `number` of `n_parts`, from 1; or none, to finish only. With `finishes` the output must be finished.
+
+    Unless it `publishes`, that is left to others even where the part is the last one.
+    """
 
     number: int | None
     n_parts: int
     finishes: bool = False
+    publishes: bool = True
 
     def __str__(self) -> str:
         return "" if self.number is None else f"{self.number}/{self.n_parts}"
@@ -132,7 +137,8 @@ class _PartRun:
                 return self.report((), (), is_published=True)
             found = tuple(shard for shard in part.shards if parts.done(shard) is not None)
             made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in found)))
-            self._finish_if_complete(planned, parts)
+            if self._choice.publishes:
+                self._finish_if_complete(planned, parts)
         except ConflictError as error:
             if error.code == "parts.gone" and is_snapshot_of(self._out, self._plan.digest):
                 return self.report((), (), is_published=True)
@@ -169,7 +175,7 @@ class _PartRun:
                 worker.make(shard)
                 made.append(shard)
             except (LimitError, ConflictError) as error:
-                if error.code not in _REPEATABLE:
+                if error.code not in REPEATABLE:
                     raise
                 refused.append(error)
         if refused:

@@ -156,12 +156,18 @@ class PartsWorker:
         self, stands_for: int, name: str, share_bytes: int, read: Callable[[], bytes], *, read_missing: bool
     ) -> bytes | None:
         """Return a fact that all shards need: as another worker has recorded it, else read and record it."""
-        content = self._wait_for(stands_for, name) if read_missing else self._parts.read(name, _LARGEST_FACT_BYTES)
-        if content is None and read_missing:
+        content = self._parts.read(name, _LARGEST_FACT_BYTES)
+        if content is not None or not read_missing:
+            return content
+        reading = self._account.admit_first(stands_for, share_bytes)
+        if reading is None:
+            content = self._wait_for(stands_for, name)
+            if content is not None:
+                return content
             reading = self._admitted(stands_for, share_bytes, name)
-            with self._metered(reading):
-                content = read()
-            self._parts.create(name, content)
+        with self._metered(reading):
+            content = read()
+            self._parts.create(name, content)  # while the reading is open: nobody that waits for it begins anew
         return content
 
     def _wait_for(self, stands_for: int, name: str) -> bytes | None:

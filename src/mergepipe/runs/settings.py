@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.errors import RecipeError
 from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
+    ExecutorName,
     MergeOptions,
     PlanOptions,
     RunOptions,
     catalog_home,
     check_seed,
     engine_options,
+    executor_of,
     home_of,
 )
 from mergepipe.planning.budget import parse_speed
@@ -41,7 +43,7 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         engine=engine,
         seed=check_seed(seed),
         force=force,
-        shard_bytes=options.shard_bytes,
+        shard_bytes=DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes,
         home=catalog_home(options),
         gathers=options.statistics,
         resume=resume.without_continuing if options.overlay else resume,
@@ -60,7 +62,7 @@ def run_settings(
     seed: int = 0,
     *,
     force: bool = False,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    shard_bytes: int | None = None,
     resume: bool | None = None,
 ) -> MergeSettings:
     """Return the settings of a run whose plan or manifest says what is merged.
@@ -73,7 +75,7 @@ def run_settings(
         engine=engine_options(options),
         seed=check_seed(seed),
         force=force,
-        shard_bytes=shard_bytes,
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         home=catalog_home(options),
         resume=resume_of(resume),
     )
@@ -84,6 +86,29 @@ def resume_of(resume: bool | None) -> Resume:
     if resume is None:
         return Resume.AUTO
     return Resume.REQUIRED if resume else Resume.NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRequest:
+    """A Ray cluster that makes an output, and what the user chose for each task and file; None follows the cluster."""
+
+    address: str | None
+    threads: int | None
+    memory_bytes: int | None
+    shard_bytes: int | None
+
+
+def cluster_request(
+    executor: str, address: str | None, options: RunOptions | MergeOptions, shard_bytes: int | None
+) -> ClusterRequest | None:
+    """Return the cluster that makes an output; None if this process does.
+
+    Raises:
+        RecipeError: `option.choice`, `option.pair`.
+    """
+    if executor_of(executor, address) is ExecutorName.THREADS:
+        return None
+    return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes)
 
 
 def price_request(options: PlanOptions) -> PriceRequest:

@@ -1,4 +1,4 @@
-"""Keep the plan of an unfinished budgeted merge in its staging directory, for the run that resumes it."""
+"""Keep the plan of an unfinished merge where it grows, for the run that resumes it and for workers elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_key(inputs: Inputs, request: str) -> str:
 
 
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging directory of its output.
+    """Write the plan durably into the staging or parts directory of its output.
 
     Raises:
         StorageError: it cannot be written there.
@@ -52,11 +52,14 @@ def store_plan(directory: Path, key: str, plan: Plan) -> None:
         raise os_error(error, place, "writing it") from error
 
 
-def stored_plan(directory: Path, key: str) -> Plan | None:
-    """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request."""
+def stored_plan(directory: Path, key: str | None) -> Plan | None:
+    """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request.
+
+    Without a `key` it may answer any request.
+    """
     with contextlib.suppress(OSError, MergePipeError, ValueError, RecursionError):
         content = json.loads(owned.read_file(directory / STORED_PLAN_NAME, PLAN_BYTES))
-        if isinstance(content, dict) and content.get(_KEY) == key:
+        if isinstance(content, dict) and key in (None, content.get(_KEY)):
             plan = json.dumps(content.get(_PLAN), ensure_ascii=False, allow_nan=False).encode()
             return parse_plan(plan, Location.local(directory / STORED_PLAN_NAME))
     return None

@@ -152,13 +152,18 @@ class PartsAccount:
     part: str
     forgives: bool = False
 
-    def admit(self, shard: int, share_bytes: int) -> NumberedReading | None:
-        """Record that this process is about to read for a shard; None, and nothing is read, beyond the limit."""
+    def admit_first(self, shard: int, share_bytes: int) -> NumberedReading | None:
+        """Record that this process is about to read for a shard; None if another process has recorded that."""
         reading = Reading(shard, share_bytes, this_process(), self.part)
         name = _first_name(shard)
-        if self.parts.create(name, reading.to_json()):
-            return NumberedReading(name, reading)
-        reading = replace(reading, forgives=self.forgives)
+        return NumberedReading(name, reading) if self.parts.create(name, reading.to_json()) else None
+
+    def admit(self, shard: int, share_bytes: int) -> NumberedReading | None:
+        """Record that this process is about to read for a shard; None, and nothing is read, beyond the limit."""
+        first = self.admit_first(shard, share_bytes)
+        if first is not None:
+            return first
+        reading = Reading(shard, share_bytes, this_process(), self.part, forgives=self.forgives)
         number = len(readings_in(self.parts).extra)
         while not self.parts.create(_extra_name(number), reading.to_json()):
             number += 1

@@ -14,6 +14,7 @@ from mergepipe.cli.options import (
     BUDGET_PANEL,
     WORK_PANEL,
     AllowDropped,
+    ClusterFlags,
     Force,
     Lenient,
     NoCatalog,
@@ -33,7 +34,7 @@ from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions
+from mergepipe.options import MergeOptions
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
     "mergepipe merge recipe.yml merged/ --budget 25%",
     "mergepipe merge --plan plan.json merged/",
+    "mergepipe merge recipe.yml /shared/merged --executor ray",
 )
 
 
@@ -122,6 +124,7 @@ def merge(
     no_catalog: NoCatalog = False,
     resume: Resume = None,
     machine: RunFlags,
+    cluster: ClusterFlags,
     printing: ReportFlags,
 ) -> None:
     """Merge the models of RECIPE into the directory OUT.
@@ -131,7 +134,6 @@ def merge(
     """
     session: Session = context.obj
     target = _check_arguments(recipe, out, plan, settings, planning)
-    shard_bytes = optional_size(shard_size, "--shard-size")
     options = MergeOptions(
         threads=machine.threads,
         memory_bytes=optional_size(machine.memory, "--memory"),
@@ -139,7 +141,7 @@ def merge(
         catalog=not no_catalog,
         connections=machine.n_connections,
         plan=planning.options(strict=strict, lenient=lenient),
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        shard_bytes=optional_size(shard_size, "--shard-size"),
         statistics=settings.statistics,
         resume=resume,
         reuse=not settings.no_reuse,
@@ -149,6 +151,8 @@ def merge(
         allow_dropped=tuple(settings.allow_dropped or ()),
         strict=strict,
         lenient=lenient,
+        executor=cluster.executor_name,
+        address=cluster.address,
     )
     run_options = machine.options(catalog=not no_catalog)
     from mergepipe import api
@@ -156,8 +160,8 @@ def merge(
     def run(on_progress: ProgressCallback) -> MergeReport:
         if plan is not None:
             return api.run(
-                plan, target, force=force, shard_bytes=options.shard_bytes, resume=resume, options=run_options,
-                on_progress=on_progress,
+                plan, target, force=force, shard_bytes=options.shard_bytes, resume=resume, executor=options.executor,
+                address=options.address, options=run_options, on_progress=on_progress,
             )  # fmt: skip
         return api.merge(
             recipe, target, budget=settings.budget, target_error=settings.target_error, force=force,

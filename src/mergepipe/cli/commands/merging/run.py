@@ -8,16 +8,25 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import Force, NoCatalog, OutPath, ReportFlags, Resume, RunFlags, ShardSize
+from mergepipe.cli.options import (
+    PARTS_PANEL,
+    ClusterFlags,
+    Force,
+    NoCatalog,
+    OutPath,
+    ReportFlags,
+    Resume,
+    RunFlags,
+    ShardSize,
+)
 from mergepipe.cli.outcomes import tell_if_published
 from mergepipe.cli.printing import print_merge_report, print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
+from mergepipe.errors import RecipeError
 from mergepipe.options import DEFAULT_SHARD_BYTES
 from mergepipe.storage.location import Location
-
-PARTS_PANEL = "Many machines"
 
 PlanPath = Annotated[str, typer.Argument(metavar="PLAN", help="A plan that `mergepipe plan` stored.")]
 Part = Annotated[
@@ -59,6 +68,7 @@ def run(
     out: OutPath,
     *,
     parts: PartFlags,
+    cluster: ClusterFlags,
     no_catalog: NoCatalog = False,
     resume: Resume = None,
     machine: RunFlags,
@@ -73,14 +83,19 @@ def run(
     """
     session: Session = context.obj
     options = machine.options(catalog=not no_catalog)
-    shard_bytes = optional_size(shard_size, "--shard-size") or DEFAULT_SHARD_BYTES
+    shard_bytes = optional_size(shard_size, "--shard-size")
+    is_part = parts.part is not None or parts.finish
+    if is_part and (cluster.executor is not None or cluster.address is not None):
+        option = "--executor" if cluster.address is None else "--address"
+        hint = "give one of the two: a cluster makes all parts"
+        raise RecipeError.of("option.pair", option, "a part is made by this process", hint)
     from mergepipe import api
 
     with tell_if_published(Location.of(out)), progress_shown(session, silent=printing.silent) as on_progress:
-        if parts.part is None and not parts.finish:
+        if not is_part:
             report = api.run(
-                plan, out, force=force, shard_bytes=shard_bytes, resume=resume, options=options,
-                on_progress=on_progress,
+                plan, out, force=force, shard_bytes=shard_bytes, resume=resume, executor=cluster.executor_name,
+                address=cluster.address, options=options, on_progress=on_progress,
             )  # fmt: skip
             part_report = None
         else:
@@ -88,7 +103,7 @@ def run(
 
             part_report = api.run_part(
                 plan, out, None if parts.part is None else parse_part(parts.part), finish=parts.finish, force=force,
-                shard_bytes=shard_bytes, resume=resume, options=options, on_progress=on_progress,
+                shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES, resume=resume, options=options, on_progress=on_progress,
             )  # fmt: skip
     if part_report is None:
         print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)

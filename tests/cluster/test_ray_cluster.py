@@ -1,0 +1,228 @@
+"""Merges on a Ray cluster of two nodes on this machine. Needs the environment of `make test-ray`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mergepipe
+from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape
+from mergepipe.errors import ConflictError, LimitError, StorageError
+from mergepipe.jobs import merge_on_ray
+from mergepipe.reports import Progress
+from support.disk_families import DiskFamily, make_models, weights_digest, write_family
+from support.ray_merges import SHARD_BYTES, merge_options, write_recipe
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("ray") is None and not os.environ.get("MERGEPIPE_REQUIRE_RAY"),
+        reason="Ray is not installed: make test-ray",
+    ),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
+]
+SHAPE = TaskShape(1, 64 << 20)
+TASKS = "cluster.slow_parts"
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that slow tasks look at."""
+    folder = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MERGEPIPE_TEST_PLACE", str(folder))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def nodes(place: Path) -> Iterator[Any]:  # noqa: ARG001 - sets the environment of nodes
+    """A cluster of two nodes with a processor each, to which this process is connected."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster.add_node(**NODE)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def address(nodes: Any) -> str:
+    found: str = nodes.address
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(scope="module")
+def family(root: Path) -> DiskFamily:
+    return write_family(root / "family", make_models(2))
+
+
+@pytest.fixture(scope="module")
+def packed(root: Path, family: DiskFamily) -> tuple[Path, ...]:
+    mergepipe.pack(family.places[0], family.places[1:], root / "packed")
+    return tuple(sorted((root / "packed").iterdir()))
+
+
+Outcomes = list[Outcome]
+
+
+def run_tasks(address: str, name: str, payloads: list[bytes], on_tick: Callable[[], None] = lambda: None) -> Outcomes:
+    outcomes: Outcomes = []
+
+    def take(outcome: Outcome | None) -> None:
+        if outcome is not None:
+            outcomes.append(outcome)
+        on_tick()
+
+    with RayCluster(address) as cluster:
+        cluster.run(f"{TASKS}:{name}", payloads, SHAPE, take)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("operator", "budget", "is_packed"),
+    [("linear", None, False), ("ties", None, False), ("dare_ties", None, False),
+     ("dare_ties", "60%", False), ("linear", "50%", True)],
+)  # fmt: skip
+def test_merge__on_two_nodes_makes_what_one_machine_makes(
+    address: str, family: DiskFamily, packed: tuple[Path, ...], tmp_path: Path, operator: str, budget: str | None,
+    is_packed: bool,
+) -> None:  # fmt: skip
+    recipe = write_recipe(tmp_path / "r.yml", family, operator, packed if is_packed else ())
+    alone = mergepipe.merge(recipe, tmp_path / "alone", budget=budget, options=merge_options("threads"))
+    report = mergepipe.merge(recipe, tmp_path / "out", budget=budget, options=merge_options("ray", address))
+    assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "alone")
+    assert (report.base_bytes, report.planned_bytes is None) == (alone.base_bytes, False)
+    assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out", "r.yml"]
+    mergepipe.verify(tmp_path / "out")
+
+
+def test_run__tasks_are_spread_over_nodes_and_their_errors_are_ours(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(set(map(bytes, run_tasks(address, "name_node", [b""] * 4)))) == 2  # type: ignore[arg-type]
+    (error,) = run_tasks(address, "refuse", [b"where"])
+    assert isinstance(error, LimitError)
+    assert (error.code, error.problems[0].where) == ("test.failure", "where")
+    monkeypatch.setattr(mergepipe, "__version__", "0.0.0")
+    (refusal,) = run_tasks(address, "refuse", [b"where"])
+    assert isinstance(refusal, ConflictError)
+    assert (refusal.code, "this is version 0.0.0" in str(refusal)) == ("ray.version", True)
+
+
+def test_run__tasks_that_are_lost_again_and_again_end_in_one_error(address: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        run_tasks(address, "die", [b""])
+    assert caught.value.code == "ray.lost"
+    assert "\n" not in str(caught.value)
+
+
+def test_merge__interrupted_leaves_nothing_visible_and_is_resumed(
+    address: str, family: DiskFamily, place: Path, tmp_path: Path
+) -> None:
+    recipe, out = write_recipe(tmp_path / "r.yml", family, "ties"), tmp_path / "out"
+    command = ["merge", recipe, out, "--executor", "ray", "--address", address, "--shard-size", str(SHARD_BYTES)]
+    code = (
+        "import sys; from mergepipe.cli import main; from mergepipe.jobs import merge_on_ray as m\n"
+        f"m._TASK = '{TASKS}:make_slowly'; sys.exit(main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, [*command, "--allow-dropped", "*", "--no-catalog"])],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.poll() is None and len(list(place.glob("at-*"))) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "nothing was published; 0 of 5 files are made: the same command resumes there" in told
+    assert not out.exists()
+    (parts,) = tmp_path.glob(".out.*")
+    assert not list(parts.glob("work-*"))
+    mergepipe.merge(recipe, out, options=merge_options("ray", address))
+    mergepipe.merge(recipe, tmp_path / "alone", options=merge_options("threads"))
+    assert weights_digest(out) == weights_digest(tmp_path / "alone")
+
+
+Removal = Callable[[Progress], None]
+
+
+@pytest.fixture
+def removal(nodes: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Removal]:
+    """Adds a node, which the returned function removes as soon as it has read for a file; tasks wait for that."""
+    monkeypatch.setattr(merge_on_ray, "_TASK", f"{TASKS}:make_slowly")
+    for path in place.iterdir():
+        path.unlink()
+    doomed = nodes.add_node(**NODE)
+    stored: list[int] = []
+
+    def remove_in_the_middle(_: Progress) -> None:
+        lost = place / f"at-{doomed.node_id}"
+        if lost.exists() and not stored:
+            stored.append(stored_bytes())
+            nodes.remove_node(doomed, allow_graceful=False)
+            while Path("/proc", lost.read_text()).exists():
+                time.sleep(0.05)
+            (place / "go").touch()
+
+    yield remove_in_the_middle
+    assert stored == [0]
+
+
+def test_merge__survives_a_node_that_is_removed(
+    address: str, family: DiskFamily, removal: Removal, tmp_path: Path
+) -> None:
+    recipe, out = write_recipe(tmp_path / "r.yml", family, "dare_ties"), tmp_path / "out"
+    report = mergepipe.merge(recipe, out, options=merge_options("ray", address), on_progress=removal)
+    alone = mergepipe.merge(recipe, tmp_path / "alone", options=merge_options("threads"))
+    assert weights_digest(out) == weights_digest(tmp_path / "alone")
+    assert report.expert_bytes > alone.expert_bytes  # with all that the lost task may have read
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out", "r.yml"]
+
+
+def test_merge__of_a_lost_node_keeps_the_budget(
+    address: str, family: DiskFamily, removal: Removal, tmp_path: Path
+) -> None:
+    recipe, out = write_recipe(tmp_path / "r.yml", family, "ties"), tmp_path / "out"
+    options = merge_options("ray", address)
+    with pytest.raises(LimitError) as caught:
+        mergepipe.merge(recipe, out, budget="60%", options=options, on_progress=removal)
+    assert caught.value.code == "parts.budget"
+    assert not out.exists()
+    assert caught.value.__notes__[0].startswith("4 of 5 files are made")
+    report = mergepipe.merge(recipe, out, budget="60%", options=replace(options, resume=False))
+    mergepipe.merge(recipe, tmp_path / "alone", budget="60%", options=merge_options("threads"))
+    assert weights_digest(out) == weights_digest(tmp_path / "alone")
+    assert report.budget_bytes is not None
+    assert report.expert_bytes + report.analysis_bytes <= report.budget_bytes
+    assert report.forgiven_expert_bytes > 0
+
+
+def stored_bytes() -> int:
+    """What the object stores of all nodes hold."""
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return int(total["object_store_memory"] - free["object_store_memory"])

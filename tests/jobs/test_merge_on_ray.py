@@ -1,0 +1,241 @@
+"""A merge on a cluster is that of one machine, byte for byte, whatever ends it in between. Ray is played by a fake:
+`tests/cluster` does the same on Ray itself."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import mergepipe
+from mergepipe.engine.executors.ray_tasks import (
+    ClusterNode,
+    OnOutcome,
+    RayCluster,
+    TaskShape,
+    task_shape,
+)
+from mergepipe.errors import (
+    LimitError,
+    MergePipeError,
+    NotFoundError,
+    OutputError,
+    Problem,
+    RecipeError,
+    UnsupportedError,
+)
+from mergepipe.jobs import merge_on_ray
+from mergepipe.jobs.merge_on_ray import PARTS_PER_SLOT, SMALLEST_SHARD_BYTES, PartTask, make_part_of_plan, shard_sizes
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, RunOptions
+from mergepipe.reports import Progress
+from support.disk_families import DiskFamily, make_models, weights_digest, write_family
+from support.ray_merges import merge_options, write_recipe
+
+SMALL_BYTES = 4096
+GIB = 1 << 30
+
+
+class FakeCluster:
+    """Plays `RayCluster` in this process: makes every task twice, as if its node were lost, counts what is passed."""
+
+    def __init__(self) -> None:
+        self.passed: list[int] = []
+        self.before: Callable[[PartTask], None] = lambda _: None
+
+    def __call__(self, address: str | None) -> FakeCluster:
+        return self
+
+    def __enter__(self) -> FakeCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def nodes(self) -> tuple[ClusterNode, ...]:
+        return (ClusterNode(1, GIB), ClusterNode(0, 0), ClusterNode(2, GIB))
+
+    def run(self, function: str, payloads: Sequence[bytes], shape: TaskShape, on_outcome: OnOutcome) -> None:
+        assert function == f"{make_part_of_plan.__module__}:{make_part_of_plan.__name__}"
+        for payload in payloads:
+            try:
+                self.before(pickle.loads(payload))
+                make_part_of_plan(payload)
+                result = make_part_of_plan(payload)
+            except MergePipeError as error:
+                on_outcome(pickle.loads(pickle.dumps(error)))
+            else:
+                self.passed += [len(payload), len(result)]
+                on_outcome(result)
+            on_outcome(None)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    fake = FakeCluster()
+    monkeypatch.setattr(merge_on_ray, "RayCluster", fake)
+    return fake
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> DiskFamily:
+    return write_family(tmp_path_factory.mktemp("family"), make_models(2))
+
+
+@pytest.fixture(scope="module")
+def whole(family: DiskFamily) -> str:
+    """The digest of what one machine makes."""
+    place = family.places[0].parent
+    out = place / "whole"
+    mergepipe.merge(write_recipe(place / "w.yml", family, "dare_ties"), out, options=merge_options("threads"))
+    return weights_digest(out)
+
+
+@pytest.fixture
+def recipe(family: DiskFamily, tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "r.yml", family, "dare_ties")
+
+
+def hidden(place: Path) -> list[str]:
+    return [path.name for path in place.iterdir() if path.name.startswith(".")]
+
+
+def test_merge__on_ray_makes_what_one_machine_makes(
+    cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path
+) -> None:
+    told: list[Progress] = []
+    report = mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"), on_progress=told.append)
+    assert weights_digest(tmp_path / "out") == whole
+    assert hidden(tmp_path) == []
+    on_ray = [progress for progress in told if progress.total_bytes == told[0].total_bytes]
+    assert report.base_bytes + report.expert_bytes <= on_ray[-1].done_bytes <= on_ray[-1].total_bytes
+    assert len(cluster.passed) == 2 * len(list((tmp_path / "out").glob("*.safetensors"))) == 10
+    assert max(cluster.passed) < SMALL_BYTES
+
+
+@pytest.mark.usefixtures("cluster")
+def test_merge__on_ray_is_resumed_within_its_budget(recipe: Path, tmp_path: Path) -> None:
+    told: list[Progress] = []
+
+    def stop_once(progress: Progress) -> None:
+        told.append(progress)
+        if len(told) == 6:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mergepipe.merge(recipe, out, budget="60%", options=merge_options("ray"), on_progress=stop_once)
+    (kept,) = hidden(tmp_path)
+    assert caught.value.__notes__ == [
+        f"3 of 5 files are made: the same command resumes there; to give up, remove {kept}"
+    ]
+    assert not out.exists()
+    report = mergepipe.merge(recipe, out, budget="60%", options=merge_options("ray"), on_progress=told.append)
+    assert told[6].earlier_bytes > 0
+    assert hidden(tmp_path) == []
+    alone = mergepipe.merge(recipe, tmp_path / "alone", budget="60%", options=merge_options("threads"))
+    assert weights_digest(out) == weights_digest(tmp_path / "alone")
+    assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
+
+
+def test_merge__on_ray_reports_errors_of_tasks_as_its_own(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:
+    def lose_the_parts(_: PartTask) -> None:
+        (place,) = tmp_path.glob(".out.*")
+        place.rename(tmp_path / "elsewhere")
+
+    cluster.before = lose_the_parts
+    with pytest.raises(NotFoundError) as caught:
+        mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"))
+    assert caught.value.code == "ray.not-shared"
+    assert not (tmp_path / "out").exists()
+
+
+def test_merge__on_ray_that_begins_nothing_leaves_nothing(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:
+    def fail(task: PartTask) -> None:
+        raise LimitError.of("test.failure", task.out, "fails")
+
+    cluster.before = fail
+    with pytest.raises(LimitError, match="fails"):
+        mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"))
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plan = mergepipe.plan(recipe, everything=True, allow_dropped=("*",), home=tmp_path / "home")
+    options = RunOptions(catalog=False)
+    with pytest.raises(NotFoundError, match="no part of it is made"):
+        mergepipe.run(plan, out, executor="ray", resume=True, options=options)
+    mergepipe.run(plan, out, executor="ray", shard_bytes=30_000, options=options)
+    for force in (False, True):
+        with pytest.raises(OutputError) as caught:
+            mergepipe.run(plan, out, executor="ray", force=force, options=options)
+        assert caught.value.code == "output.exists"
+    with pytest.raises(UnsupportedError) as refused:
+        mergepipe.run(plan, "s3://bucket/out", executor="ray", options=options)
+    assert refused.value.code == "ray.bucket"
+    with pytest.raises(RecipeError) as address:
+        mergepipe.run(plan, out, address="127.0.0.1:1", options=options)
+    assert address.value.code == "option.pair"
+
+
+@pytest.mark.parametrize("option", [{"pack": "packs"}, {"overlay": True}, {"keep_sums": True}, {"statistics": True}])
+def test_merge_options__on_ray_refuse_what_needs_one_process(option: dict[str, object]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        MergeOptions(executor="ray", **option)  # type: ignore[arg-type]  # one of those above
+    assert caught.value.code == "option.pair"
+
+
+def test_merge__without_ray_says_what_to_install(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnsupportedError, match=r"install mergepipe\[ray\]") as caught:
+        mergepipe.merge(recipe, tmp_path / "out", options=merge_options("ray"))
+    assert caught.value.code == "ray.extra"
+    with pytest.raises(UnsupportedError):
+        RayCluster(None)
+
+
+# --- what is chosen for a cluster ---
+
+
+def test_task_shape__uses_every_node_and_half_of_its_memory() -> None:
+    small, large = ClusterNode(4, 16 * GIB), ClusterNode(64, 512 * GIB)
+    assert task_shape([small, large], None, None) == TaskShape(4, 4 * GIB)
+    assert task_shape([large], None, None) == TaskShape(8, 4 * GIB)
+    assert task_shape([ClusterNode(0, 0), ClusterNode(8, 2 * GIB)], 2, None) == TaskShape(2, GIB // 4)
+    assert large.slots(TaskShape(8, 4 * GIB)) == 8
+    assert small.slots(TaskShape(1, 5 * GIB)) == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threads", "memory_bytes"),
+    [([], None, None), ([ClusterNode(0, GIB)], None, None), ([ClusterNode(4, GIB)], 5, None),
+     ([ClusterNode(4, GIB), ClusterNode(1, 8 * GIB)], 2, 2 * GIB)],
+)  # fmt: skip
+def test_task_shape__no_node_that_fits_is_refused(
+    nodes: list[ClusterNode], threads: int | None, memory_bytes: int | None
+) -> None:
+    with pytest.raises(LimitError) as caught:
+        task_shape(nodes, threads, memory_bytes)
+    assert caught.value.code == "ray.resources"
+
+
+def test_shard_sizes__give_every_slot_several_files() -> None:
+    assert shard_sizes(1 << 50, 100)[0] == DEFAULT_SHARD_BYTES
+    assert shard_sizes(1, 1)[0] == SMALLEST_SHARD_BYTES
+    for n_slots in (1, 3, 16):
+        best = shard_sizes(30 * GIB, n_slots)[0]
+        assert 30 * GIB // best >= PARTS_PER_SLOT * n_slots or best == SMALLEST_SHARD_BYTES
+    assert len(set(shard_sizes(30 * GIB, 4))) == len(shard_sizes(1, 1)) == 5
+
+
+def test_errors__pickle_with_their_problems_and_notes() -> None:
+    error = LimitError(Problem("a.b", "x", "is --force", "c"), Problem("d.e", "y", "f"))
+    error.add_note("kept")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.problems, str(again), again.__notes__) == (
+        LimitError, error.problems, str(error), ["kept"],
+    )  # fmt: skip
