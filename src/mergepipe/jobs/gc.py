@@ -119,7 +119,7 @@ def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
             if not owned.is_parts_name(path.name) or path.is_symlink():
                 continue
             is_finished = _is_finished(path)
-            if not is_finished and time.time() - newest_change(path) < ABANDONED_SECONDS:
+            if not is_finished and time.time() - max(newest_change(path), path.stat().st_mtime) < ABANDONED_SECONDS:
                 continue
             nbytes = _allocated_bytes(path)
             if not dry_run:
