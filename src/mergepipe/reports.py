@@ -626,7 +626,7 @@ class PushReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `snapshot-row` or `model-row`."""
+    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `parts` or a row's."""
 
     kind: str
     what: str

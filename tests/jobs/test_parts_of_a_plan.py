@@ -97,11 +97,13 @@ def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
 
 
 def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case:
-    """By a plan, or without any by the recipe in full."""
-    if budget is not None:
-        return Case(plan, mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS), files_of(out))
-    options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
-    return Case(plan, mergepipe.merge(recipe, out, options=options), files_of(out))
+    """By a plan; the files of a plan of everything are those of the recipe's full merge, which may read less."""
+    report = mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    if budget is None:
+        out = out.with_name(f"{out.name}-full")
+        options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
+        mergepipe.merge(recipe, out, options=options)
+    return Case(plan, report, files_of(out))
 
 
 def files_of(out: Path) -> dict[str, bytes]:

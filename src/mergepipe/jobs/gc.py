@@ -51,7 +51,7 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
     living: list[str] = []
     garbage: list[Garbage] = []
     for place in (place for place in places if place.scheme in OBJECT_SCHEMES):
-        garbage.extend((*_uploads(place, living, dry_run=dry_run), *_bucket_parts(place, dry_run=dry_run)))
+        garbage.extend((*_bucket_parts(place, dry_run=dry_run), *_uploads(place, living, dry_run=dry_run)))
     if (home / UPLOADS_NAME).is_dir():
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():

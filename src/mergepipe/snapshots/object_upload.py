@@ -333,6 +333,12 @@ def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
     return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
 
 
+def is_uploading(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> bool:
+    """Whether a living process may be writing an output to the folder."""
+    marker = _read_marker(folder) if MARKER_NAME in listing else None
+    return marker is not None and marker.may_be_alive(_silent_seconds({MARKER_NAME: listing[MARKER_NAME]}))
+
+
 def written_names(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> list[str]:
     """The names of a listing that uploads to the folder itself wrote, records of parts apart."""
     return [name for name in _own_names(listing) if _is_ours(folder, name)]

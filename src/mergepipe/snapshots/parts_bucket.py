@@ -19,7 +19,7 @@ from typing import Final
 
 from mergepipe.errors import ConflictError, MergePipeError, OutputError
 from mergepipe.snapshots.manifest import MANIFEST_NAME
-from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, no_conditions, written_names
+from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload, is_uploading, no_conditions, written_names
 from mergepipe.snapshots.parts_place import JOB_NAME, PartsJob, PartsPlace, content_of, gone
 from mergepipe.snapshots.shards import TensorDigest
 from mergepipe.snapshots.staging import Staging
@@ -215,10 +215,10 @@ class LeftParts:
         records.delete(JOB_NAME)
         if not self.is_published:
             listing = self.output.list_all()
-            if MANIFEST_NAME in listing or MARKER_NAME in listing:
+            if MANIFEST_NAME in listing or is_uploading(self.output, listing):
                 return False  # the records are garbage of a published output soon
             if not any(PurePosixPath(name).name == JOB_NAME for name in listing):
-                for name in written_names(self.output, listing):
+                for name in (*written_names(self.output, listing), MARKER_NAME):
                     self.output.delete(name)
         _remove_records(records)
         return True
