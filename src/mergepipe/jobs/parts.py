@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,21 @@ def check_part(number: int, n_parts: int) -> tuple[int, int]:
     if 1 <= number <= n_parts:
         return number, n_parts
     raise _not_a_part(f"{number}/{n_parts}")
+
+
+def experts_of_part(experts: Sequence[str], text: str | None) -> Sequence[str]:
+    """Return the experts that a part of a job on many machines takes; all without a part.
+
+    Raises:
+        RecipeError: `option.part`, it is no part, or there are fewer experts than parts.
+    """
+    if text is None:
+        return experts
+    number, n_parts = parse_part(text)
+    if number <= len(experts):
+        return experts[number - 1 :: n_parts]
+    message = f"part {text} of {len(experts)} experts has none"
+    raise RecipeError.of("option.part", "--part", message, f"use at most {len(experts)} parts: an expert is one whole")
 
 
 def _not_a_part(text: str) -> MergePipeError:
