@@ -279,7 +279,7 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
 
 def _shard_status(parts: PartsPlace, readings: Readings, shard: int) -> ShardStatus:
     name, nbytes = parts.job.shards[shard]
-    mine = readings.of(shard)
+    mine = [entry for entry in readings.of(shard) if entry.reading.state is not ReadingState.WITHDRAWN]
     part = mine[-1].reading.part if mine else ""
     if parts.done(shard) is not None:
         return ShardStatus(name, nbytes, "done", part)
