@@ -352,13 +352,15 @@ def run_part(
     positive("--shard-size", shard_bytes)
     from mergepipe.jobs.parts import PartChoice, check_part
     from mergepipe.jobs.parts import run_part as run_one
-    from mergepipe.runs.settings import run_settings
+    from mergepipe.runs.settings import output_place, run_settings
 
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
-    settings = run_settings(options or RunOptions(), decided.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    options = options or RunOptions()
+    settings = run_settings(options, decided.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    place, settings = output_place(out, settings, options.home)
     choice = PartChoice(number, n_parts, finish or part is None)
-    return run_one(decided, Path(out), choice, settings, started=started, on_progress=on_progress)
+    return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
 
 
 def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | None = None) -> PartsStatus:
@@ -372,7 +374,8 @@ def parts_status(plan: Plan | str | Path, out: str | Path, *, n_parts: int | Non
     if n_parts is not None:
         positive("--parts", n_parts)
     decided = _plan_value(plan)
-    return status_of(decided, Path(out), n_parts)
+    place = Location.of(out)
+    return status_of(decided, place.local_path if place.is_local else place, n_parts)
 
 
 def explain(subject: Plan | str | Path, *, tensor: str | None = None, home: str | Path | None = None) -> Explanation:

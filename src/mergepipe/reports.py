@@ -145,7 +145,7 @@ class PartReport(Displayed):
     output; `is_published` if the output is there, whoever finished it.
     """
 
-    out: Path
+    out: Path | Location
     part: str
     made_shards: tuple[str, ...]
     found_shards: tuple[str, ...]
@@ -177,7 +177,7 @@ class PartsStatus(Displayed):
     Expert bytes: `read_bytes` were or may have been read up to now, `limit_bytes` is the budget (None: unlimited).
     """
 
-    out: Path
+    out: Path | Location
     is_published: bool
     shards: tuple[ShardStatus, ...]
     read_bytes: int
@@ -632,7 +632,7 @@ class PushReport(Displayed):
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `snapshot-row` or `model-row`."""
+    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `parts` or a row's."""
 
     kind: str
     what: str

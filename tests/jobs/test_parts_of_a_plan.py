@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,13 +19,18 @@ from hypothesis import strategies as st
 
 import mergepipe
 from mergepipe.engine.make_part import make_part
-from mergepipe.errors import ConflictError, LimitError, NotFoundError, RecipeError, UnsupportedError
+from mergepipe.errors import ConflictError, LimitError, NotFoundError, OutputError, RecipeError, UnsupportedError
 from mergepipe.jobs import parts as parts_job
+from mergepipe.jobs.gc import ABANDONED_SECONDS
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport
 from mergepipe.runs import parts as worker_module
-from mergepipe.snapshots.parts_directory import parts_directory
+from mergepipe.snapshots.parts_account import PartsAccount, readings_in, usage_of
+from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_place import PartsJob
+from mergepipe.storage import owned
+from mergepipe.storage.ledger import Purpose
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, tree_digest, write_family
 
@@ -97,11 +104,13 @@ def plan_of(recipe: Path, budget: str | None, home: Path) -> Plan:
 
 
 def made_by_one(out: Path, recipe: Path, plan: Plan, budget: str | None) -> Case:
-    """By a plan, or without any by the recipe in full."""
-    if budget is not None:
-        return Case(plan, mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS), files_of(out))
-    options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
-    return Case(plan, mergepipe.merge(recipe, out, options=options), files_of(out))
+    """By a plan; the files of a plan of everything are those of the recipe's full merge, which may read less."""
+    report = mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    if budget is None:
+        out = out.with_name(f"{out.name}-full")
+        options = MergeOptions(catalog=False, reuse=False, shard_bytes=SHARD_BYTES, allow_dropped=("*",), threads=2)
+        mergepipe.merge(recipe, out, options=options)
+    return Case(plan, report, files_of(out))
 
 
 def files_of(out: Path) -> dict[str, bytes]:
@@ -358,3 +367,95 @@ def test_gc__removes_parts_of_an_output_that_is_published(cases: Cases, tmp_path
     (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
     assert (garbage.kind, garbage.is_removed) == ("parts", True)
     assert not place.exists()
+
+
+def test_run_part__where_renames_replace_is_coordinated_by_links(
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owned, "renameat2", lambda *_: False)
+    case, out = cases(("dare_ties", None, True)), tmp_path / "out"
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: run_part(case.plan, out, 1, 1), range(3)))
+    assert files_of(out) == case.files
+    assert nothing_else(out)
+
+
+def test_run_part__with_force_replaces_a_snapshot(cases: Cases, tmp_path: Path) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "out"
+    mergepipe.run(cases(("ties", None, False)).plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
+    before = files_of(out)
+    with pytest.raises(OutputError, match="already exists"):
+        run_part(case.plan, out, 1, 2)
+    for number in (1, 2):
+        assert files_of(out) == before
+        mergepipe.run_part(case.plan, out, (number, 2), shard_bytes=SHARD_BYTES, force=True, options=OPTIONS)
+    assert files_of(out) == case.files
+    assert nothing_else(out)
+
+
+def test_run_part__that_another_process_makes_is_busy_under_a_budget(cases: Cases, tmp_path: Path) -> None:
+    plan, out = cases(("ties", "40%", False)).plan, tmp_path / "out"
+    run_part(plan, out, 1, 4)
+    status = mergepipe.parts_status(plan, out)
+    open_shard = next(n for n, shard in enumerate(status.shards) if shard.state == "open")
+    place = job_place(out, plan)
+    assert plan.limit_bytes is not None
+    PartsAccount(place, plan.planned_bytes, plan.limit_bytes, "1/1").admit(open_shard, plan.limit_bytes)
+    with pytest.raises(ConflictError, match="is being made by process") as refused:
+        run_part(plan, out, 1, 1)
+    assert {problem.code for problem in refused.value.problems} == {"parts.busy"}
+    assert mergepipe.parts_status(plan, out).shards[open_shard].state == "reading"
+    assert mergepipe.parts_status(plan, out).done_shards == 4  # what can be made is made
+
+
+def job_place(out: Path, plan: Plan) -> PartsDirectory:
+    """The place of parts that were begun."""
+    job = read_job(parts_directory(out, plan.digest))
+    assert job is not None
+    return PartsDirectory(out, job)
+
+
+def test_gc__removes_parts_that_are_abandoned(cases: Cases, tmp_path: Path) -> None:
+    case, out = cases(("linear", None, False)), tmp_path / "out"
+    run_part(case.plan, out, 1, 2)
+    place = parts_directory(out, case.plan.digest)
+    a_week_ago = time.time() - ABANDONED_SECONDS - 10
+    for path in (*place.iterdir(), place):
+        os.utime(path, (a_week_ago, a_week_ago))
+    (garbage,) = mergepipe.gc([tmp_path], home=tmp_path / "home").garbage
+    assert (garbage.kind, garbage.is_removed) == ("parts", True)
+    assert nothing_else(out)
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=5),
+    st.integers(0, 1500),
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=6), min_size=2, max_size=5),
+)
+@settings(max_examples=8)
+def test_parts_account__holds_the_budget_for_the_sum_of_racing_workers(
+    tmp_path_factory: pytest.TempPathFactory, shares: list[int], slack: int, orders: list[list[tuple[int, bool]]]
+) -> None:
+    """Each worker reads shards in an order of its own, all of its share or until it is killed."""
+    out = tmp_path_factory.mktemp("account") / "out"
+    place = PartsDirectory(out, PartsJob("out", "1", "0" * 32, tuple((f"s{n}", 1) for n in range(len(shares)))))
+    place.open()
+    planned = sum(shares)
+
+    def work(order: list[tuple[int, bool]]) -> int:
+        account, read_bytes = PartsAccount(place, planned, planned + slack, ""), 0
+        for number, is_killed in order:
+            shard = number % len(shares)
+            reading = account.admit(shard, shares[shard])
+            if reading is not None:
+                read_bytes += shares[shard]
+                if not is_killed:
+                    account.spend(reading, usage_of([("expert", Purpose.EXPERT, shares[shard])]))
+        return read_bytes
+
+    with ThreadPoolExecutor(len(orders)) as pool:
+        read_bytes = sum(pool.map(work, orders))
+    readings = readings_in(place)
+    unread = planned - sum(shares[numbered.reading.shard] for numbered in readings.first)
+    assert read_bytes + unread <= planned + slack
+    assert readings.committed_bytes(planned) == read_bytes + unread

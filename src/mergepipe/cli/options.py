@@ -27,6 +27,15 @@ BasePath: TypeAlias = Annotated[
     str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
 ]
 ExpertPaths: TypeAlias = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
+ExpertPart: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="I/N",
+        help="Take part I of N of the experts only: every N-th of them, from the I-th on.",
+        rich_help_panel="Many machines",
+    ),
+]
 PackPath: TypeAlias = Annotated[
     str | None,
     typer.Option("--pack", metavar="DIR", help="Pack the experts into DIR/NAME on the way, as `pack` would."),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
@@ -16,11 +18,16 @@ from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_uploads
+from mergepipe.snapshots.parts_bucket import find_parts
 from mergepipe.snapshots.parts_directory import read_job
 from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.owner import newest_change
 from mergepipe.storage.remote.bucket_folder import BucketFolder
+
+ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
+"""Parts of an output that nobody has written to for so long are garbage: jobs may wait in a queue for days."""
 
 
 def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) -> GcReport:
@@ -43,7 +50,7 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
     living: list[str] = []
     garbage: list[Garbage] = []
     for place in (place for place in places if place.scheme in OBJECT_SCHEMES):
-        garbage.extend(_uploads(place, living, dry_run=dry_run))
+        garbage.extend((*_bucket_parts(place, dry_run=dry_run), *_uploads(place, living, dry_run=dry_run)))
     if (home / UPLOADS_NAME).is_dir():
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
@@ -97,16 +104,31 @@ def _uploads(place: Location, living: list[str], *, dry_run: bool) -> Iterator[G
             yield Garbage("upload", where, reason, upload.nbytes, is_removed)
 
 
+def _bucket_parts(place: Location, *, dry_run: bool) -> Iterator[Garbage]:
+    for parts in find_parts(BucketFolder(place), ABANDONED_SECONDS):
+        is_removed = not dry_run and parts.remove()
+        if dry_run or is_removed:  # else a worker finishes the output by now
+            yield _parts_garbage(str(parts.output.location), parts.nbytes, parts.is_published, is_removed)
+
+
 def _parts(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
-    """Find parts directories whose output is published; others wait for their workers."""
+    """Find parts directories whose output is published, or that are abandoned; others wait for their workers."""
     for folder in folders:
         for path in sorted(folder.glob(f".*{owned.PARTS_MARK}*")):
-            if not owned.is_parts_name(path.name) or path.is_symlink() or not _is_finished(path):
+            if not owned.is_parts_name(path.name) or path.is_symlink():
+                continue
+            is_finished = _is_finished(path)
+            if not is_finished and time.time() - max(newest_change(path), path.stat().st_mtime) < ABANDONED_SECONDS:
                 continue
             nbytes = _allocated_bytes(path)
             if not dry_run:
                 owned.remove_tree(path, ignore_errors=True)
-            yield Garbage("parts", str(path), "its output is published", nbytes, not dry_run)
+            yield _parts_garbage(str(path), nbytes, is_finished, not dry_run)
+
+
+def _parts_garbage(where: str, nbytes: int, is_published: bool, is_removed: bool) -> Garbage:
+    reason = "its output is published" if is_published else "nobody has worked on it for a week"
+    return Garbage("parts", where, reason, nbytes, is_removed)
 
 
 def _is_finished(directory: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,21 +15,24 @@ from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFound
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.parts import PartsWorker, PlannedOutput, open_output
+from mergepipe.runs.output_place import check_apart
+from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
-from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_place import PartsPlace
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.location import Location
 from mergepipe.storage.owner import is_alive
 from mergepipe.storage.stores import Stores
 
 REPEATABLE = ("parts.busy", "parts.budget")
 """Errors of one shard that keep nobody from making the others."""
+_PUBLISHED_ELSEWHERE = ("output.exists", "output.appeared")
 _FINISHED_ELSEWHERE = ("parts.gone", "output.busy", "parts.missing")
 
 
@@ -71,6 +75,21 @@ def check_part(number: int, n_parts: int) -> tuple[int, int]:
     raise _not_a_part(f"{number}/{n_parts}")
 
 
+def experts_of_part(experts: Sequence[str], text: str | None) -> Sequence[str]:
+    """Return the experts that a part of a job on many machines takes; all without a part.
+
+    Raises:
+        RecipeError: `option.part`, it is no part, or there are fewer experts than parts.
+    """
+    if text is None:
+        return experts
+    number, n_parts = parse_part(text)
+    if number <= len(experts):
+        return experts[number - 1 :: n_parts]
+    message = f"part {text} of {len(experts)} experts has none"
+    raise RecipeError.of("option.part", "--part", message, f"use at most {len(experts)} parts: an expert is one whole")
+
+
 def _not_a_part(text: str) -> MergePipeError:
     return RecipeError.of("option.part", "--part", f"'{text[:40]}' was given", "write the second of 7 parts as 2/7")
 
@@ -92,9 +111,7 @@ def run_part(
         MergePipeError: as `run_plan`.
     """
     run = _PartRun(plan, out, choice, settings, started, on_progress)
-    if is_snapshot_of(out, plan.digest):
-        return run.report((), (), is_published=True)
-    return run.make_and_finish()
+    return run.report((), (), is_published=True) if run.is_published() else run.make_and_finish()
 
 
 class _PartRun:
@@ -110,54 +127,64 @@ class _PartRun:
         on_progress: ProgressCallback | None,
     ) -> None:
         self._plan = plan
-        self._out = out
+        self._staged = out
+        self._out = settings.destination or out
         self._choice = choice
         self._settings = settings
         self._started = started
         self._on_progress = on_progress
         self._store: Store = Stores()
         self._total_bytes = 1
-        self._parts: PartsDirectory | None = None
+        self._parts: PartsPlace | None = None
         self._merge: MergeReport | None = None
+
+    def is_published(self) -> bool:
+        """Whether the output of this plan is there."""
+        return is_snapshot_of(self._out, self._plan.digest)
 
     def make_and_finish(self) -> PartReport:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
-        check_target(
-            self._out, [checkpoint.path for checkpoint in planned.inputs.checkpoints], force=self._settings.force
-        )
-        self._parts = parts = PartsDirectory(self._out, planned.job(self._out))
+        self._check_target([checkpoint.path for checkpoint in planned.inputs.checkpoints])
+        self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:
             part = self._part(planned)
             if self._choice.number is None and not parts.exists:
                 raise _nothing_made(parts)
             parts.open()
-            if is_snapshot_of(self._out, self._plan.digest):  # between looking and making the directory
+            if self.is_published():  # between looking and making the place
                 parts.remove()
                 return self.report((), (), is_published=True)
             found = tuple(shard for shard in part.shards if parts.done(shard) is not None)
             made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in found)))
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
-        except ConflictError as error:
-            if error.code == "parts.gone" and is_snapshot_of(self._out, self._plan.digest):
+        except (ConflictError, OutputError) as error:
+            if error.code in ("parts.gone", *_PUBLISHED_ELSEWHERE) and self.is_published():
                 return self.report((), (), is_published=True)
             raise
         names = parts.job.shards
         return self.report(
             tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in found),
-            is_published=self._merge is not None or is_snapshot_of(self._out, self._plan.digest),
+            is_published=self._merge is not None or self.is_published(),
         )  # fmt: skip
+
+    def _check_target(self, inputs: list[Location]) -> None:
+        if isinstance(self._out, Path):
+            check_target(self._out, inputs, force=self._settings.force)
+        else:
+            check_apart(self._out, inputs)
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
             return Part(())
         return split(planned.output, self._choice.n_parts)[self._choice.number - 1]
 
-    def _make(self, planned: PlannedOutput, parts: PartsDirectory, part: Part) -> tuple[int, ...]:
+    def _make(self, planned: PlannedOutput, parts: PartsPlace, part: Part) -> tuple[int, ...]:
         """Make shards; those that cannot be read again now are left to the end, as an error."""
-        own_bytes = sum(parts.job.shards[shard][1] for shard in part.shards)
-        check_free_space(self._out, own_bytes)
+        sizes = [parts.job.shards[shard][1] for shard in part.shards]
+        own_bytes = sum(sizes)
+        check_free_space(self._staged, own_bytes if isinstance(self._out, Path) else max(sizes, default=0))
         all_bytes = sum(nbytes for _, nbytes in parts.job.shards)
         resolution = planned.inputs.resolution
         whole_bytes = resolution.base_bytes + self._plan.planned_bytes
@@ -182,16 +209,16 @@ class _PartRun:
             raise type(refused[0])(*(problem for error in refused for problem in error.problems))
         return tuple(made)
 
-    def _finish_if_complete(self, planned: PlannedOutput, parts: PartsDirectory) -> None:
+    def _finish_if_complete(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         """Publish the output if all shards are done; without `--finish` nothing else is an error."""
         try:
             self._finish(planned, parts)
         except (NotFoundError, ConflictError, OutputError) as error:
-            is_there = error.code == "output.exists" and is_snapshot_of(self._out, self._plan.digest)
+            is_there = error.code in _PUBLISHED_ELSEWHERE and self.is_published()
             if self._choice.finishes or not (is_there or error.code in _FINISHED_ELSEWHERE):
                 raise
 
-    def _finish(self, planned: PlannedOutput, parts: PartsDirectory) -> None:
+    def _finish(self, planned: PlannedOutput, parts: PartsPlace) -> None:
         store = Stores()  # counts what all workers read, this one among them
         made = made_output(parts, self._plan, planned.output, store.ledger)
         account = PartsAccount(parts, self._plan.planned_bytes, self._plan.limit_bytes, "")
@@ -200,7 +227,7 @@ class _PartRun:
         settings = replace(self._settings, resume=Resume.NEVER)
         with closing(CatalogLink(settings.home)) as link, published_but(self._out):
             self._merge = publish_merge(
-                inputs, self._plan, self._out, settings, store, link, self._started, self._on_progress, made=made
+                inputs, self._plan, self._staged, settings, store, link, self._started, self._on_progress, made=made
             )
             parts.remove()
 
@@ -212,7 +239,7 @@ class _PartRun:
         """Report what this run did."""
         parts, usage = self._parts, self._store.ledger.usage()
         n_shards = len(parts.job.shards) if parts else 0
-        done = n_shards if is_published or parts is None else sum(parts.done(i) is not None for i in range(n_shards))
+        done = n_shards if is_published or parts is None else len(parts.recorded_shards())
         return PartReport(
             out=self._out,
             part=str(self._choice),
@@ -229,7 +256,7 @@ class _PartRun:
         )
 
 
-def parts_status(plan: Plan, out: Path, n_parts: int | None) -> PartsStatus:
+def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:
     """Tell how far an output is that is made in parts; its inputs are not opened.
 
     Raises:
@@ -237,11 +264,11 @@ def parts_status(plan: Plan, out: Path, n_parts: int | None) -> PartsStatus:
         CorruptError: `parts.record`.
     """
     published = is_snapshot_of(out, plan.digest)
-    job = read_job(parts_directory(out, plan.digest))
+    job = job_at(out, plan.digest)
     if job is None and not published:
         message = "nothing of it is made by this plan"
         raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
-    parts = None if job is None else PartsDirectory(out, job)
+    parts = None if job is None else parts_place(out, job, Path())
     readings = Readings() if parts is None else readings_in(parts)
     shards = () if parts is None else tuple(_shard_status(parts, readings, i) for i in range(len(parts.job.shards)))
     missing: tuple[int, ...] = ()
@@ -256,9 +283,9 @@ def parts_status(plan: Plan, out: Path, n_parts: int | None) -> PartsStatus:
     )  # fmt: skip
 
 
-def _shard_status(parts: PartsDirectory, readings: Readings, shard: int) -> ShardStatus:
+def _shard_status(parts: PartsPlace, readings: Readings, shard: int) -> ShardStatus:
     name, nbytes = parts.job.shards[shard]
-    mine = readings.of(shard)
+    mine = [entry for entry in readings.of(shard) if entry.reading.state is not ReadingState.WITHDRAWN]
     part = mine[-1].reading.part if mine else ""
     if parts.done(shard) is not None:
         return ShardStatus(name, nbytes, "done", part)
@@ -269,6 +296,6 @@ def _shard_status(parts: PartsDirectory, readings: Readings, shard: int) -> Shar
     return ShardStatus(name, nbytes, "reading" if alive else "interrupted", part, str(reading.owner))
 
 
-def _nothing_made(parts: PartsDirectory) -> MergePipeError:
+def _nothing_made(parts: PartsPlace) -> MergePipeError:
     message = f"no part of it is made: there is no {parts.path.name}"
     return NotFoundError.of("parts.missing", parts.out, message, "make its parts first: --part 1/1 makes everything")

@@ -168,7 +168,7 @@ def publish_merge(
     output = plan_output(inputs.resolution.tasks, settings.shard_bytes)
     check_target(out, [checkpoint.path for checkpoint in inputs.checkpoints], force=settings.force)
     sum_bytes = largest_totals_bytes(output.tasks) if settings.keeps_accumulators else 0
-    bucket = _bucket_target(settings.destination, inputs)
+    bucket = _bucket_target(settings.destination, inputs, is_made=made is not None)
     weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
     weight_bytes = 0 if settings.overlay or made else weight_bytes  # how many blocks will differ is unknown
     sidecars = planned_sidecars(inputs, store)
@@ -221,12 +221,12 @@ def publish_merge(
         )
 
 
-def _bucket_target(destination: Location | None, inputs: Inputs) -> BucketTarget | None:
+def _bucket_target(destination: Location | None, inputs: Inputs, *, is_made: bool) -> BucketTarget | None:
     """Return what publishes in a bucket, if the output goes to one."""
     if destination is None:
         return None
     check_apart(destination, [checkpoint.root for checkpoint in inputs.checkpoints])
-    return BucketTarget(destination)
+    return BucketTarget(destination, is_made=is_made)
 
 
 def _continuation(bucket: BucketTarget | None, progress: MergeProgress) -> Callable[[Path], bool]:

@@ -24,6 +24,7 @@ from mergepipe.runs.recovery.resume import MergeProgress
 from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.parts_bucket import JobUpload
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
@@ -69,6 +70,7 @@ class BucketPublication:
     """A snapshot that is published as objects: shards while the next are made, small files, then the manifest.
 
     It is the `DurableProgress` of its own run: a `MergeProgress` whose finished shards are uploaded by one thread.
+    Shards that were made in parts lie there already.
     """
 
     def __init__(self, staging: Staging, progress: MergeProgress, output: OutputPlan, upload: ObjectUpload) -> None:
@@ -108,7 +110,8 @@ class BucketPublication:
         Raises:
             ConflictError, StorageError: as `ObjectUpload.send` and `ObjectUpload.commit`.
         """
-        self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
+        if not isinstance(self._upload, JobUpload):
+            self._add([TensorDigest(t.name, t.blake3, ()) for t in manifest.tensors[len(self._roots) :]])
         self._wait(0)
         folder = self._staging.path
         small = (*manifest.sidecars, manifest.blocks)
@@ -147,11 +150,12 @@ class BucketPublication:
 
 
 class BucketTarget:
-    """A place in a bucket that an output goes to, and how its interrupted runs are resumed."""
+    """A place in a bucket that an output goes to, and how its interrupted runs are resumed; `is_made` in parts."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, *, is_made: bool) -> None:
         self._stop = threading.Event()
-        self._upload = ObjectUpload(BucketFolder(location, open_writer(location, self._check_stop)))
+        folder = BucketFolder(location, open_writer(location, self._check_stop))
+        self._upload = JobUpload(folder) if is_made else ObjectUpload(folder)
 
     def can_continue(self, directory: Path, progress: MergeProgress) -> bool:
         """Decide whether to resume, as `MergeProgress`; never where an uploaded shard is gone from the bucket."""

@@ -1,4 +1,4 @@
-"""Make the shards of a plan's output one by one into a parts directory, within the shares that the plan allots them."""
+"""Make the shards of a plan's output one by one for an output, within the shares that the plan allots them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import planned_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, NumberedReading, PartsAccount, index_of
-from mergepipe.snapshots.parts_directory import PARTS_FORMAT, PartsJob, parsed_record
+from mergepipe.snapshots.parts_bucket import PartsBucket, find_job
+from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsJob, PartsPlace, parsed_record
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
 from mergepipe.storage.ledger import Usage
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
 
 FACTS_SECONDS = 60.0
 """How long to wait for a worker that reads what all parts need, before reading it again."""
@@ -46,10 +50,26 @@ class PlannedOutput:
     inputs: Inputs
     output: OutputPlan
 
-    def job(self, out: Path) -> PartsJob:
-        """Return what a parts directory for `out` is for."""
+    def job(self, out: Path | Location) -> PartsJob:
+        """Return what the parts of `out` are made for."""
         shards = tuple((shard.name, shard.file_bytes) for shard in self.output.shards)
         return PartsJob(out.name, mergepipe.__version__, self.plan.digest, shards)
+
+
+def parts_place(out: Path | Location, job: PartsJob, work: Path) -> PartsPlace:
+    """Return where the parts of an output are kept; those of a bucket are made beside `work` on this machine."""
+    return PartsDirectory(out, job) if isinstance(out, Path) else PartsBucket(BucketFolder(out), job, work)
+
+
+def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
+    """Read what the parts of an output by a plan are made for; None if there are none.
+
+    Raises:
+        CorruptError: `parts.record`.
+    """
+    if isinstance(out, Path):
+        return read_job(parts_directory(out, plan_digest))
+    return find_job(BucketFolder(out), plan_digest)
 
 
 def open_output(plan: Plan, shard_bytes: int, store: Store) -> PlannedOutput:
@@ -99,13 +119,10 @@ class PartsWorker:
     def _make(self, work: MergeWork, shard: int) -> None:
         name = self._parts.job.shards[shard][0]
         reading = self._admitted(shard, self._shares[shard], name)
-        folder = self._parts.new_folder()
-        try:
+        with self._parts.work_folder() as folder:
             with self._metered(reading):
                 result = make_part(work, Part((shard,)), folder, self._store, self._engine, self._observer)
             self._parts.add(shard, folder / name, result.digests)
-        finally:
-            self._parts.remove_folder(folder)
 
     def _prepared(self) -> MergeWork:
         """Build the work once; what all shards need is read by one worker for all."""
@@ -230,7 +247,7 @@ def _sample_cost(inputs: Inputs, plan: Plan) -> int:
     return sum(sample_cost_bytes(inputs.checkpoints[model]) for model in _unidentified(inputs, plan))
 
 
-def _with_content_ids(inputs: Inputs, raw: bytes, where: Path) -> Inputs:
+def _with_content_ids(inputs: Inputs, raw: bytes, where: Path | Location) -> Inputs:
     fields = parsed_record(raw, where)
     ids = dict(fields.each("content_ids", lambda entry: (entry.size("model"), entry.text("id"))))
     fields.done()

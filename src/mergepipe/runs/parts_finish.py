@@ -12,15 +12,15 @@ from mergepipe.planning.plan import Plan
 from mergepipe.runs.merge_run import MadeOutput
 from mergepipe.runs.recovery.resume import MergeProgress, Resume
 from mergepipe.snapshots.parts_account import readings_in
-from mergepipe.snapshots.parts_directory import PartsDirectory
+from mergepipe.snapshots.parts_place import PartsPlace
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage.ledger import Ledger, Purpose, Usage
 
 _KILLED = "(interrupted workers)"
 
 
-def made_output(parts: PartsDirectory, plan: Plan, output: OutputPlan, ledger: Ledger) -> MadeOutput:
-    """Return an output whose shards all lie in a parts directory, with all that was read for them.
+def made_output(parts: PartsPlace, plan: Plan, output: OutputPlan, ledger: Ledger) -> MadeOutput:
+    """Return an output whose shards are all made, with all that was read for them.
 
     Raises:
         NotFoundError: `parts.missing`, a shard is not made.
@@ -39,7 +39,7 @@ class _FinishProgress(MergeProgress):
     """The progress of an output whose parts are made: nothing is read, nothing is resumed, failures cost nothing."""
 
     def __init__(
-        self, parts: PartsDirectory, output: OutputPlan, plan: Plan, ledger: Ledger, killed: int, forgiven: int
+        self, parts: PartsPlace, output: OutputPlan, plan: Plan, ledger: Ledger, killed: int, forgiven: int
     ) -> None:
         super().__init__("", output, plan, ledger, Resume.NEVER)
         self._parts = parts

@@ -124,11 +124,12 @@ def read_manifest_value(store: Store, directory: Location) -> Manifest:
     return manifest_of_json(store.read_small(path, MANIFEST_BYTES), path)
 
 
-def is_snapshot_of(directory: Path, plan_digest: str) -> bool:
-    """Whether a snapshot by this plan is published in a directory."""
-    if not (directory / MANIFEST_NAME).is_file():
+def is_snapshot_of(place: Path | Location, plan_digest: str) -> bool:
+    """Whether a snapshot by this plan is published at a place."""
+    try:
+        return read_manifest_value(Stores(), Location.of(place)).plan_digest == plan_digest
+    except NotFoundError:
         return False
-    return read_manifest_value(Stores(), Location.local(directory)).plan_digest == plan_digest
 
 
 def _with_catalog(home: Path, action: Callable[[Catalog], T]) -> T | None:

@@ -23,6 +23,7 @@ from mergepipe.snapshots.layout import small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.storage.limits import OWNER_BYTES
 from mergepipe.storage.location import Location
+from mergepipe.storage.owned import PARTS_MARK
 from mergepipe.storage.owner import Owner, is_alive, this_process
 from mergepipe.storage.remote.bucket_folder import BucketFolder, age_seconds
 from mergepipe.storage.remote.client import ObjectFacts
@@ -51,11 +52,11 @@ class _Marker:
         }  # fmt: skip
         return json.dumps(content, allow_nan=False).encode()
 
-    def may_be_alive(self, silent_seconds: float) -> bool:
+    def may_be_alive(self, silent_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> bool:
         """Whether the process may still write; of another machine, none is trusted to be dead before long."""
         if self.owner == this_process():
             return self.upload in _active
-        return is_alive(self.owner, 0.0) and (is_alive(self.owner, float("inf")) or silent_seconds < SILENCE_SECONDS)
+        return is_alive(self.owner, 0.0) and (is_alive(self.owner, float("inf")) or silent_seconds < silence_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class ObjectUpload:
     What was sent stays for the next run, or for `gc`; the marker goes only if nothing was.
     """
 
+    silence_seconds = SILENCE_SECONDS
+
     def __init__(self, folder: BucketFolder, record_name: str = MANIFEST_NAME) -> None:
         self._folder = folder
         self._record_name = record_name
@@ -116,15 +119,14 @@ class ObjectUpload:
             UnsupportedError: `output.no-conditions`, the store ignores conditions.
             NotFoundError, StorageError: as `BucketFolder`.
         """
-        if self._folder.look(self._record_name) is not None:
-            raise self._exists()
+        self._check_unpublished()
         self._check_conditions()
         _active.add(self._marker.upload)
         try:
             if self._folder.create(MARKER_NAME, self._marker.to_json()):
                 self._check_empty()
             else:
-                _take_over(self._folder, self._marker)
+                _take_over(self._folder, self._marker, self.silence_seconds)
         except BaseException:
             _active.discard(self._marker.upload)
             raise
@@ -136,6 +138,10 @@ class ObjectUpload:
                 self._leave(error)
         finally:
             _active.discard(self._marker.upload)
+
+    def _check_unpublished(self) -> None:
+        if self._folder.look(self._record_name) is not None:
+            raise self._exists()
 
     def has(self, name: str, digest: str) -> bool:
         """Whether an object of this digest is there."""
@@ -212,12 +218,7 @@ class ObjectUpload:
         is_ignored = self._folder.create(probe, b"2")
         self._folder.delete(probe)
         if is_ignored:
-            raise UnsupportedError.of(
-                "output.no-conditions",
-                self._folder.location,
-                "its store ignores conditional puts (If-None-Match), so that no output there is safe from another run",
-                "merge into a folder and copy it there, or use a store that has them",
-            )
+            raise no_conditions(self._folder.location)
 
     def _check_empty(self) -> None:
         """Refuse a prefix under which something else lies."""
@@ -313,11 +314,23 @@ def check_apart(destination: Location, inputs: Iterable[Location]) -> None:
             raise OutputError.of("output.overlaps-input", destination, message, hint)
 
 
+def no_conditions(location: Location) -> MergePipeError:
+    """Return the error of a store in which outputs cannot be made."""
+    return UnsupportedError.of(
+        "output.no-conditions",
+        location,
+        "its store ignores conditional puts (If-None-Match), so that no output there is safe from another run",
+        "merge into a folder and copy it there, or use a store that has them",
+    )
+
+
 def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
     """Find the uploads at and below a folder that were not finished; of published ones, the marker alone."""
     listing = folder.list_all()
     for name in sorted(name for name in listing if PurePosixPath(name).name == MARKER_NAME):
         parent = name.removesuffix(MARKER_NAME)
+        if any(key.startswith(f"{parent}{PARTS_MARK}") for key in listing):
+            continue  # its job decides what becomes of it
         within = {key.removeprefix(parent): facts for key, facts in listing.items() if key.startswith(parent)}
         place = folder.below(parent.rstrip("/"))
         marker = _read_marker(place)
@@ -331,7 +344,7 @@ def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
         yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)
 
 
-def _take_over(folder: BucketFolder, marker: _Marker) -> None:
+def _take_over(folder: BucketFolder, marker: _Marker, silence_seconds: float = SILENCE_SECONDS) -> None:
     """Put our marker in the place of a dead run's.
 
     Raises:
@@ -345,7 +358,7 @@ def _take_over(folder: BucketFolder, marker: _Marker) -> None:
     if earlier is None:
         message = f"its {MARKER_NAME} is no record of an upload"
         raise OutputError.of("output.not-ours", folder.location, message, "choose another prefix, or remove it")
-    if earlier.may_be_alive(_silent_seconds(_within_one(folder))):
+    if earlier.may_be_alive(_silent_seconds(_within_one(folder)), silence_seconds):
         raise _busy(folder, str(earlier.owner))
     if not folder.exchange(MARKER_NAME, marker.to_json(), facts):
         raise _busy(folder, "another process")
@@ -387,8 +400,21 @@ def _own_names(listing: Mapping[str, ObjectFacts]) -> list[str]:
     return [name for name in listing if not below & {str(parent) for parent in PurePosixPath(name).parents}]
 
 
+def is_uploading(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> bool:
+    """Whether a living process may be writing an output to the folder."""
+    marker = _read_marker(folder) if MARKER_NAME in listing else None
+    return marker is not None and marker.may_be_alive(_silent_seconds({MARKER_NAME: listing[MARKER_NAME]}))
+
+
+def written_names(folder: BucketFolder, listing: Mapping[str, ObjectFacts]) -> list[str]:
+    """The names of a listing that uploads to the folder itself wrote, records of parts apart."""
+    return [name for name in _own_names(listing) if _is_ours(folder, name)]
+
+
 def _is_ours(folder: BucketFolder, name: str) -> bool:
     """Whether an upload of ours wrote an object."""
+    if name.startswith(PARTS_MARK):
+        return False
     if PurePosixPath(name).name.startswith(_PROBE_PREFIX):
         return True
     facts = folder.look(name)

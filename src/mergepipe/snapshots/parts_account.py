@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from mergepipe.core.canonical_json import canonical_json
 from mergepipe.core.json_fields import JsonFields
-from mergepipe.snapshots.parts_directory import PARTS_FORMAT, PartsDirectory, parsed_record
+from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsPlace, parsed_record
 from mergepipe.storage.ledger import Purpose, Usage
 from mergepipe.storage.owner import Owner, is_alive, this_process
 
@@ -132,8 +132,8 @@ class Readings:
         return sum(reading.expert_bytes for reading in self.counted if reading.state is ReadingState.OPEN)
 
 
-def readings_in(parts: PartsDirectory) -> Readings:
-    """Read the account of a parts directory.
+def readings_in(parts: PartsPlace) -> Readings:
+    """Read the account of a place.
 
     Raises:
         CorruptError: `parts.record`.
@@ -146,7 +146,7 @@ def readings_in(parts: PartsDirectory) -> Readings:
 class PartsAccount:
     """Admits readings, given what the plan costs and the limit of all reading (None: unlimited)."""
 
-    parts: PartsDirectory
+    parts: PartsPlace
     planned_bytes: int
     limit_bytes: int | None
     part: str
@@ -231,7 +231,7 @@ def _member(fields: JsonFields, key: str, kind: type[E]) -> E:
     return kind(value) if value in set(kind) else fields.refuse(f"'{key}' is '{value[:20]}'")
 
 
-def _read_all(parts: PartsDirectory, names: Iterable[str], prefix: str) -> tuple[NumberedReading, ...]:
+def _read_all(parts: PartsPlace, names: Iterable[str], prefix: str) -> tuple[NumberedReading, ...]:
     """Read the records of one kind in the order of their names."""
     contents = ((name, parts.read(name)) for name in names if name.startswith(prefix))
     return tuple(

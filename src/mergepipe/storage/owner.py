@@ -177,10 +177,11 @@ def living_owner(directory: Path, *, is_locked: bool | None) -> Owner | None:
     owner = read_owner(directory)
     if owner is None or (is_locked and owner.boot == _boot_id()):
         return None
-    return owner if is_alive(owner, time.time() - _newest_change(directory)) else None
+    return owner if is_alive(owner, time.time() - newest_change(directory)) else None
 
 
-def _newest_change(directory: Path) -> float:
+def newest_change(directory: Path) -> float:
+    """When a file in a directory was changed last, in seconds since 1970; 0 if there is none."""
     newest = 0.0
     for folder, _, names in os.walk(directory):
         for name in names:

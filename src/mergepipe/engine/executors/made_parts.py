@@ -8,7 +8,7 @@ from pathlib import Path
 from mergepipe.engine.observer import SILENT, Observer
 from mergepipe.engine.work import MergeWork, PartResult
 from mergepipe.errors import NotFoundError
-from mergepipe.snapshots.parts_directory import PartsDirectory
+from mergepipe.snapshots.parts_place import PartsPlace
 from mergepipe.snapshots.shards import DurableProgress, TensorDigest
 from mergepipe.storage.ledger import Ledger, Usage
 from mergepipe.storage.output import sync_directory
@@ -18,9 +18,9 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class MadeParts:
-    """An `Executor` that moves all shards of a parts directory to staging, and counts in `ledger` what they took."""
+    """An `Executor` that takes all shards of an output made in parts, and counts in `ledger` what they took."""
 
-    parts: PartsDirectory
+    parts: PartsPlace
     ledger: Ledger
     usage: Usage
     limit_bytes: int | None
@@ -48,13 +48,18 @@ class MadeParts:
         return PartResult(digests_of, self.usage)
 
 
-def made_shards(parts: PartsDirectory) -> dict[int, tuple[TensorDigest, ...]]:
+def made_shards(parts: PartsPlace) -> dict[int, tuple[TensorDigest, ...]]:
     """Return the digests of all shards.
 
     Raises:
         NotFoundError: `parts.missing`, it names the first shards that are not made.
     """
-    digests_of = {shard: parts.done(shard) for shard in range(len(parts.job.shards))}
+    recorded = parts.recorded_shards()
+    is_complete = len(recorded) == len(parts.job.shards)  # else none is read
+    digests_of = {
+        shard: parts.done(shard) if is_complete else () if shard in recorded else None
+        for shard in range(len(parts.job.shards))
+    }
     missing = [parts.job.shards[shard][0] for shard, digests in digests_of.items() if digests is None]
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BlockElements, PackPath, ReportFlags, RunFlags
+from mergepipe.cli.options import BlockElements, ExpertPart, PackPath, ReportFlags, RunFlags
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
@@ -43,6 +43,7 @@ EXAMPLES = (
     "mergepipe analyze base/ expert-1/ --probe 1%",
     "mergepipe analyze base/ expert-1/ --export mergepipe.stats",
     "mergepipe analyze --import mergepipe.stats",
+    "mergepipe analyze base/ expert-*/ --part 2/4 --export part-2.stats",
 )
 
 
@@ -62,6 +63,7 @@ def analyze(
     pack: PackPath = None,
     import_from: ImportFrom = None,
     export_to: ExportTo = None,
+    part: ExpertPart = None,
     machine: RunFlags,
     printing: ReportFlags,
 ) -> None:
@@ -83,11 +85,12 @@ def analyze(
 
     probe_fraction = 0.0 if probe is None else parse_fraction(probe, "--probe")
     from mergepipe import api
+    from mergepipe.jobs.parts import experts_of_part
 
     with progress_shown(session, silent=printing.silent) as on_progress:
         report = api.analyze(
             base,
-            experts,
+            experts_of_part(experts, part),
             probe_fraction=probe_fraction,
             densities=[parse_fraction(each, "--density", "option.density") for each in density or ()],
             block_elements=block_elements,

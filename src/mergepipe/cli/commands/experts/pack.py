@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BasePath, ExpertPaths, Home, ReportFlags, Threads
+from mergepipe.cli.options import BasePath, ExpertPart, ExpertPaths, Home, ReportFlags, Threads
 from mergepipe.cli.outcomes import tell_what_is_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
@@ -24,6 +24,7 @@ Replace = Annotated[
 EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
+    "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
 )
 
 
@@ -39,6 +40,7 @@ def pack(
     *,
     out: PackOut,
     replace: Replace = False,
+    part: ExpertPart = None,
     threads: Threads = None,
     home: Home = None,
     printing: ReportFlags,
@@ -50,9 +52,11 @@ def pack(
     """
     session: Session = context.obj
     from mergepipe import api
+    from mergepipe.jobs.parts import experts_of_part
 
+    own = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
-        report = api.pack(base, experts, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
+        report = api.pack(base, own, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
     from mergepipe.cli.render.packing import pack_table
 
     print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

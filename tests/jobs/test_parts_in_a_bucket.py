@@ -1,0 +1,380 @@
+"""Parts of a plan whose output lies in a bucket: the objects of one machine's merge, whoever makes which part."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import mergepipe
+from mergepipe.engine.make_part import make_part
+from mergepipe.errors import ConflictError, NotFoundError, OutputError, RecipeError, UnsupportedError
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.planning.plan import Plan
+from mergepipe.planning.plan_json import parse_plan
+from mergepipe.reports import Garbage, PartReport
+from mergepipe.runs import parts as worker_module
+from mergepipe.snapshots import parts_bucket
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.object_upload import ObjectUpload
+from mergepipe.snapshots.parts_bucket import JobUpload, parts_folder
+from mergepipe.snapshots.parts_place import JOB_NAME
+from mergepipe.storage.location import Location
+from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.remote.client import BucketWriter
+from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
+from support.families import FamilyShape, write_family
+from support.remote_stores import set_environment
+from support.s3_server import S3Server, s3_server
+
+SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
+RECIPE = """merge_method: {method}
+base_model: {root}/base
+models:
+  - {{model: {root}/{prefix}expert-1, parameters: {{weight: 0.6, density: 0.4}}}}
+  - {{model: {root}/{prefix}expert-2, parameters: {{weight: 0.5, density: 0.3}}}}
+dtype: bfloat16
+"""
+SHARD_BYTES = 64 << 10
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "della", "breadcrumbs", "model_stock", "sce")
+FAST = [("ties", "40%", False), ("dare_ties", None, True)]
+ALL = [(method, budget, is_packed) for method in METHODS for budget in (None, "60%") for is_packed in (False, True)]
+Key = tuple[str, str | None, bool]
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A family, its packed experts, and what one machine makes of plans for them."""
+
+    folder: Path
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(home=self.folder / "home", catalog=False, threads=2)
+
+    def plan(self, key: Key) -> Plan:
+        method, budget, is_packed = key
+        path = self.folder / f"{method}-{is_packed}.yml"
+        path.write_text(RECIPE.format(root=self.folder, method=method, prefix="packed/" if is_packed else ""))
+        return mergepipe.plan(
+            path, budget, everything=budget is None, home=self.folder / "plans", reuse=False,
+            options=PlanOptions(block_elements=16384, probe=False),
+        )  # fmt: skip
+
+    def local(self, key: Key) -> tuple[Plan, Path]:
+        """A plan, and the output of one machine, made once."""
+        out = self.folder / f"local-{'-'.join(map(str, key))}"
+        stored = out.with_suffix(".json")
+        if not out.exists():
+            plan = self.plan(key)
+            stored.write_bytes(plan.to_json())
+            mergepipe.run(plan, out, shard_bytes=SHARD_BYTES, options=self.options)
+        return parse_plan(stored.read_bytes()), out
+
+    def part(self, plan: Plan, out: str, part: tuple[int, int] | None, *, resume: bool | None = None) -> PartReport:
+        return mergepipe.run_part(plan, out, part, shard_bytes=SHARD_BYTES, resume=resume, options=self.options)
+
+    def staged(self) -> list[Path]:
+        """What is left on this machine of outputs for buckets."""
+        return list((self.folder / "home").glob("uploads/.*"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("family")
+    write_family(folder, SHAPE, 2)
+    mergepipe.pack(folder / "base", [folder / "expert-1", folder / "expert-2"], folder / "packed")
+    return Bench(folder)
+
+
+@pytest.fixture
+def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix that nothing lies under."""
+    set_environment(monkeypatch, server.url)
+    return f"s3://bucket/out-{next(_numbers)}"
+
+
+def assert_same(out: str, local: Path) -> None:
+    """All that lies there is the snapshot of one machine, to the byte but for the facts of the run."""
+    remote, wanted = objects_below(out), files_below(local)
+    assert remote.keys() == wanted.keys()
+    assert [name for name in wanted if remote[name] != wanted[name] and name != MANIFEST_NAME] == []
+    ours, theirs = (manifest_of_json(files[MANIFEST_NAME]) for files in (remote, wanted))
+    assert (ours.sid, ours.files, ours.tensors) == (theirs.sid, theirs.files, theirs.tensors)
+    assert ours.realized.expert == theirs.realized.expert
+
+
+def check_in_parts(bench: Bench, out: str, key: Key, n_parts: int, random: Random) -> None:
+    """Make all parts in some order, two of them twice; what is there then is the output of one machine."""
+    plan, local = bench.local(key)
+    order = [*range(1, n_parts + 1), *random.choices(range(1, n_parts + 1), k=2)]
+    random.shuffle(order)
+    reports = [bench.part(plan, out, (number, n_parts)) for number in order]
+    assert sum(report.merge is not None for report in reports) == 1
+    assert_same(out, local)
+    assert bench.staged() == []
+
+
+@pytest.mark.parametrize("key", FAST)
+def test_run_part__into_a_bucket_makes_what_one_machine_makes(bench: Bench, out: str, key: Key) -> None:
+    check_in_parts(bench, out, key, 3, Random(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ALL)
+def test_run_part__into_a_bucket_by_every_method(bench: Bench, out: str, key: Key) -> None:
+    for n_parts in range(1, 8):
+        check_in_parts(bench, f"{out}-{n_parts}", key, n_parts, Random(n_parts))
+
+
+def test_run_part__of_racing_workers_makes_one_output(bench: Bench, out: str) -> None:
+    plan, local = bench.local(FAST[1])
+    with ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(lambda _: bench.part(plan, out, (1, 1)), range(3)))
+    assert sum(report.merge is not None for report in reports) == 1
+    assert remote_weights(out) == {name: c for name, c in files_below(local).items() if name.endswith(".safetensors")}
+    assert parts_of(out) == []
+    assert bench.staged() == []
+
+
+def remote_weights(out: str) -> dict[str, bytes]:
+    return {name: content for name, content in objects_below(out).items() if name.endswith(".safetensors")}
+
+
+def parts_of(out: str) -> list[str]:
+    """The records of parts that lie at a place."""
+    return [name for name in BucketFolder(Location.parse(out)).list_all() if "mergepipe-parts" in name]
+
+
+def test_run_part__finishes_when_it_is_asked_to(bench: Bench, out: str) -> None:
+    plan, local = bench.local(FAST[0])
+    with pytest.raises(NotFoundError, match="no part of it is made"):
+        bench.part(plan, out, None)
+    bench.part(plan, out, (1, 2))
+    status = mergepipe.parts_status(plan, out, n_parts=2)
+    assert (status.is_published, status.missing_parts, str(status.out)) == (False, (2,), out)
+    with pytest.raises(NotFoundError, match="shards are not made"):
+        bench.part(plan, out, None)
+    assert MANIFEST_NAME not in objects_below(out)
+    bench.part(plan, out, (2, 2))
+    assert mergepipe.parts_status(plan, out, n_parts=2).is_published
+    assert bench.part(plan, out, None).is_published
+    assert_same(out, local)
+
+
+# --- workers that come too late, or die ---
+
+
+@pytest.mark.parametrize("moment", ["before it reads", "after it made a shard"])
+def test_run_part__stale_worker_after_the_commit_changes_nothing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    plan, _ = bench.local(FAST[1])
+    after: list[dict[str, bytes]] = []
+
+    def finish_by_another() -> None:
+        monkeypatch.setattr(worker_module, "make_part", make_part)
+        bench.part(plan, out, (1, 1))
+        after.append(objects_below(out))
+
+    def overtaken(*arguments: object) -> object:
+        if moment == "before it reads":
+            finish_by_another()
+        result = make_part(*arguments)  # type: ignore[arg-type]
+        if moment != "before it reads":
+            finish_by_another()
+        return result
+
+    monkeypatch.setattr(worker_module, "make_part", overtaken)
+    report = bench.part(plan, out, (1, 2))
+    assert (report.is_published, report.merge) == (True, None)
+    assert [objects_below(out)] == after
+    assert bench.staged() == []
+
+
+def test_create__takes_a_record_back_that_came_after_the_end(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job ends between the worker's look and its request."""
+    plan, _ = bench.local(FAST[0])
+    bench.part(plan, out, (1, 3))
+    place = parts_folder(BucketFolder(Location.parse(out)), plan.digest)
+    create = BucketWriter.create
+    late: list[str] = []
+
+    def ended(self: BucketWriter, key: str, content: bytes | Path, digest: str) -> None:
+        if "/done-" in key:
+            place.delete(JOB_NAME)
+            late.append(key)
+        create(self, key, content, digest)
+
+    monkeypatch.setattr(BucketWriter, "create", ended)
+    before = set(objects_below(out))
+    with pytest.raises(ConflictError, match="finished or removed by somebody else"):
+        bench.part(plan, out, (2, 3))
+    added = {name.rpartition("/")[2] for name in set(objects_below(out)) - before}
+    assert late
+    assert [name for name in added if name.startswith("done-")] == []
+
+
+def kill_at(requests: Requests, number: int | None, *, after: bool = False) -> None:
+    requests.changes.clear()
+    requests.fails_at, requests.after, requests.is_dead = number, after, False
+
+
+def check_killed_at(bench: Bench, out: str, requests: Requests, number: int, *, after: bool) -> None:
+    """Kill the only worker at one of its requests; another completes the output, or `gc` clears what is left."""
+    plan, local = bench.local(("dare_ties", None, True))
+    kill_at(requests, number, after=after)
+    with pytest.raises(Killed):
+        bench.part(plan, out, (1, 1))
+    kill_at(requests, None)
+    was_published = MANIFEST_NAME in objects_below(out)
+    report = bench.part(plan, out, (1, 1))
+    assert report.is_published
+    assert (report.merge is None) == was_published
+    mergepipe.gc([out], home=bench.folder / "no-home")
+    remote, wanted = objects_below(out), files_below(local)
+    assert remote.keys() == wanted.keys()
+    assert remote_weights(out) == {name: c for name, c in wanted.items() if name.endswith(".safetensors")}
+    mergepipe.verify(out, options=bench.options)
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), [("00002-of", True), ("done-00001", False), ("config.json", False), (MANIFEST_NAME, True)]
+)
+def test_run_part__killed_worker_leaves_all_or_nothing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    bench.part(bench.local(("dare_ties", None, True))[0], f"{out}-whole", (1, 1))
+    number = next(n for n, (kind, key) in enumerate(requests.changes) if kind == "create" and name in key)
+    check_killed_at(bench, out, requests, number, after=after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+def test_run_part__killed_at_any_request_leaves_all_or_nothing(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    requests = watch_buckets(monkeypatch)
+    bench.part(bench.local(("dare_ties", None, True))[0], f"{out}-whole", (1, 1))
+    n_requests = len(requests.changes)
+    assert n_requests > 30
+    for number in range(n_requests):
+        check_killed_at(bench, f"{out}-{number}", requests, number, after=after)
+
+
+def test_run_part__other_bytes_of_a_shard_are_refused(bench: Bench, out: str) -> None:
+    plan, _ = bench.local(FAST[0])
+    bench.part(plan, out, (1, 3))
+    folder = BucketFolder(Location.parse(out))
+    missing = next(s.name for s in mergepipe.parts_status(plan, out).shards if s.state == "open")
+    folder.create(missing, b"of somebody else")
+    with pytest.raises(ConflictError, match="another worker made other bytes of it"):
+        bench.part(plan, out, (1, 1))
+    assert folder.read(missing, 100) == b"of somebody else"
+
+
+# --- other outputs at the same place ---
+
+
+def test_run_part__and_a_merge_refuse_the_place_of_each_other(bench: Bench, out: str) -> None:
+    plan, _ = bench.local(FAST[0])
+    recipe = bench.folder / "ties-False.yml"
+    bench.part(plan, out, (1, 3))
+    before = objects_below(out)
+    with pytest.raises(OutputError, match="no unfinished output"):
+        mergepipe.merge(recipe, out, options=MergeOptions(home=bench.folder / "home", catalog=False))
+    assert objects_below(out) == before
+    other = BucketFolder(Location.parse(f"{out}-other"))
+    with pytest.raises(ConflictError, match="makes an output"), ObjectUpload(other):
+        bench.part(plan, f"{out}-other", (1, 3))
+    assert objects_below(f"{out}-other") == {}
+
+
+def test_run_part__never_writes_among_objects_of_others(bench: Bench, out: str) -> None:
+    plan, local = bench.plan(("linear", None, False)), bench.local(FAST[0])[1]
+    content = (local / MANIFEST_NAME).read_bytes()
+    for name, message in (("notes.txt", "not of this job"), (MANIFEST_NAME, "never replaced")):
+        place = f"{out}-{name}"
+        BucketFolder(Location.parse(place)).create(name, content)
+        with pytest.raises(OutputError, match=message):
+            bench.part(plan, place, (1, 2))
+        assert list(objects_below(place)) == [name]
+    with pytest.raises(RecipeError, match="no meaning for an output in a bucket"):
+        mergepipe.run_part(plan, out, (1, 2), force=True, options=bench.options)
+
+
+def test_run_part__into_a_store_that_ignores_conditions_is_refused(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BucketWriter, "create", BucketWriter.overwrite)
+    with pytest.raises(UnsupportedError, match="ignores conditional puts"):
+        bench.part(bench.local(FAST[0])[0], out, (1, 2))
+    assert objects_below(out) == {}
+
+
+# --- what is left behind ---
+
+
+def later(monkeypatch: pytest.MonkeyPatch, age: timedelta) -> None:
+    """Let all objects be older."""
+    monkeypatch.setattr(parts_bucket, "age_seconds", lambda *_: age.total_seconds())
+
+
+def test_gc__removes_parts_that_are_abandoned(bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, local = bench.local(FAST[0])
+    bench.part(plan, out, (1, 2))
+    other = f"{out}-other/below"
+    mergepipe.run(plan, other, shard_bytes=SHARD_BYTES, options=bench.options)
+
+    def collect() -> tuple[Garbage, ...]:
+        return mergepipe.gc([out, f"{out}-other"], home=bench.folder / "none").garbage
+
+    assert collect() == ()
+    later(monkeypatch, timedelta(days=8))
+    (garbage,) = collect()
+    assert (garbage.kind, garbage.what, garbage.is_removed) == ("parts", out, True)
+    assert objects_below(out) == {}
+    assert_same(other, local)
+
+
+def test_gc__leaves_the_parts_of_an_output_that_is_being_finished(
+    bench: Bench, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _ = bench.local(FAST[0])
+    bench.part(plan, out, (1, 2))
+    later(monkeypatch, timedelta(days=8))
+    shards = remote_weights(out)
+    with JobUpload(BucketFolder(Location.parse(out))):
+        assert mergepipe.gc([out], home=bench.folder / "none").garbage == ()
+        assert remote_weights(out) == shards
+        with pytest.raises(NotFoundError, match="no part of it is made"):
+            bench.part(plan, out, None)
+
+
+def test_gc__removes_records_of_a_published_output_only(bench: Bench, out: str) -> None:
+    plan, local = bench.local(FAST[0])
+    bench.part(plan, out, (1, 1))
+    folder = BucketFolder(Location.parse(out))
+    parts_folder(folder, plan.digest).create("done-00001.json", b"a worker was killed as it wrote this")
+    garbage = mergepipe.gc(["s3://bucket"], home=bench.folder / "none", dry_run=True).garbage
+    assert [entry.is_removed for entry in garbage if entry.what == out] == [False]
+    mergepipe.gc([out], home=bench.folder / "none")
+    assert_same(out, local)
