@@ -30,6 +30,13 @@ MAX_THREADS = 1024
 MAX_BLOCK_ELEMENTS = 1 << 40
 
 
+class PathStyle(StrEnum):
+    """How the files of a snapshot name local inputs."""
+
+    RELATIVE = "relative"
+    ABSOLUTE = "absolute"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CommonOptions:
     """The options that every long call has."""
@@ -136,6 +143,9 @@ class MergeOptions(_CommonOptions):
         card: write the model card.
         tokenizer: copy the tokenizer's files; those that the recipe asks for are written in any case.
         mergekit_config: write the recipe beside the model as `mergekit_config.yml`, too, where the Hub looks for it.
+        paths: how the snapshot's files name local inputs: `relative` to the recipe and the snapshot, or `absolute`.
+        base_model_ids: ids on the Hub that the card names as base models: `org/name`, or `MODEL=org/name` for a model
+            of the recipe. Those of models from the Hub and its local cache are known without.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
@@ -154,12 +164,15 @@ class MergeOptions(_CommonOptions):
     lenient: bool = False
     card: bool = True
     tokenizer: bool = True
-    mergekit_config: bool = False
+    mergekit_config: bool = True
+    paths: str = PathStyle.RELATIVE.value
+    base_model_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
         _CommonOptions.__post_init__(self)  # `super()` does not know a class that was made again for its slots
         positive("--shard-size", self.shard_bytes)
+        choice("--paths", self.paths, PathStyle)
         if self.overlay:
             _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
         if self.pack is not None and self.resume:

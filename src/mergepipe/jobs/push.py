@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergepipe.core.outcome import note_committed
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import is_composite
 from mergepipe.reports import Progress, ProgressCallback, PushReport
-from mergepipe.runs.portable import PortableRecord, portable_record
+from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
+from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
 from mergepipe.snapshots.overlay.reader import is_overlay
+from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -27,6 +29,8 @@ from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
+_LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
+"""Files that serve later merges beside the snapshot, and nobody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,9 @@ class PushRequest:
 class _Content:
     """What is pushed: weight files by name, and the small ones, the manifest apart."""
 
-    record: PortableRecord
+    manifest: Manifest
     weights: Mapping[str, Path]
     small: Mapping[str, bytes]
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.record.manifest
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +89,6 @@ def push_snapshot(
         total_bytes=content.total_bytes,
         kept_bytes=sent.kept_bytes,
         commit=sent.commit,
-        replaced_paths=content.record.replaced_paths,
         seconds=time.perf_counter() - started,
     )
 
@@ -117,16 +116,15 @@ def _read_content(store: Store, path: Path) -> _Content:
         if size_bytes != file.size_bytes:
             message = f"has {size_bytes} bytes, {file.size_bytes} were written"
             raise CorruptError.of("push.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
-    records = (*manifest.sidecars, manifest.blocks)
+    sidecars = tuple(record for record in manifest.sidecars if record.name not in _LOCAL_NAMES)
+    records = (*sidecars, manifest.blocks)
     small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
     for record in records:
         if small_digest(small[record.name]) != record.blake3:
             message = "is not what was written"
             raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
-    blocks = small.pop(manifest.blocks.name)
-    portable = portable_record(manifest, small, path)
-    weights = {file.name: path / file.name for file in manifest.files}
-    return _Content(portable, weights, {**portable.small, manifest.blocks.name: blocks})
+    copy = with_changed_paths(replace(manifest, sidecars=sidecars), lambda text: relative_reference(text, None))
+    return _Content(copy, {file.name: path / file.name for file in manifest.files}, small)
 
 
 def _push_to_bucket(

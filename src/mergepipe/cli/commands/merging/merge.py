@@ -12,6 +12,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
+    PUBLISHING_PANEL,
     WORK_PANEL,
     AllowDropped,
     Force,
@@ -33,7 +34,7 @@ from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PathStyle
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -79,6 +80,25 @@ Overlay = Annotated[
         "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
+Paths = Annotated[
+    str,
+    typer.Option(
+        "--paths",
+        metavar="STYLE",
+        help="How the output's files name local inputs: relative or absolute.",
+        rich_help_panel=PUBLISHING_PANEL,
+    ),
+]
+BaseModelId = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base-model-id",
+        metavar="ID",
+        help="A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+        rich_help_panel=PUBLISHING_PANEL,
+        show_default=False,
+    ),
+]
 _FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
@@ -100,6 +120,8 @@ class RecipeFlags:
     keep_sums: KeepSums = False
     overlay: Overlay = False
     pack: PackPath = None
+    paths: Paths = PathStyle.RELATIVE.value
+    base_model_id: BaseModelId = None
 
 
 def register(app: typer.Typer) -> None:
@@ -146,6 +168,8 @@ def merge(
         keep_sums=settings.keep_sums,
         overlay=settings.overlay,
         pack=settings.pack,
+        paths=settings.paths,
+        base_model_ids=tuple(settings.base_model_id or ()),
         allow_dropped=tuple(settings.allow_dropped or ()),
         strict=strict,
         lenient=lenient,
