@@ -35,7 +35,7 @@ _LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """How a snapshot is pushed: whether a repository of the Hub is created, and whether it is private then."""
+    """Options of a push: whether a repository of the Hub is created, and whether it is private then."""
 
     creates: bool = False
     is_private: bool = False
@@ -44,7 +44,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What is pushed: weight files by name, and the small ones, the manifest apart."""
+    """The files to push: weight files by name, and the small ones, the manifest apart."""
 
     manifest: Manifest
     weights: Mapping[str, Path]
