@@ -201,7 +201,7 @@ def test_options__have_these_fields() -> None:
     assert field_names(options.MergeOptions) == [
         *common, "plan", "shard_bytes", "statistics", "resume", "reuse", "keep_sums", "overlay", "pack",
         "allow_dropped", "strict", "lenient", "card", "tokenizer", "mergekit_config", "executor",
-            "address",
+            "address", "paths", "base_model_ids",
     ]  # fmt: skip
 
 
@@ -221,6 +221,7 @@ def test_reports__keep_their_fields() -> None:
         "expert_bytes", "analysis_bytes", "metadata_bytes", "output_bytes", "seconds", "peak_rss_bytes",
         "planned_bytes", "budget_bytes", "reused_bytes", "notices", "packed", "not_packed", "earlier_expert_bytes",
         "forgiven_expert_bytes", "reused_from", "reused_by", "sum_bytes", "verdict", "recipe_notices", "traffic",
+        "left_out",
     ]  # fmt: skip
     assert [field.name for field in dataclasses.fields(reports.CheckReport)] == [
         "recipe", "operator", "models", "merged_tensors", "copied", "dropped", "base_bytes", "expert_bytes",

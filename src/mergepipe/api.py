@@ -643,7 +643,7 @@ def verify(
     from mergepipe.jobs.verify import verify_snapshot
 
     engine, path = engine_options(options), _snapshot_location(snapshot, options.home)
-    return verify_snapshot(path, engine, deep_fraction, started=started, on_progress=on_progress)
+    return verify_snapshot(path, engine, deep_fraction, catalog_home(options), started=started, on_progress=on_progress)
 
 
 def repair(
@@ -662,7 +662,7 @@ def repair(
     from mergepipe.jobs.repair import repair_snapshot
 
     engine, path = engine_options(options), _snapshot_path(snapshot, options.home)
-    return repair_snapshot(path, engine, started=started, on_progress=on_progress)
+    return repair_snapshot(path, engine, catalog_home(options), started=started, on_progress=on_progress)
 
 
 def replay(
@@ -762,7 +762,8 @@ def push(
 def gc(roots: Sequence[str | Path] = (), *, dry_run: bool = False, home: str | Path | None = None) -> GcReport:
     """Remove staging of dead runs, beside known snapshots and under `roots`, and catalog rows of what is gone.
 
-    A root may be a prefix of a bucket: what unfinished uploads left there is removed.
+    Kept sums whose snapshot is gone are removed, too. A root may be a prefix of a bucket: what unfinished uploads left
+    there is removed.
 
     Raises:
         MergePipeError: see `mergepipe.errors`.

@@ -37,6 +37,13 @@ class ExecutorName(StrEnum):
     RAY = "ray"  # tasks of a Ray cluster
 
 
+class PathStyle(StrEnum):
+    """How the files of a snapshot name local inputs."""
+
+    RELATIVE = "relative"
+    ABSOLUTE = "absolute"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CommonOptions:
     """The options that every long call has."""
@@ -147,6 +154,9 @@ class MergeOptions(_CommonOptions):
         executor: who makes the files: `threads` of this process, or tasks on a `ray` cluster, where `threads` and
             `memory_bytes` are those of one task, nothing is reused, and every node reaches the inputs and the output.
         address: the Ray cluster; default, the one that runs on this machine, else one that is started for this merge.
+        paths: how the snapshot's files name local inputs: `relative` to the recipe and the snapshot, or `absolute`.
+        base_model_ids: ids on the Hub that the card names as base models: `org/name`, or `MODEL=org/name` for a model
+            of the recipe. Those of models from the Hub and its local cache are known without.
 
     Raises:
         LimitError, RecipeError: a number out of its range, or two options that exclude each other.
@@ -165,9 +175,11 @@ class MergeOptions(_CommonOptions):
     lenient: bool = False
     card: bool = True
     tokenizer: bool = True
-    mergekit_config: bool = False
+    mergekit_config: bool = True
     executor: str = ExecutorName.THREADS.value
     address: str | None = None
+    paths: str = PathStyle.RELATIVE.value
+    base_model_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_strictness(strict=self.strict, lenient=self.lenient)
@@ -179,6 +191,7 @@ class MergeOptions(_CommonOptions):
                 "--statistics": self.statistics, "--keep-sums": self.keep_sums, "--overlay": self.overlay,
                 "--pack": self.pack is not None,
             })  # fmt: skip
+        choice("--paths", self.paths, PathStyle)
         if self.overlay:
             _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
         if self.pack is not None and self.resume:

@@ -11,6 +11,7 @@ from typing import Final
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
 from mergepipe.recipes.resolve.tasks import DroppedTensor
+from mergepipe.snapshots.manifest import LeftOutFile
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import Traffic
 
@@ -120,6 +121,7 @@ class MergeReport(Displayed):
     verdict: BudgetVerdict | None = None  # of a merge under a budget
     recipe_notices: tuple[Notice, ...] = ()  # what has no effect in the recipe
     traffic: Traffic = field(default_factory=Traffic)  # requests for remote files, and their bytes by host
+    left_out: tuple[LeftOutFile, ...] = ()  # files of the base's directory that are not copied, with the reasons
 
     @property
     def read_bytes(self) -> int:
@@ -614,10 +616,7 @@ class MaterialiseReport(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PushReport(Displayed):
-    """The result of a push. `sid` is that of the copy: another if paths of this machine stood in the recipe.
-
-    `commit` is that of the Hub; `kept_bytes` were in the bucket already. `replaced_paths` stand in the copy no more.
-    """
+    """The result of a push. `commit` is that of the Hub; `kept_bytes` were in the bucket already."""
 
     snapshot: Path
     destination: Location
@@ -626,13 +625,12 @@ class PushReport(Displayed):
     total_bytes: int
     kept_bytes: int
     commit: str
-    replaced_paths: tuple[str, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A directory or row that nothing refers to: `kind` is `staging`, `upload`, `parts` or a row's."""
+    """Something that nobody needs, removed or not: `kind` is `staging`, `upload`, `parts`, `sums` or a row's."""
 
     kind: str
     what: str

@@ -252,7 +252,7 @@ def test_parse_manifest__refuses_what_is_not_one(raw: bytes, code: str) -> None:
 
 def test_parse_manifest__names_another_version() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        parse_manifest(with_fields(format="mergepipe-manifest/4"), Path("mergepipe.json"))
+        parse_manifest(with_fields(format="mergepipe-manifest/5"), Path("mergepipe.json"))
     assert caught.value.code == "manifest.version"
 
 

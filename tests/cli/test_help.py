@@ -38,7 +38,8 @@ def test_help__lists_options_in_sections(run: Runner) -> None:
     assert lines[0] == "Usage: mergepipe merge [OPTIONS] RECIPE OUT"
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
-        "Arguments:", "Options:", "Under a budget:", "Catalog and earlier work:", "Machine:", "Printing:", "Examples:",
+        "Arguments:", "Options:", "Under a budget:", "Catalog and earlier work:",
+        "What the output says of its inputs:", "Machine:", "Printing:", "Examples:",
     ]  # fmt: skip
     assert lines[-1] == "  mergepipe merge --plan plan.json merged/"
 

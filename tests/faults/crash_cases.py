@@ -71,7 +71,9 @@ class CrashJob:
     def check_whole(self) -> None:
         """What is visible is the new snapshot, to the byte, and nothing lies beside it."""
         assert weights_digest(self.out) == self.wanted
-        report = verify_snapshot(Location.local(self.out), ENGINE, 0.0, started=time.perf_counter(), on_progress=None)
+        report = verify_snapshot(
+            Location.local(self.out), ENGINE, 0.0, None, started=time.perf_counter(), on_progress=None
+        )
         assert (report.damages, report.notices) == ((), ())
 
 

@@ -110,7 +110,7 @@ def test_read_journal__a_sealed_record_that_is_none_makes_nothing_of_all(tmp_pat
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999"])
 def test_manifest_of_json__refuses_what_has_no_digest(value: str) -> None:
-    raw = (GOLDEN / "manifest-3" / "mergepipe.json").read_text()
+    raw = (GOLDEN / "manifest-4" / "mergepipe.json").read_text()
     lying = raw.replace('"seed": 0', f'"seed": {value}', 1)
     assert lying != raw
     with pytest.raises(CorruptError) as caught:

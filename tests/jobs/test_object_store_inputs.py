@@ -80,12 +80,15 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         yield Bench(tmp_path, store)
 
 
+NAMING_INPUTS = {"mergepipe.json", "mergepipe.keys", "README.md", "mergekit_config.yml", "mergepipe-store.json"}
+
+
 def weights(folder: Path) -> dict[str, bytes]:
     """The files of weights and of block digests in a folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("mergepipe.json", "mergepipe.keys", "README.md", "mergepipe-store.json")
+        if path.is_file() and path.name not in NAMING_INPUTS
     }
 
 

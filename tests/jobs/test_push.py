@@ -77,8 +77,8 @@ def check_copy(snapshot: Path, files: dict[str, bytes]) -> None:
     assert [name for name, content in files.items() if str(snapshot.parent).encode() in content] == []
     manifest, source = (manifest_of_json(held[MANIFEST_NAME]) for held in (files, wanted))
     assert (manifest.files, manifest.tensors, manifest.blocks) == (source.files, source.tensors, source.blocks)
-    assert manifest.run["pushed_from_sid"] == source.sid
-    assert manifest.sid.encode() in files["README.md"]
+    assert manifest.sid == source.sid
+    assert [record.path for record in manifest.inputs] == ["../base", "../expert-1"]
 
 
 # --- the Hub ---
@@ -98,6 +98,9 @@ def test_push__to_the_hub_is_one_commit(snapshot: Path, hub: HubServer, tmp_path
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes(content)
     assert mergepipe.verify(copy, options=RunOptions(home=tmp_path / "home", threads=2)).is_sound
+    for name in ("base", "expert-1"):
+        (tmp_path / name).symlink_to(snapshot.parent / name)
+    assert mergepipe.verify(copy, deep_fraction=1.0, options=RunOptions(catalog=False, threads=2)).is_sound
 
 
 def test_push__again_uploads_nothing_that_is_there(snapshot: Path, hub: HubServer) -> None:

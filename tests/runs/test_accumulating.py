@@ -20,6 +20,7 @@ from mergepipe.runs.reuse.accumulators import (
     ACCUMULATORS_RECORD_NAME,
     read_totals,
 )
+from mergepipe.runs.reuse.kept_sums_files import sums_folder
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.storage.local import LocalStore
 from mergepipe.storage.location import Location
@@ -57,6 +58,12 @@ def test_merge__with_kept_sums_is_the_same(bench: Bench, name: str, out_dtype: s
     assert (report.damages, report.notices) == ((), ())
 
 
+def sums_of(out: Path) -> Path:
+    """The file of the sums that were kept beside a snapshot."""
+    (path,) = sums_folder(out).iterdir()
+    return path
+
+
 @pytest.mark.parametrize("name", ADDITIVE)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: str, keeps: bool) -> None:
@@ -68,7 +75,7 @@ def test_merge__of_one_expert_more_reads_that_expert_only(bench: Bench, name: st
     assert bench.digest("three") == bench.digest("scratch")
     assert 0 < report.expert_bytes <= expert_bytes(bench, 1)
     assert (report.analysis_bytes > 0) == (name == "dare_linear")  # a content id, once
-    assert (bench.folder / "three" / ACCUMULATORS_NAME).exists() == keeps
+    assert sums_folder(bench.folder / "three").exists() == keeps
     assert keeping.verify(bench.folder / "three").is_sound
     shutil.rmtree(bench.folder / "two")
     report = bench.merge(of(name, 1, 2, 3, 4), "four")
@@ -86,7 +93,8 @@ def test_merge__keeps_the_sums_of_what_it_need_not_merge(bench: Bench) -> None:
     )
     report = bench.merge(of("task_arithmetic", 1, 2, out_dtype="bfloat16"), "again", keep_sums=True)
     assert (report.expert_bytes, report.reused_bytes > 0, len(report.reused_from)) == (0, True, 1)
-    first, again = (bench.folder / name / ACCUMULATORS_NAME for name in ("first", "again"))
+    first, again = (sums_of(bench.folder / name) for name in ("first", "again"))
+    assert not (bench.folder / "first" / ACCUMULATORS_NAME).exists()
     assert first.read_bytes() == again.read_bytes()
 
 
@@ -172,7 +180,7 @@ def test_merge__does_not_go_on_with_a_record_of_another_format(bench: Bench) -> 
 
 def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench) -> None:
     bench.merge(of("task_arithmetic", 1, 2), "first", keep_sums=True)
-    path = bench.folder / "first" / ACCUMULATORS_NAME
+    path = sums_of(bench.folder / "first")
     content = bytearray(path.read_bytes())
     content[-1000] ^= 1
     path.write_bytes(content)
@@ -180,8 +188,9 @@ def test_merge__damaged_sums_are_found_before_anything_is_published(bench: Bench
         bench.merge(of("task_arithmetic", 1, 2, 3), "again")
     assert (caught.value.problems[0].code, caught.value.problems[0].where) == ("accumulators.damaged", str(path))
     assert not (bench.folder / "again").exists()
-    assert [damage.file for damage in keeping.verify(bench.folder / "first").damages] == [ACCUMULATORS_NAME]
+    assert [damage.file for damage in keeping.verify(bench.folder / "first").damages] == [str(path)]
     path.unlink()
+    assert [str(path) in notice for notice in keeping.verify(bench.folder / "first").notices] == [True]
     assert bench.merge(of("task_arithmetic", 1, 2, 3), "again").reused_bytes == 0
 
 

@@ -111,12 +111,10 @@ def test_merge__the_card_has_the_hubs_metadata(tmp_path: Path) -> None:
     sid = document_of(out / "mergepipe.json")["sid"]
     assert metadata == {
         "library_name": "transformers",
-        "tags": ["mergepipe", "merge"],
-        "base_model": ["one", "two"],
-        "base_model_relation": "merge",
+        "tags": ["merge", "mergepipe"],
         "merge": {"method": "linear", "tool": f"mergepipe {mergepipe.__version__}", "snapshot": sid},
     }
-    assert "    tokenizer_source: two\n" in card
+    assert f"```yaml\n{LINEAR}tokenizer_source: two\n```\n" in card
 
 
 @pytest.mark.transformers

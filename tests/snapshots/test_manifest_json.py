@@ -134,9 +134,9 @@ def test_manifest__any_other_change_is_refused(content: Content) -> None:
 
 
 def test_manifest__of_the_golden_snapshot_is_read_and_written_byte_for_byte() -> None:
-    raw = (GOLDEN / "manifest-3" / MANIFEST_NAME).read_bytes()
+    raw = (GOLDEN / "manifest-4" / MANIFEST_NAME).read_bytes()
     manifest = manifest_of_json(raw)
-    assert json.loads(raw)["format"] == "mergepipe-manifest/3"
+    assert json.loads(raw)["format"] == "mergepipe-manifest/4"
     assert manifest.sid == json.loads(raw)["sid"]
     assert manifest.to_json() == raw
 
@@ -154,7 +154,7 @@ def test_manifest__of_the_golden_snapshot_is_read_and_written_byte_for_byte() ->
         (b'{"format": "mergepipe-plan/1"}', CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-manifest/0"}', CorruptError, "manifest.field"),
         (b'{"format": "mergepipe-manifest/1"}', UnsupportedError, "manifest.version"),
-        (b'{"format": "mergepipe-manifest/4"}', UnsupportedError, "manifest.version"),
+        (b'{"format": "mergepipe-manifest/5"}', UnsupportedError, "manifest.version"),
     ],
 )
 def test_manifest__what_is_none_is_refused(raw: bytes, kind: type[MergePipeError], code: str) -> None:

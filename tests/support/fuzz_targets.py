@@ -128,7 +128,7 @@ def weight_targets(folder: Path) -> tuple[Target, ...]:
 def record_targets(folder: Path, golden: Path) -> tuple[Target, ...]:
     """Plans, manifests, journals, tables of digests, statistics: what MergePipe wrote itself."""
     plans = Shape(seeds.plans(folder / "planned"), seals.seal_plan, words=seeds.PLAN_WORDS, is_json=True)
-    manifests = Shape(((golden / "manifest-3" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
+    manifests = Shape(((golden / "manifest-4" / "mergepipe.json").read_bytes(),), seals.seal_manifest, is_json=True)
     return (
         Target("plan", parse_plan, plans),
         Target("manifest", manifest_of_json, manifests),

@@ -16,6 +16,7 @@ from typing import Any
 
 import mergepipe
 from mergepipe.options import MergeOptions, PlanOptions, RunOptions
+from mergepipe.runs.reuse.kept_sums_files import sums_folder
 from support.disk_families import make_models
 from support.disk_families import write_family as write_odd_family
 from support.families import FamilyShape, write_family
@@ -36,7 +37,7 @@ N_EXPERTS = 3
 BLOCK_ELEMENTS = 1 << 14
 NOT_COMPARED = (
     "mergepipe.json", "mergepipe.keys", "mergepipe.overlay-table", "mergepipe.accumulators.json",
-    "mergepipe-store.json", "README.md",
+    "mergepipe-store.json", "README.md", "mergekit_config.yml",
 )  # fmt: skip
 """Files that tell of places, times and versions; what they say of results stands in other files as well."""
 IDENTIFYING = {"digest", "files", "path", "identity", "recipe", "mtime_ns", "reuse", "format", "content_id"}
@@ -132,6 +133,8 @@ def merges(root: Path) -> dict[str, dict[str, str]]:
         common = MergeOptions(catalog=False, threads=2, reuse=False)
         mergepipe.merge(root / recipe, out, options=replace(common, **options))
         results[name] = tree(out)
+        for sums in sums_folder(out).glob("*"):
+            results[name]["mergepipe.accumulators"] = hashlib.sha256(sums.read_bytes()).hexdigest()[:32]
 
     for method in METHODS:
         add(f"merge {method}", f"{method}.yml")

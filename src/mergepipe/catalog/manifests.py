@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,7 @@ from mergepipe.core.canonical_json import canonical_json
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, Problem
 from mergepipe.snapshots.manifest import MANIFEST_NAME, RealizedBytes
 from mergepipe.snapshots.manifest_json import check_format
+from mergepipe.snapshots.recorded_paths import absolute_reference
 from mergepipe.storage.contract import Store, is_folder
 from mergepipe.storage.limits import MANIFEST_BYTES
 from mergepipe.storage.location import Location, is_remote
@@ -152,7 +153,7 @@ class _Fields:
 
 
 def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
-    """Read the manifest of a snapshot on storage.
+    """Read the manifest of a snapshot on storage; the paths of its inputs become absolute.
 
     Raises:
         NotFoundError: `manifest.missing`.
@@ -165,7 +166,11 @@ def read_manifest(store: Store, directory: Path) -> SnapshotRecord:
         raw = store.read_small(Location.local(path), MANIFEST_BYTES)
     except NotFoundError as error:
         raise NotFoundError.of("manifest.missing", path, "no such file") from error
-    return parse_manifest(raw, path)
+    record = parse_manifest(raw, path)
+    inputs = tuple(
+        replace(source, path=absolute_reference(source.path, Location.local(directory))) for source in record.inputs
+    )
+    return replace(record, inputs=inputs)
 
 
 def sid_of_unchanged_input(store: Store, source: RecordedInput) -> str | None:

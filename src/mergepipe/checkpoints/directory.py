@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,8 +30,12 @@ SIDECAR_NAMES = frozenset({
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "spiece.model", "sentencepiece.bpe.model",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
 })  # fmt: skip
-_SIDECAR_PATTERN = "*.tiktoken"
+_SIDECAR_PATTERNS = ("*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*")
+_MODULES_NAME = "modules.json"  # of sentence-transformers: lists the folders of further modules
+_MODULE_FOLDER = re.compile(r"[0-9]+_[A-Za-z0-9_]+")
+_MODULE_SUFFIXES = (".json", ".txt", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +207,22 @@ def _raise_capped(path: Location, problems: Iterator[Problem]) -> None:
 
 def _find_sidecars(store: Store, root: Location, names: Collection[str]) -> tuple[str, ...]:
     """Names of the files that belong to the model beside its tensors, each checked to be a file of the checkpoint."""
-    sidecars = [name for name in names if name in SIDECAR_NAMES or fnmatchcase(name, _SIDECAR_PATTERN)]
+    sidecars = [name for name in names if _is_sidecar(name)]
     if TEMPLATE_FOLDER in names and is_folder(store, root / TEMPLATE_FOLDER):
         templates = list_names(store, root / TEMPLATE_FOLDER)
         sidecars += [f"{TEMPLATE_FOLDER}/{name}" for name in templates if name.endswith(".jinja")]
+    if _MODULES_NAME in names:
+        for folder in sorted(filter(_MODULE_FOLDER.fullmatch, names)):
+            if is_folder(store, root / folder):
+                files = list_names(store, root / folder)
+                sidecars += [f"{folder}/{name}" for name in files if name.endswith(_MODULE_SUFFIXES)]
     for name in sorted(sidecars):
         stat_present(store, root, name)
     return tuple(sorted(sidecars))
+
+
+def _is_sidecar(name: str) -> bool:
+    return name in SIDECAR_NAMES or any(fnmatchcase(name, pattern) for pattern in _SIDECAR_PATTERNS)
 
 
 def _checkpoint(path: Location, root: Location, files: list[WeightFile], sidecars: tuple[str, ...]) -> Checkpoint:

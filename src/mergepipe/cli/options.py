@@ -13,6 +13,7 @@ from mergepipe.storage.traffic import CONNECTIONS
 
 BUDGET_PANEL = "Under a budget"
 WORK_PANEL = "Catalog and earlier work"
+PUBLISHING_PANEL = "What the output says of its inputs"
 MACHINE_PANEL = "Machine"
 PARTS_PANEL = "Many machines"
 PRINT_PANEL = "Printing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,21 +11,24 @@ from typing import Final
 
 from mergepipe.catalog.catalog import Catalog
 from mergepipe.catalog.home import CATALOG_NAME
+from mergepipe.catalog.manifests import read_manifest
 from mergepipe.catalog.rows import SnapshotRow, Staleness
 from mergepipe.core.units import plural
 from mergepipe.errors import MergePipeError, NotFoundError
 from mergepipe.reports import Garbage, GcReport
+from mergepipe.runs.reuse.kept_sums_files import old_sums, remove_old_sums, snapshots_with_sums
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.snapshots.journal import JOURNAL_NAME, read_journal
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import UPLOADS_NAME, find_uploads
 from mergepipe.snapshots.parts_bucket import find_parts
 from mergepipe.snapshots.parts_directory import read_job
-from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead
+from mergepipe.snapshots.staging import find_staging, is_dead, remove_dead, staging_directory
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
 from mergepipe.storage.owner import newest_change
 from mergepipe.storage.remote.bucket_folder import BucketFolder
+from mergepipe.storage.stores import Stores
 
 ABANDONED_SECONDS: Final = 7 * 24 * 3600.0
 """Parts of an output that nobody has written to for so long are garbage: jobs may wait in a queue for days."""
@@ -55,11 +59,11 @@ def collect_garbage(home: Path, places: Sequence[Location], *, dry_run: bool) ->
         roots.append(home / UPLOADS_NAME)
     if not (home / CATALOG_NAME).exists():
         folders = _folders((), roots)
-        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
+        garbage.extend(_left_beside(folders, living, dry_run=dry_run))
         return GcReport(tuple(garbage), tuple(living), dry_run)
     with Catalog.open(home) as catalog:
         folders = _folders(catalog.snapshots(), roots)
-        garbage.extend((*_staging(folders, living, dry_run=dry_run), *_parts(folders, dry_run=dry_run)))
+        garbage.extend(_left_beside(folders, living, dry_run=dry_run))
         garbage.extend(_snapshot_rows(catalog, dry_run=dry_run))
         garbage.extend(_model_rows(catalog, dry_run=dry_run))
         garbage.extend(_digest_rows(catalog, dry_run=dry_run))
@@ -74,6 +78,12 @@ def _folders(snapshots: Iterable[SnapshotRow], roots: Iterable[Path]) -> list[Pa
             children[:] = [name for name in children if not name.startswith(".")]
             folders.add(Path(folder))
     return sorted(folders)
+
+
+def _left_beside(folders: Sequence[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
+    yield from _staging(folders, living, dry_run=dry_run)
+    yield from _parts(folders, dry_run=dry_run)
+    yield from _sums(folders, dry_run=dry_run)
 
 
 def _staging(folders: Iterable[Path], living: list[str], *, dry_run: bool) -> Iterator[Garbage]:
@@ -139,6 +149,23 @@ def _is_finished(directory: Path) -> bool:
         return job is not None and is_snapshot_of(directory.parent / job.out, job.plan_digest)
     except MergePipeError:  # damaged: not ours to judge
         return False
+
+
+def _sums(folders: Iterable[Path], *, dry_run: bool) -> Iterator[Garbage]:
+    """Find kept sums whose snapshot is gone or was replaced."""
+    for out in (out for folder in folders for out in snapshots_with_sums(folder)):
+        if staging_directory(out).exists():
+            continue  # a run may be about to publish their snapshot
+        sid = None
+        if (out / MANIFEST_NAME).exists():
+            with contextlib.suppress(MergePipeError):
+                sid = read_manifest(Stores(), out).sid
+            if sid is None:
+                continue  # a manifest that cannot be read may still be their snapshot's
+        for path in old_sums(out, sid):
+            yield Garbage("sums", str(path), "their snapshot is gone", path.stat().st_blocks * 512, not dry_run)
+        if not dry_run:
+            remove_old_sums(out, sid)
 
 
 def _allocated_bytes(directory: Path) -> int:

@@ -19,6 +19,7 @@ from mergepipe.snapshots.block_digests import BlockTable, block_digest, root_of
 from mergepipe.snapshots.layout import SnapshotLayout, read_table
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.overlay.reader import FoundBlock, Overlay, completed, open_overlay, read_blocks, small_files
+from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.scan import Scan
 from mergepipe.snapshots.shards import ShardLayout, ShardWriter, TensorSpec, header_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
@@ -65,12 +66,13 @@ def materialise_overlay(
     check_target(out, () if is_in_place else (overlay.path, *sorted(sources)), force=settings.force)
     small, digests = small_files(store, overlay), _digests(store, overlay)
     manifest = completed(overlay.manifest)
+    recorded = with_changed_paths(manifest, lambda path: relative_reference(path, out))
     n_bytes = sum(file.size_bytes for file in manifest.files)
     check_free_space(out, n_bytes + sum(map(len, small.values())) + _MARGIN_BYTES)
     with closing(CatalogLink(settings.home)) as link:
         with Staging(out, force=settings.force) as staging:
             _write_weights(staging.path, overlay, digests, store, settings.threads, on_progress)
-            for name, content in {**small, MANIFEST_NAME: manifest.to_json()}.items():
+            for name, content in {**small, MANIFEST_NAME: recorded.to_json()}.items():
                 target = staging.path / name
                 make_folders(target.parent)
                 write_durably(target, content, store.ledger)

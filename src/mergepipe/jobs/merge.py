@@ -27,7 +27,11 @@ def run_merge(
     """Merge and publish; see `api.merge`. `started` is the `perf_counter` reading that time is taken from."""
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
-        inputs = open_inputs(recipe, store, settings.allow_dropped, intermediates.write, settings.strictness)
+        inputs = open_inputs(
+            recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
+            keeps_absolute_paths=settings.absolute_paths,
+        )  # fmt: skip
+        settings.base_model_ids.check_names([model for _, model, _ in inputs.leaves()])
         if settings.keeps_accumulators:
             check_sums_can_be_kept(operator_named(inputs.recipe.operator.name), inputs.resolution.tasks)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

@@ -310,7 +310,11 @@ def run_budgeted(
     without reuse, unless something was read of the experts already.
     """
     store = Stores(settings=settings.engine.remote)
-    inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
+    inputs = open_inputs(
+        recipe, store, request.allow_dropped, strictness=settings.strictness,
+        keeps_absolute_paths=settings.absolute_paths,
+    )  # fmt: skip
+    settings.base_model_ids.check_names([model for _, model, _ in inputs.leaves()])
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mergepipe
@@ -15,12 +15,14 @@ from mergepipe.deltastore.pack.portable import portable_store
 from mergepipe.errors import ConflictError, CorruptError, NotFoundError, OutputError, StorageError, UnsupportedError
 from mergepipe.jobs.verify_composite import is_composite
 from mergepipe.reports import Progress, ProgressCallback, PushReport
-from mergepipe.runs.portable import portable_record
+from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_RECORD_NAME
+from mergepipe.runs.reuse.keys import KEYS_NAME
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.layout import read_small_file, small_digest
 from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import ObjectContent, ObjectUpload, OutputContent
 from mergepipe.snapshots.overlay.reader import is_overlay
+from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME
 from mergepipe.storage.contract import Store, files_below
 from mergepipe.storage.location import HUB_SCHEME, OBJECT_SCHEMES, Location
@@ -29,6 +31,8 @@ from mergepipe.storage.remote.hub_commit import HubRepository
 from mergepipe.storage.stores import Stores
 
 _LAST_NAMES = ("config.json", INDEX_NAME)
+_LOCAL_NAMES = (KEYS_NAME, ACCUMULATORS_RECORD_NAME, ACCUMULATORS_BLOCKS_NAME)
+"""Files that serve later merges beside the snapshot, and nobody else."""
 _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 
@@ -89,7 +93,6 @@ def push_snapshot(
         total_bytes=output.total_bytes,
         kept_bytes=sent.kept_bytes,
         commit=sent.commit,
-        replaced_paths=output.replaced_paths,
         seconds=time.perf_counter() - started,
     )
 
@@ -123,20 +126,18 @@ def _read_snapshot(store: Store, path: Path) -> _Push:
         if size_bytes != file.size_bytes:
             message = f"has {size_bytes} bytes, {file.size_bytes} were written"
             raise CorruptError.of("push.damaged", folder / file.name, message, "`mergepipe repair` the snapshot")
-    records = (*manifest.sidecars, manifest.blocks)
+    sidecars = tuple(record for record in manifest.sidecars if record.name not in _LOCAL_NAMES)
+    records = (*sidecars, manifest.blocks)
     small = {record.name: read_small_file(store, folder / record.name, record.size_bytes) for record in records}
     for record in records:
         if small_digest(small[record.name]) != record.blake3:
             message = "is not what was written"
             raise CorruptError.of("push.damaged", folder / record.name, message, "`mergepipe repair` the snapshot")
-    blocks = small.pop(manifest.blocks.name)
-    portable = portable_record(manifest, small, path)
-    texts = {**portable.small, manifest.blocks.name: blocks}
-    names = sorted(texts, key=lambda name: (name in _LAST_NAMES, name))
+    names = sorted(small, key=lambda name: (name in _LAST_NAMES, name))
     objects = {file.name: ObjectContent(path / file.name, file.size_bytes, file.blake3) for file in manifest.files}
-    objects |= {name: ObjectContent(texts[name], len(texts[name]), small_digest(texts[name])) for name in names}
-    copy = portable.manifest
-    output = OutputContent(MANIFEST_NAME, copy.to_json(), objects, portable.replaced_paths)
+    objects |= {name: ObjectContent(small[name], len(small[name]), small_digest(small[name])) for name in names}
+    copy = with_changed_paths(replace(manifest, sidecars=sidecars), lambda text: relative_reference(text, None))
+    output = OutputContent(MANIFEST_NAME, copy.to_json(), objects)
     return _Push(output, copy.sid, f"Merge by {copy.operator} (mergepipe {copy.version})")
 
 

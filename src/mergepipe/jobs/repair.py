@@ -15,9 +15,10 @@ from mergepipe.engine.work import EngineOptions
 from mergepipe.errors import ConflictError, CorruptError, OutputError, Problem
 from mergepipe.jobs.verify import Examination, examine
 from mergepipe.reports import ProgressCallback, RepairReport
+from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.rebuild import RebuiltTensor, open_recorded, rebuild_keys, rebuild_tensors
 from mergepipe.runs.reuse.keys import KEYS_NAME
-from mergepipe.runs.sidecars import planned_sidecars, sidecar_contents
+from mergepipe.runs.sidecars import plan_small_files, sidecar_contents
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, block_digest
 from mergepipe.snapshots.layout import PlacedFile, SnapshotLayout, small_digest
@@ -49,7 +50,7 @@ class _Patch:
 
 
 def repair_snapshot(
-    path: Path, engine: EngineOptions, *, started: float, on_progress: ProgressCallback | None
+    path: Path, engine: EngineOptions, home: Path | None, *, started: float, on_progress: ProgressCallback | None
 ) -> RepairReport:
     """Repair all damage that `verify` finds in the snapshot at `path`; sound bytes are not rewritten.
 
@@ -69,6 +70,7 @@ def repair_snapshot(
     store = Stores()
     refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
     examination = examine(Location.local(path), engine.threads, on_progress)
+    examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, home))
     written = 0
     names = examination.damaged
     if examination.damages:
@@ -134,7 +136,7 @@ def _small_files(examination: Examination) -> dict[str, bytes]:
     store = Stores()
     inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
-    contents = sidecar_contents(planned_sidecars(inputs, store), bare)
+    contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare)
     contents[INDEX_NAME] = index_json(_shards(manifest))
     if KEYS_NAME in wanted:
         contents[KEYS_NAME] = rebuild_keys(manifest, inputs, store)

@@ -9,6 +9,8 @@ from pathlib import Path
 from mergepipe.errors import ConflictError, Problem
 from mergepipe.reports import MergeReport, ProgressCallback
 from mergepipe.runs.merge_run import IntermediateWriter, MergeSettings, publish_merge
+from mergepipe.runs.moved_inputs import with_inputs_found
+from mergepipe.runs.publication.hub_ids import BaseModelIds
 from mergepipe.runs.rebuild import open_recorded, recorded_plan
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.snapshots import read_manifest_value
@@ -31,8 +33,13 @@ def replay_snapshot(
         MergePipeError: as a merge.
     """
     store = Stores(settings=settings.engine.remote)
-    manifest = read_manifest_value(store, path)
-    settings = replace(settings, seed=manifest.seed, shard_bytes=shard_bytes_of(manifest, path))
+    manifest = with_inputs_found(read_manifest_value(store, path), store, settings.home)
+    settings = replace(
+        settings,
+        seed=manifest.seed,
+        shard_bytes=shard_bytes_of(manifest, path),
+        base_model_ids=BaseModelIds.recorded(manifest),
+    )
     with closing(CatalogLink(settings.home)) as link, IntermediateWriter(out, settings, store) as intermediates:
         inputs = open_recorded(manifest, store, intermediates.write)
         plan = recorded_plan(manifest)

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from mergepipe.checkpoints.formats.safetensors import read_header
@@ -18,8 +18,10 @@ from mergepipe.jobs.materialise import scan_overlay
 from mergepipe.jobs.verify_composite import is_composite, verify_composite
 from mergepipe.reports import Damage, Progress, ProgressCallback, VerifyReport
 from mergepipe.runs.inputs.configuration import config_findings
+from mergepipe.runs.moved_inputs import with_inputs_found
 from mergepipe.runs.rebuild import rebuild_tensors, sampled_tensors
-from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, ACCUMULATORS_NAME, read_totals
+from mergepipe.runs.reuse.accumulators import ACCUMULATORS_BLOCKS_NAME, read_totals
+from mergepipe.runs.reuse.kept_sums_files import find_sums
 from mergepipe.runs.snapshots import read_manifest_value
 from mergepipe.snapshots.block_digests import BlockTable, root_of
 from mergepipe.snapshots.layout import (
@@ -67,7 +69,13 @@ class Examination:
 
 
 def verify_snapshot(
-    path: Location, engine: EngineOptions, deep_fraction: float, *, started: float, on_progress: ProgressCallback | None
+    path: Location,
+    engine: EngineOptions,
+    deep_fraction: float,
+    home: Path | None,
+    *,
+    started: float,
+    on_progress: ProgressCallback | None,
 ) -> VerifyReport:
     """Verify the snapshot or composite at a path; recompute `deep_fraction` of it from the inputs and compare.
 
@@ -85,6 +93,8 @@ def verify_snapshot(
         return verify_composite(store, path, engine.threads, started=started, on_progress=on_progress)
     examination = examine(path, engine.threads, on_progress)
     names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()
+    if names:
+        examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, home))
     replayed = tuple(_replayed(store, examination, names, engine)) if names else ()
     return VerifyReport(
         path=path.local_path if path.is_local else path,
@@ -132,8 +142,8 @@ def examine(directory: Location, threads: int, on_progress: ProgressCallback | N
         for file in layout.files:
             damages.extend(_file_damages(directory, store, file, layout, table, scan))
     damages.extend(small)
-    damages.extend(_sum_damages(directory, manifest, threads))
-    notices = [*_notices(scan), *_strangers(store, directory, manifest)]
+    damages.extend(_sum_damages(store, directory, manifest, threads))
+    notices = [*_notices(scan), *_sum_notices(store, directory, manifest), *_strangers(store, directory, manifest)]
     config_path = (directory / SIDECAR_FOLDER if is_overlay(manifest) else directory) / CONFIG_NAME
     config, config_notices = config_findings(store, config_path, manifest)
     damages.extend(config)
@@ -252,18 +262,30 @@ def _small_damages(store: Store, directory: Location, manifest: Manifest) -> Ite
             yield _damage("index", INDEX_NAME, 0, 0, reason)
 
 
-def _sum_damages(directory: Location, manifest: Manifest, threads: int) -> Iterator[Damage]:
-    """Check the kept sums, if any, by their recorded digests."""
-    if not any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars):
+def _sum_damages(store: Store, directory: Location, manifest: Manifest, threads: int) -> Iterator[Damage]:
+    """Check the kept sums, if they are there, by their recorded digests."""
+    place = find_sums(store, directory, manifest.sid)
+    if not _kept_sums(manifest) or store.stat(place) is None:
         return
-    kept = read_totals(Stores(), directory, manifest)
+    kept = read_totals(store, directory, manifest)
     if kept is None:
-        yield _damage("small-file", ACCUMULATORS_NAME, 0, 0, "the kept sums are not what was written")
+        yield _damage("small-file", str(place), 0, 0, "the kept sums are not what was written")
         return
     for name in kept.damaged(set(kept.entries), Ledger(), threads):
         entry = kept.entries[name]
         message = f"the kept sum of '{name}' is not what was written"
-        yield _damage("small-file", ACCUMULATORS_NAME, entry.offset, entry.offset + entry.nbytes, message)
+        yield _damage("small-file", str(place), entry.offset, entry.offset + entry.nbytes, message)
+
+
+def _sum_notices(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:
+    """Tell of sums that were kept and are no longer there, which damages nothing."""
+    place = find_sums(store, directory, manifest.sid)
+    if _kept_sums(manifest) and store.stat(place) is None:
+        yield f"{place}: the kept sums are gone: a merge with more experts reads all of them again"
+
+
+def _kept_sums(manifest: Manifest) -> bool:
+    return any(record.name == ACCUMULATORS_BLOCKS_NAME for record in manifest.sidecars)
 
 
 def _small_file_trouble(store: Store, path: Location, record: SmallFileRecord) -> str:
@@ -290,7 +312,6 @@ def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterato
     known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
     known |= {MANIFEST_NAME, manifest.blocks.name}
     known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
-    known |= {ACCUMULATORS_NAME} if ACCUMULATORS_BLOCKS_NAME in known else set()
     for name in sorted(files_below(store, directory), key=lambda name: PurePosixPath(name).parts):
         if name not in known:
             yield f"{name}: is not part of the snapshot"

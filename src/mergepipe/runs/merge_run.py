@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import mergepipe
@@ -22,6 +23,7 @@ from mergepipe.engine.work import EngineOptions, OutputPlan, OverlayBase, plan_o
 from mergepipe.errors import OutputError
 from mergepipe.planning.plan import NOTHING_READ, Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness
+from mergepipe.recipes.parse.recipe import ModelInput
 from mergepipe.recipes.parse.references import reference_text
 from mergepipe.reports import MergeReport, Progress, ProgressCallback
 from mergepipe.runs.budget.coverage import coverage_of
@@ -35,6 +37,7 @@ from mergepipe.runs.output_place import (
     most_staged_bytes,
 )
 from mergepipe.runs.packing.request import ExpertPacker, PackCandidate, PackRequest, refusal_notices, request_packs
+from mergepipe.runs.publication.hub_ids import BaseModelIds, hub_id_of
 from mergepipe.runs.records.catalog_link import CatalogLink, StatisticsRecorder
 from mergepipe.runs.records.manifest import (
     file_records,
@@ -48,11 +51,18 @@ from mergepipe.runs.records.manifest import (
 from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
-from mergepipe.runs.sidecars import EVERY_SMALL_FILE, SmallFileChoice, planned_sidecars, sidecar_contents
+from mergepipe.runs.sidecars import (
+    EVERY_SMALL_FILE,
+    PlannedFiles,
+    SmallFileChoice,
+    plan_small_files,
+    sidecar_contents,
+)
 from mergepipe.runs.stored_plan import store_plan
 from mergepipe.runs.work import merge_work
 from mergepipe.snapshots.block_digests import BLOCKS_NAME
 from mergepipe.snapshots.manifest import (
+    BASE_MODEL_IDS_KEY,
     MANIFEST_NAME,
     NOTICES_KEY,
     DroppedRecord,
@@ -64,6 +74,7 @@ from mergepipe.snapshots.manifest import (
 )
 from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.overlay.reader import as_overlay, base_places, overlay_notice
+from mergepipe.snapshots.recorded_paths import relative_reference, with_changed_paths
 from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, index_json, table_of
 from mergepipe.snapshots.staging import Staging, check_free_space, check_target
 from mergepipe.storage.contract import Store
@@ -74,6 +85,7 @@ from mergepipe.storage.system_calls import peak_memory_bytes
 from mergepipe.storage.traffic import request_counts, store_notices, traffic
 
 SIDECAR_MARGIN_BYTES = 16 << 20
+NO_IDS = BaseModelIds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,8 @@ class MergeSettings:
     experts are packed there while they are read; such a merge reads everything, so it neither reuses nor resumes.
     `strictness` says whether what has no effect in a recipe is refused. With a `plan_key` the plan is kept beside the
     unfinished output, see `stored_plan`. With a `destination` in a bucket the output goes there, and is staged on this
-    machine.
+    machine. With `absolute_paths` the snapshot's files name inputs by their absolute paths. `base_model_ids` are ids on
+    the Hub that the user states.
     """
 
     engine: EngineOptions
@@ -106,6 +119,8 @@ class MergeSettings:
     strictness: Strictness = USUAL
     plan_key: str = ""
     destination: Location | None = None
+    absolute_paths: bool = False
+    base_model_ids: BaseModelIds = NO_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +186,15 @@ def publish_merge(
     bucket = _bucket_target(settings.destination, inputs, is_made=made is not None)
     weight_bytes = output.total_bytes if bucket is None else most_staged_bytes(output)
     weight_bytes = 0 if settings.overlay or made else weight_bytes  # how many blocks will differ is unknown
-    sidecars = planned_sidecars(inputs, store)
-    sidecar_bytes = sum(map(len, sidecars.values())) + SIDECAR_MARGIN_BYTES
+    planned = plan_small_files(inputs, store, settings.small_files)
+    sidecar_bytes = sum(map(len, planned.contents.values())) + SIDECAR_MARGIN_BYTES
     check_free_space(out, weight_bytes + sum_bytes + sidecar_bytes)
     link.notices.extend(inputs.notices)
     packs = _pack_request(inputs, output, out, settings.pack)
     if packs.outs:
         settings = replace(settings, reuse=False, resume=settings.resume.without_continuing)
     executor = ThreadExecutor(store, settings.engine) if made is None else made.executor
-    run = _Run(inputs, plan, output, sidecars, store, link, settings, started, on_progress, executor)
+    run = _Run(inputs, plan, output, planned, store, link, settings, started, on_progress, executor)
     run.tick("merge", refusal_notices(packs))  # from here on the caller may hold signals back until the next report
     seed = settings.seed if plan is None else plan.seed
     probed_bytes = _earlier_probe_bytes(inputs, plan, store.ledger.usage())
@@ -204,7 +219,7 @@ def publish_merge(
             if progress.done:
                 run.resume_at(progress.durable_share)
             sources = _reuse_sources(plan, out, settings, store, link)
-            manifest = run.fill(staging.path, progress, publication.durable, sources, packer)
+            manifest = run.fill(staging, progress, publication.durable, sources, packer)
             packer.finish()
             if before_publish is not None:
                 before_publish(manifest)
@@ -308,7 +323,7 @@ class _Run:
         inputs: Inputs,
         plan: Plan | None,
         output: OutputPlan,
-        sidecars: Mapping[str, bytes],
+        planned: PlannedFiles,
         store: Store,
         link: CatalogLink,
         settings: MergeSettings,
@@ -319,7 +334,7 @@ class _Run:
         self._inputs = inputs
         self._plan = plan
         self._output = output
-        self._sidecars = sidecars
+        self._planned = planned
         self._store = store
         self._link = link
         self._settings = settings
@@ -335,20 +350,20 @@ class _Run:
 
     def fill(
         self,
-        directory: Path,
+        staging: Staging,
         progress: MergeProgress,
         durable: DurableProgress,
         sources: ReuseSources,
         packer: ExpertPacker,
     ) -> Manifest:
-        """Write all files of the snapshot, reporting what is `durable`; return the manifest that was written."""
+        """Write all files of the snapshot, reporting what is `durable`; return its manifest, with absolute paths."""
         recorder = self._recorder()
         checkpoints = tuple(checkpoint for _, _, checkpoint in self._inputs.leaves())
         observer = Observer(
             lambda _: self.tick("merge"), recorder.take if recorder else SILENT.on_statistics, packer.tap
         )
         execution = Execution(
-            self._store, self._executor, self._settings.engine.threads, directory, self._plan, checkpoints, observer,
+            self._store, self._executor, self._settings.engine.threads, staging.path, self._plan, checkpoints, observer,
         )  # fmt: skip
         work = merge_work(
             self._inputs, self._output, self._plan, self._settings.seed, self._store, self._link,
@@ -364,32 +379,42 @@ class _Run:
             recorder.flush()
         if result.overlay is not None:
             self._link.notices.append(overlay_notice(result.overlay))
-        return self._write_small_files(directory, result, work.content_ids, progress)
+        return self._write_small_files(staging, result, work.content_ids, progress)
 
     def _write_small_files(
         self,
-        directory: Path,
+        staging: Staging,
         result: MergeResult,
         ids: Mapping[int, str],
         progress: MergeProgress,
     ) -> Manifest:
         """Write every file that holds no tensors, the manifest last; return the manifest."""
         blocks = table_of(self._output.shards, result.digests).to_bytes()
-        unfinished = self._manifest(directory, result, ids, progress, record_of(BLOCKS_NAME, blocks))
-        small_files = self._settings.small_files.of(sidecar_contents(self._sidecars, unfinished), self._inputs)
+        reference = partial(self._reference, out=staging.out)
+        unfinished = self._manifest(staging.path, result, ids, progress, record_of(BLOCKS_NAME, blocks))
+        small_files = self._settings.small_files.of(
+            sidecar_contents(self._planned, self._inputs, self._store, unfinished), self._inputs
+        )
         contents = {**small_files, **result.small}
         if len(self._output.shards) > 1:
             contents[INDEX_NAME] = index_json(self._output.shards)
         sidecars = tuple(record_of(name, content) for name, content in sorted(contents.items()))
         manifest = replace(unfinished, sidecars=sidecars)
         if result.overlay is not None:
-            manifest, contents = as_overlay(manifest, contents, result.overlay)
-        small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: manifest.to_json()}
+            manifest, contents = as_overlay(manifest, contents, result.overlay.with_paths(reference))
+        stored = with_changed_paths(manifest, reference)
+        small = {**contents, BLOCKS_NAME: blocks, MANIFEST_NAME: stored.to_json()}
         for name, content in small.items():
-            path = directory / name
+            path = staging.path / name
             make_folders(path.parent)
             write_durably(path, content, self._store.ledger)
         return manifest
+
+    def _reference(self, path: str, out: Path) -> str:
+        """Return the path of an input as the files of the snapshot at `out` write it."""
+        if self._settings.absolute_paths:
+            return path
+        return relative_reference(path, None if self._settings.destination else out)
 
     def _recorder(self) -> StatisticsRecorder | None:
         """Return a recorder of the statistics that a full merge computes, if the catalog lacks any."""
@@ -462,12 +487,15 @@ class _Run:
                 **self._recipe_facts(),
             },
             blocks=blocks,
+            left_out=self._planned.left_out,
         )
 
     def _recipe_facts(self) -> dict[str, str]:
-        """Return for the manifest what has no effect in the recipe, a line each."""
+        """Return for the manifest what has no effect in the recipe, a line each, and what was stated beside it."""
         notices = self._inputs.recipe_notices
-        return {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
+        facts = {NOTICES_KEY: "\n".join(map(str, notices))} if notices else {}
+        stated = self._settings.base_model_ids.of_merge
+        return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
         known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
@@ -482,9 +510,18 @@ class _Run:
                 ),
                 content_id=known.get(id(checkpoint)) or None,
                 read_bytes=tensor_bytes_read(checkpoint, usage),
+                hub_id=self._hub_id(model),
             )
             for role, model, checkpoint in self._inputs.leaves()
         )
+
+    def _hub_id(self, model: ModelInput) -> str | None:
+        """Return the stated id of a model on the Hub, else the one that its location tells; None if it has none."""
+        stated = self._settings.base_model_ids.of_model(model)
+        if stated is not None:
+            return stated
+        ids = [hub_id_of(place, self._store) for place in (model.path, model.adapter) if place is not None]
+        return None if None in ids else "+".join(filter(None, ids))
 
     def _budget_notices(self) -> tuple[str, ...]:
         """Return the plan's warnings: experts of which nothing is read, and what would make the plan better."""
@@ -522,5 +559,6 @@ class _Run:
             traffic=traffic(self._store, by_purpose),
             verdict=None if self._plan is None else verdict_of(self._plan),
             recipe_notices=self._inputs.recipe_notices,
+            left_out=manifest.left_out,
             peak_rss_bytes=peak_memory_bytes(),
         )

@@ -21,6 +21,8 @@ from mergepipe.engine.work import OutputPlan
 from mergepipe.errors import OutputError, RecipeError
 from mergepipe.runs.records.manifest import file_digest_of
 from mergepipe.runs.recovery.resume import MergeProgress
+from mergepipe.runs.reuse.accumulators import ACCUMULATORS_NAME
+from mergepipe.runs.reuse.kept_sums_files import move_sums, remove_old_sums
 from mergepipe.snapshots.journal import JOURNAL_NAME
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.object_upload import ObjectUpload
@@ -61,9 +63,13 @@ class FolderPublication:
         self.durable: DurableProgress = progress
 
     def publish(self, manifest: Manifest) -> None:
-        """Rename the staging directory; raises as `Staging.publish`."""
-        del manifest
+        """Rename the staging directory, after the sums that are kept beside it; raises as `Staging.publish`."""
+        sums, out = self._staging.path / ACCUMULATORS_NAME, self._staging.out
+        keeps_sums = owned.is_there(sums)
+        if keeps_sums:
+            move_sums(sums, out, manifest.sid)
         self._staging.publish()
+        remove_old_sums(out, manifest.sid if keeps_sums else None)
 
 
 class BucketPublication:

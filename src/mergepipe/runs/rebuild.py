@@ -30,6 +30,7 @@ from mergepipe.storage.contract import Store
 
 _ONE_FILE = 1 << 62
 _HINT = "put the input back as it was"
+_GONE_HINT = "put it there: a snapshot names its inputs relative to its own folder, so move both together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def open_recorded(manifest: Manifest, store: Store, stage: Stage | None = None) 
         ConflictError: `replay.input-changed`, naming every file that has changed.
     """
     gone = [
-        Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _HINT)
+        Problem("replay.input-gone", str(path), f"the input {record.model} is gone", _GONE_HINT)
         for record in manifest.inputs
         for path in referenced_paths(record.path, store)
         if store.stat(path) is None

@@ -10,6 +10,7 @@ from mergepipe.options import (
     DEFAULT_SHARD_BYTES,
     ExecutorName,
     MergeOptions,
+    PathStyle,
     PlanOptions,
     RunOptions,
     catalog_home,
@@ -23,6 +24,7 @@ from mergepipe.recipes.parse.problems import Strictness
 from mergepipe.runs.budget.speeds import PriceRequest
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.output_place import check_destination
+from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.sidecars import SmallFileChoice
 from mergepipe.snapshots.object_upload import staging_place
@@ -54,6 +56,8 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
         strictness=Strictness(options.strict, options.lenient),
+        absolute_paths=PathStyle(options.paths) is PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(options.base_model_ids),
     )
 
 

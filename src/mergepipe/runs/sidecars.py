@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.formats.config_json import Json, config_bytes, parse_config
@@ -21,14 +16,14 @@ from mergepipe.checkpoints.tokenizers.chat_templates import (
 from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
 from mergepipe.core.blocks import DType
-from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.errors import CorruptError, MismatchError
-from mergepipe.planning.plan_json import parse_plan
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
-from mergepipe.runs.budget.verdict import verdict_of
 from mergepipe.runs.inputs.opened import Inputs
-from mergepipe.snapshots.manifest import CARD_NAME, Manifest
+from mergepipe.runs.publication.input_cards import InputCard, read_input_card
+from mergepipe.runs.publication.left_out import left_out_files
+from mergepipe.runs.publication.model_card import model_card, origins_of
+from mergepipe.snapshots.manifest import CARD_NAME, LeftOutFile, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import SIDECARS_BYTES, sidecar_limit
 from mergepipe.storage.traffic import concurrent_map
@@ -81,7 +76,7 @@ class SmallFileChoice:
 
     card: bool = True
     tokenizer: bool = True
-    mergekit_config: bool = False
+    mergekit_config: bool = True
 
     def of(self, contents: Mapping[str, bytes], inputs: Inputs) -> dict[str, bytes]:
         """Return the chosen ones; a tokenizer that the recipe asks for always is."""
@@ -98,9 +93,32 @@ class SmallFileChoice:
 EVERY_SMALL_FILE = SmallFileChoice()
 
 
-def sidecar_contents(planned: Mapping[str, bytes], manifest: Manifest) -> dict[str, bytes]:
-    """Add the files made from the manifest to the `planned` small files; the manifest and the index are not in it."""
-    return {**planned, CARD_NAME: model_card(manifest), MERGEKIT_CONFIG_NAME: manifest.recipe.encode()}
+@dataclass(frozen=True, slots=True)
+class PlannedFiles:
+    """The small files known before the merge by name, the inputs' own cards, and files of the base that are left out.
+
+    All that is read of the inputs for small files is in it: what is written after the merge needs no store.
+    """
+
+    contents: Mapping[str, bytes]
+    cards: tuple[InputCard, ...]
+    left_out: tuple[LeftOutFile, ...]
+
+
+def plan_small_files(inputs: Inputs, store: Store, choice: SmallFileChoice = EVERY_SMALL_FILE) -> PlannedFiles:
+    """Read what the chosen small files are made from; raises as `planned_sidecars`."""
+    contents = choice.of(planned_sidecars(inputs, store), inputs)
+    cards = tuple(
+        read_input_card(store, checkpoint) if choice.card else InputCard() for _, _, checkpoint in inputs.leaves()
+    )
+    return PlannedFiles(contents, cards, left_out_files(store, inputs.base, contents))
+
+
+def sidecar_contents(planned: PlannedFiles, inputs: Inputs, store: Store, manifest: Manifest) -> dict[str, bytes]:
+    """Add the files made from the manifest to the planned small files; the manifest and the index are not in it."""
+    origins = origins_of(inputs, store, manifest, planned.cards)
+    made = {CARD_NAME: model_card(manifest, origins), MERGEKIT_CONFIG_NAME: origins.recipe.encode()}
+    return {**planned.contents, **made}
 
 
 def _configuration(inputs: Inputs, config: bytes) -> bytes:
@@ -256,18 +274,3 @@ def _parsed(raw: bytes) -> Json | None:
         return parse_config(raw, "")
     except CorruptError:
         return None
-
-
-def model_card(manifest: Manifest) -> bytes:
-    """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
-    template = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line
-    )
-    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
-    names = list(dict.fromkeys(record.model for record in manifest.inputs))
-    verdict = None
-    if manifest.plan is not None:
-        verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
-    text = environment.from_string(template).render(manifest=manifest, models=names, verdict=verdict)
-    return text.encode()

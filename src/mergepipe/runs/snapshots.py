@@ -18,6 +18,7 @@ from mergepipe.errors import NotFoundError
 from mergepipe.reports import SnapshotInput, SnapshotReport
 from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
 from mergepipe.snapshots.manifest_json import manifest_of_json
+from mergepipe.snapshots.recorded_paths import with_absolute_paths
 from mergepipe.storage.contract import Store
 from mergepipe.storage.file_version import modified_at
 from mergepipe.storage.limits import MANIFEST_BYTES
@@ -113,7 +114,7 @@ def find_snapshot(reference: str, home: Path) -> Location:
 
 
 def read_manifest_value(store: Store, directory: Location) -> Manifest:
-    """Read the whole manifest of a snapshot.
+    """Read the whole manifest of a snapshot, with absolute paths.
 
     Raises:
         NotFoundError: it is not there.
@@ -121,7 +122,7 @@ def read_manifest_value(store: Store, directory: Location) -> Manifest:
         StorageError: it cannot be read.
     """
     path = directory / MANIFEST_NAME
-    return manifest_of_json(store.read_small(path, MANIFEST_BYTES), path)
+    return with_absolute_paths(manifest_of_json(store.read_small(path, MANIFEST_BYTES), path), directory)
 
 
 def is_snapshot_of(place: Path | Location, plan_digest: str) -> bool:

@@ -12,7 +12,7 @@ from mergepipe.core.canonical_json import digest_of
 
 MANIFEST_NAME = "mergepipe.json"
 CARD_NAME = "README.md"
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 MANIFEST_FORMAT = f"mergepipe-manifest/{MANIFEST_VERSION}"
 
 
@@ -29,7 +29,11 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """One model that was read: `role` is base or expert; `read_bytes` are the requested bytes of tensor data."""
+    """One model that was read: `role` is base or expert; `read_bytes` are the requested bytes of tensor data.
+
+    `path` is absolute here and, unless asked otherwise, relative to the snapshot in its file: see `recorded_paths`.
+    `hub_id` is `org/name` or `org/name@commit` where the model is known to be one of the Hub.
+    """
 
     role: str
     model: str
@@ -37,6 +41,7 @@ class InputRecord:
     files: tuple[FileRecord, ...]
     content_id: str | None
     read_bytes: int
+    hub_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,14 @@ class DroppedRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutFile:
+    """A file of the model that lends configuration and tokenizer that is not copied into the snapshot."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RealizedBytes:
     """Bytes requested from and written to storage."""
 
@@ -111,13 +124,16 @@ class Coverage:
 
 NOTICES_KEY = "recipe_notices"  # in `Manifest.run`: what has no effect in the recipe, a line each
 
+BASE_MODEL_IDS_KEY = "base_model_ids"  # in `Manifest.run`: Hub ids that were stated of the merge, between spaces
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The immutable record of one merge. `sid` identifies the result; `run` describes the run and is not part of it.
 
     `plan` is the whole plan of a merge under a budget: its runs of blocks are the touch map.
-    `blocks` is the table of block digests and `sidecars` are the other small files.
+    `blocks` is the table of block digests and `sidecars` are the other small files,
+    `left_out` those of the base that were not copied.
 
     Law: `Manifest.sid` is the same for the same recipe, seed, inputs and version, whatever the run.
     """
@@ -137,6 +153,7 @@ class Manifest:
     run: Mapping[str, float | int | str]
     blocks: SmallFileRecord
     sidecars: tuple[SmallFileRecord, ...] = ()
+    left_out: tuple[LeftOutFile, ...] = ()
 
     @property
     def sid(self) -> str:

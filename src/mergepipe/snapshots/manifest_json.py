@@ -16,6 +16,7 @@ from mergepipe.snapshots.manifest import (
     DroppedRecord,
     FileRecord,
     InputRecord,
+    LeftOutFile,
     Manifest,
     OutputFileRecord,
     OutputTensor,
@@ -106,6 +107,7 @@ def _manifest(top: JsonFields) -> Manifest:
         run=_run_facts(top.object("run")),
         blocks=top.object("blocks").read(_small_file),
         sidecars=top.each("sidecars", _small_file),
+        left_out=top.each("left_out", _left_out),
     )
 
 
@@ -117,6 +119,7 @@ def _input(entry: JsonFields) -> InputRecord:
         files=entry.each("files", _file),
         content_id=entry.optional_text("content_id"),
         read_bytes=entry.size("read_bytes"),
+        hub_id=entry.optional_text("hub_id"),
     )
 
 
@@ -145,6 +148,10 @@ def _tensor(entry: JsonFields) -> OutputTensor:
         action=entry.text("action"),
         reason=entry.text("reason"),
     )
+
+
+def _left_out(entry: JsonFields) -> LeftOutFile:
+    return LeftOutFile(entry.text("name"), entry.text("reason"))
 
 
 def _dropped(entry: JsonFields) -> DroppedRecord:

@@ -70,15 +70,11 @@ class ObjectContent:
 
 @dataclass(frozen=True, slots=True)
 class OutputContent:
-    """A finished output as others get it: its record, its other objects by name in the order in which they are sent.
-
-    `replaced_paths` of this machine stood in it and do not any more.
-    """
+    """A finished output as others get it: its record, its other objects by name in the order in which they are sent."""
 
     record_name: str
     record: bytes
     objects: Mapping[str, ObjectContent]
-    replaced_paths: tuple[str, ...] = ()
 
     @property
     def sizes_bytes(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 # -- files of models --
 CONFIG_BYTES: Final = 16 * _MIB  # two names for each of 22,000 classes take 3 MB
+CARD_BYTES: Final = 8 * _MIB  # README.md of a model: prose and tables of results
 TEMPLATE_BYTES: Final = 4 * _MIB  # chat templates that write tools and images have 30 kB
 TOKENIZER_BYTES: Final = 128 * _MIB  # tokenizer.json of 262,000 tokens with their merges has 35 MB
 SIDECARS_BYTES: Final = 256 * _MIB  # of one model together: a tokenizer in three forms has 50 MB

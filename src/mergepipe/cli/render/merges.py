@@ -53,6 +53,7 @@ def merge_table(report: MergeReport) -> str:
             ("snapshot", report.sid),
             *packing_facts(report.packed, report.not_packed),
             *(("notice", str(notice)) for notice in (*report.recipe_notices, *report.notices)),
+            *(("not copied", line) for line in grouped_names((file.reason, file.name) for file in report.left_out)),
             ("output", str(report.out)),
         ]
     )
@@ -168,6 +169,7 @@ def _counts(merged: int, copied: int, dropped: int) -> str:
 
 
 def grouped_names(reasons_and_names: Iterable[tuple[str, str]]) -> list[str]:
+    """Write one line a reason, with the names that it holds for."""
     groups: dict[str, list[str]] = {}
     for reason, name in reasons_and_names:
         groups.setdefault(reason, []).append(name)

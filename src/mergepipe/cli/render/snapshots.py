@@ -49,14 +49,11 @@ def damage_text(damage: Damage) -> str:
 def push_table(report: PushReport) -> str:
     """Show the published files and their place."""
     kept = [("there already", format_bytes(report.kept_bytes))] if report.kept_bytes else []
-    paths = plural(len(report.replaced_paths), "path")
-    replaced = [("notice", f"{paths} of this machine left out")] if report.replaced_paths else []
     return facts_text([
         ("snapshot", f"{report.sid} {report.snapshot}"),
         ("pushed", f"{plural(report.files, 'file')}, {format_bytes(report.total_bytes)}"),
         *kept,
         ("time", format_seconds(report.seconds)),
-        *replaced,
         *([("commit", report.commit)] if report.commit else []),
         ("output", str(report.destination)),
     ])  # fmt: skip

@@ -32,7 +32,7 @@ def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
         if file.name != HEADER_NAME
     }
     record = replace(header, base=base, expert=expert).to_json()
-    return OutputContent(HEADER_NAME, record, objects, tuple(dict.fromkeys(names)))
+    return OutputContent(HEADER_NAME, record, objects)
 
 
 def _object(store: Store, place: Location, size_bytes: int, digest: str) -> ObjectContent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -194,9 +194,15 @@ def _of_slices(slices: tuple[OutputSlice, ...]) -> Iterator[ModelInput]:
 def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> Recipe:
     """Return the recipe with its intermediate models at the paths that `places` maps their names to."""
 
-    def model(given: ModelInput) -> ModelInput:
-        place = places.get(given.intermediate) if given.intermediate is not None else None
-        return given if place is None else replace(given, path=place)
+    def placed(model: ModelInput) -> ModelInput:
+        place = places.get(model.intermediate) if model.intermediate is not None else None
+        return model if place is None else replace(model, path=place)
+
+    return with_changed_models(recipe, placed)
+
+
+def with_changed_models(recipe: Recipe, model: Callable[[ModelInput], ModelInput]) -> Recipe:
+    """Return the recipe with every reference to a model changed by `model`."""
 
     def piece(given: OutputSlice) -> OutputSlice:
         sources = tuple(replace(source, model=model(source.model)) for source in given.sources)

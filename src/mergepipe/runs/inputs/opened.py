@@ -23,6 +23,7 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.problems import USUAL, Strictness, refuse_notices
 from mergepipe.recipes.parse.recipe import ModelInput, Recipe
 from mergepipe.recipes.parse.recipe_files import load_recipes
+from mergepipe.recipes.parse.written_paths import with_relative_paths
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.recipes.resolve.anchors import weights_needed
 from mergepipe.recipes.resolve.resolution import resolve
@@ -139,9 +140,17 @@ def open_inputs(
     allow_dropped: Sequence[str] = (),
     stage: Stage | None = None,
     strictness: Strictness = USUAL,
+    *,
+    keeps_absolute_paths: bool = False,
 ) -> Inputs:
-    """Load a recipe, open what it names, pair the tensors. See `open_recipes`."""
-    return open_recipes(load_recipes(path, store, strictness), store, allow_dropped, stage, strictness)
+    """Load a recipe, open what it names, pair the tensors. See `open_recipes`.
+
+    From here on models go by names relative to the recipe's folder, unless the recipe `keeps_absolute_paths`.
+    """
+    recipes = load_recipes(path, store, strictness)
+    if not keeps_absolute_paths:
+        recipes = tuple(map(with_relative_paths, recipes))
+    return open_recipes(recipes, store, allow_dropped, stage, strictness)
 
 
 def open_recipes(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergepipe.errors import RecipeError
 from mergepipe.recipes.parse.recipe import ModelInput
+from mergepipe.recipes.parse.references import reference_text
+from mergepipe.snapshots.manifest import BASE_MODEL_IDS_KEY, Manifest
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import HUB_SCHEME, Location
 
@@ -24,17 +26,27 @@ class BaseModelIds:
     by_model: Mapping[str, str] = field(default_factory=dict)
     of_merge: tuple[str, ...] = ()
 
-    def check_names(self, names: Iterable[str]) -> None:
+    @classmethod
+    def recorded(cls, manifest: Manifest) -> BaseModelIds:
+        """The ids that a snapshot was published with."""
+        of_models = {record.model: record.hub_id for record in manifest.inputs if record.hub_id is not None}
+        return cls(of_models, tuple(str(manifest.run.get(BASE_MODEL_IDS_KEY, "")).split()))
+
+    def of_model(self, model: ModelInput) -> str | None:
+        """The stated id of a model, by its name in the recipe or by its absolute path."""
+        return self.by_model.get(model.text) or self.by_model.get(reference_text(model))
+
+    def check_names(self, models: Sequence[ModelInput]) -> None:
         """Refuse an id of a model that the recipe does not name.
 
         Raises:
             RecipeError: `option.base-model-id`.
         """
-        known = list(dict.fromkeys(names))
+        known = {name for model in models for name in (model.text, reference_text(model))}
         for name in self.by_model:
             if name not in known:
-                message = f"the recipe names no model '{name}'"
-                raise RecipeError.of("option.base-model-id", "--base-model-id", message, f"it names {', '.join(known)}")
+                message, hint = f"the recipe names no model '{name}'", ", ".join(model.text for model in models)
+                raise RecipeError.of("option.base-model-id", "--base-model-id", message, f"it names {hint}")
 
 
 def parse_base_model_ids(texts: Iterable[str]) -> BaseModelIds:

@@ -23,6 +23,7 @@ from mergepipe.operators.base import NOTHING_REDUCED, BlockFunction, Operator, O
 from mergepipe.operators.rules.elementwise import ElementwiseRule, Keep
 from mergepipe.recipes.resolve.tasks import Action, MergeTask, TensorParameters
 from mergepipe.runs.reuse.blocks import EarlierSnapshot, EarlierSnapshots
+from mergepipe.runs.reuse.kept_sums_files import find_sums
 from mergepipe.runs.reuse.keys import SourceNames
 from mergepipe.snapshots.block_digests import BlockTable, block_table_of
 from mergepipe.snapshots.layout import PlacedFile, PlacedTensor, SnapshotLayout
@@ -35,7 +36,7 @@ from mergepipe.storage.limits import BLOCK_TABLE_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
-ACCUMULATORS_NAME = "mergepipe.accumulators"  # no extension that a loader of weights looks for
+ACCUMULATORS_NAME = "mergepipe.accumulators"  # in staging; `kept_sums_files` says where it is published
 ACCUMULATORS_RECORD_NAME = "mergepipe.accumulators.json"
 ACCUMULATORS_BLOCKS_NAME = "mergepipe.accumulators.blocks"
 ACCUMULATORS_FORMAT = "mergepipe-accumulators/2"
@@ -292,7 +293,7 @@ class KeptTotals:
 
 def read_totals(store: Store, directory: Location, manifest: Manifest) -> KeptTotals | None:
     """Read the record of a snapshot's kept sums; None if there are none or the manifest does not match."""
-    path = directory / ACCUMULATORS_NAME
+    path = find_sums(store, directory, manifest.sid)
     records = {record.name: record for record in manifest.sidecars}
     try:
         if ACCUMULATORS_RECORD_NAME not in records or not is_file(store, path):

@@ -35,6 +35,7 @@ from mergepipe.snapshots.overlay.table import (
     OverlayTable,
     overlay_table_of,
 )
+from mergepipe.snapshots.recorded_paths import absolute_reference
 from mergepipe.snapshots.scan import count_not_finite
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.ledger import Purpose
@@ -180,7 +181,8 @@ def open_overlay(store: Store, path: Location, manifest: Manifest) -> Overlay:
         hint = "merge again, or `mergepipe replay` it"
         raise CorruptError.of("overlay.digest", where, "its digest is not the manifest's", hint)
     layout = layout_of(manifest, path / MANIFEST_NAME)
-    return Overlay(path, manifest, layout, overlay_table_of(raw, where, block_sizes(manifest)))
+    table = overlay_table_of(raw, where, block_sizes(manifest))
+    return Overlay(path, manifest, layout, table.with_paths(lambda text: absolute_reference(text, path)))
 
 
 def block_sizes(manifest: Manifest) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import NoReturn
 
 from mergepipe.core.canonical_json import canonical_json
@@ -22,7 +22,10 @@ _HINT = "merge again, or `mergepipe replay` it"
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A base file that blocks are read from, in its state when the overlay was made; `path` is absolute."""
+    """A base file that blocks are read from, in its state when the overlay was made.
+
+    `path` is absolute, and in the file, unless asked otherwise, relative to the overlay: see `recorded_paths`.
+    """
 
     path: str
     size_bytes: int
@@ -53,6 +56,10 @@ class OverlayTable:
     files: tuple[BaseFile, ...]
     stored_bytes: int
     places: tuple[BlockPlace, ...]
+
+    def with_paths(self, change: Callable[[str], str]) -> OverlayTable:
+        """The same table with the paths of the base's files changed."""
+        return replace(self, files=tuple(replace(file, path=change(file.path)) for file in self.files))
 
     def to_bytes(self) -> bytes:
         """Encode the side file (`docs/internals/formats/overlay.md`)."""

@@ -12,6 +12,7 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
+    PUBLISHING_PANEL,
     WORK_PANEL,
     AllowDropped,
     ClusterFlags,
@@ -34,7 +35,7 @@ from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import MergeOptions
+from mergepipe.options import MergeOptions, PathStyle
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -80,6 +81,25 @@ Overlay = Annotated[
         "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
+Paths = Annotated[
+    str,
+    typer.Option(
+        "--paths",
+        metavar="STYLE",
+        help="How the output's files name local inputs: relative or absolute.",
+        rich_help_panel=PUBLISHING_PANEL,
+    ),
+]
+BaseModelId = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base-model-id",
+        metavar="ID",
+        help="A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+        rich_help_panel=PUBLISHING_PANEL,
+        show_default=False,
+    ),
+]
 _FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
@@ -102,6 +122,8 @@ class RecipeFlags:
     keep_sums: KeepSums = False
     overlay: Overlay = False
     pack: PackPath = None
+    paths: Paths = PathStyle.RELATIVE.value
+    base_model_id: BaseModelId = None
 
 
 def register(app: typer.Typer) -> None:
@@ -148,6 +170,8 @@ def merge(
         keep_sums=settings.keep_sums,
         overlay=settings.overlay,
         pack=settings.pack,
+        paths=settings.paths,
+        base_model_ids=tuple(settings.base_model_id or ()),
         allow_dropped=tuple(settings.allow_dropped or ()),
         strict=strict,
         lenient=lenient,

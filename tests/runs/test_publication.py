@@ -1,0 +1,272 @@
+"""What a snapshot says of its inputs: Hub ids, an inherited card, files left out, and no path of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mergepipe
+from mergepipe.cli.render.merges import merge_table
+from mergepipe.errors import NotFoundError, RecipeError
+from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.recipes.parse.written_paths import with_renamed
+from mergepipe.runs.publication.hub_ids import parse_base_model_ids
+from mergepipe.runs.publication.input_cards import InputCard, parse_card
+from mergepipe.runs.publication.left_out import reason_of
+from mergepipe.runs.reuse.kept_sums_files import sums_folder
+from mergepipe.snapshots.recorded_paths import absolute_reference, relative_reference
+from mergepipe.storage.location import Location
+from support.bucket_outputs import files_below, objects_below
+from support.disk_families import make_models, write_family
+from support.remote_stores import set_environment
+from support.s3_server import s3_server
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CARD = """---
+license: apache-2.0
+language: [en, de]
+library_name: transformers
+pipeline_tag: text-generation
+tags: [chat, "license:apache-2.0", 1]
+base_model: org/older
+---
+# The base
+"""
+NO_CATALOG = MergeOptions(catalog=False)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    """A base in the Hub cache's layout, two experts beside it, one with a card of its own."""
+    write_family(tmp_path / "odd", make_models(2))
+    snapshot = tmp_path / "hub" / "models--org--base" / "snapshots" / COMMIT
+    shutil.copytree(tmp_path / "odd" / "base", snapshot)
+    (snapshot / "README.md").write_text(CARD)
+    (snapshot / "LICENSE").write_text("all yours")
+    (snapshot / "modeling.py").write_text("raise SystemExit")
+    (tmp_path / "odd" / "expert1" / "README.md").write_text(CARD.replace("apache-2.0", "mit").replace("older", "tuned"))
+    return tmp_path
+
+
+def recipe_of(family: Path) -> Path:
+    """A recipe by absolute paths, in a folder of its own."""
+    path = family / "recipes" / "merge.yml"
+    path.parent.mkdir()
+    base = family / "hub" / "models--org--base" / "snapshots" / COMMIT
+    path.write_text(
+        f"# tuned: {family}/odd/expert1, {base}\n"
+        f"merge_method: task_arithmetic\nbase_model: {base} # the base\nparameters: {{int8_mask: 1.0}}\nmodels:\n"
+        f"- {{model: '{family}/odd/expert1', parameters: {{weight: 0.5}}}}\n"
+        f"- {{model: {family}/odd/expert2-bare.safetensors, parameters: {{weight: 0.2}}}}\n"
+    )
+    return path
+
+
+def test_merge__publishes_no_path_of_this_machine_and_is_still_replayed(family: Path) -> None:
+    out = family / "out"
+    report = mergepipe.merge(recipe_of(family), out, options=NO_CATALOG)
+    check_names_no_path(files_below(out), family)
+    assert report.recipe_notices
+    manifest = json.loads((out / "mergepipe.json").read_bytes())
+    assert [source["path"] for source in manifest["inputs"]][1:] == [
+        "../odd/expert1",
+        "../odd/expert2-bare.safetensors",
+    ]
+    assert manifest["inputs"][0]["hub_id"] == f"org/base@{COMMIT}"
+    assert {"name": "modeling.py", "reason": reason_of("modeling.py")} in manifest["left_out"]
+    assert [file.name for file in report.left_out] == [record["name"] for record in manifest["left_out"]]
+    assert (out / "LICENSE").read_text() == "all yours"
+    assert not (out / "modeling.py").exists()
+    assert mergepipe.verify(out, deep_fraction=1.0).is_sound
+    moved = family / "moved"  # the whole tree
+    moved.mkdir()
+    for name in ("out", "odd", "hub"):
+        (family / name).rename(moved / name)
+    assert mergepipe.verify(moved / "out", deep_fraction=1.0).is_sound
+    (moved / "out" / "README.md").write_text("damaged")
+    mergepipe.repair(moved / "out")
+    assert mergepipe.verify(moved / "out").is_sound
+    again = mergepipe.replay(moved / "out", family / "again")
+    assert again.sid == report.sid
+
+
+def check_names_no_path(files: dict[str, bytes], folder: Path) -> None:
+    """No file of an output holds a path of this machine."""
+    names = {name.rpartition("/")[2] for name in files}
+    assert {"README.md", "mergepipe.json", "mergekit_config.yml", "config.json"} <= names
+    assert [name for name, content in files.items() if str(folder).encode() in content] == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        ("60%", NO_CATALOG),
+        (None, MergeOptions(catalog=False, overlay=True)),
+        (None, MergeOptions(catalog=False, keep_sums=True)),
+    ],
+)
+def test_merge__of_every_kind_publishes_no_path_of_this_machine(
+    family: Path, budget: str | None, options: MergeOptions
+) -> None:
+    mergepipe.merge(recipe_of(family), family / "out", budget=budget, options=options)
+    check_names_no_path(files_below(family / "out"), family)
+    assert mergepipe.verify(family / "out", deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+    (family / "moved").mkdir()
+    for name in ("out", "odd", "hub"):
+        (family / name).rename(family / "moved" / name)
+    moved = family / "moved" / "out"
+    assert mergepipe.verify(moved, deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+
+
+def test_merge__into_a_bucket_names_inputs_as_if_beside_it(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(family)
+    with s3_server() as server:
+        server.make_bucket("cards")
+        set_environment(monkeypatch, server.url)
+        mergepipe.merge(recipe, "s3://cards/merged", options=MergeOptions(home=family / "home"))
+        files = objects_below("s3://cards/merged")
+        check_names_no_path(files, family)
+        manifest = json.loads(files["mergepipe.json"])
+        places = [source["path"] for source in manifest["inputs"]]
+        assert places == [f"../{COMMIT}", "../expert1", "../expert2-bare.safetensors"]
+        with pytest.raises(NotFoundError, match=r"s3://cards/expert1.*is gone") as caught:
+            mergepipe.verify("s3://cards/merged", deep_fraction=1.0, options=RunOptions(catalog=False))
+        assert "move both together" in str(caught.value)
+    copy = family / "odd" / "copy"
+    for name, content in files.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(content)
+    (family / "hub" / "models--org--base" / "snapshots" / COMMIT).rename(family / "odd" / COMMIT)
+    assert mergepipe.verify(copy, deep_fraction=1.0, options=RunOptions(catalog=False)).is_sound
+
+
+def test_merge__copies_or_lists_every_file_of_the_base(family: Path) -> None:
+    base = family / "hub" / "models--org--base" / "snapshots" / COMMIT
+    copied = {"modules.json": "[]", "1_Pooling/config.json": "{}", "2_Dense/model.safetensors": "weights"}
+    left = {
+        "modeling.py": "code is never copied", "nested/util.py": "code is never copied", "odd.xyz": "not known",
+        "model.gguf": "another form", "optimizer.pt": "training run", "README.md": "a card of its own",
+        "tokenizer.json": "another tokenizer",
+    }  # fmt: skip
+    for name, content in (copied | dict.fromkeys(left, "{}") | {"README.md": CARD}).items():
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(content)
+    out = family / "out"
+    report = mergepipe.merge(recipe_of(family), out, options=MergeOptions(catalog=False, tokenizer=False))
+    assert {name: (out / name).read_text() for name in copied} == copied
+    reasons = {file.name: file.reason for file in report.left_out}
+    assert [name for name, reason in left.items() if reason not in reasons.get(name, "")] == []
+    inputs = {path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()}
+    outputs = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert inputs - outputs - reasons.keys() <= {"model.safetensors.index.json"} | {
+        name for name in inputs if name.startswith("model-")
+    }
+    card = (out / "README.md").read_text()
+    assert [name for name in reasons if f"`{name}`" not in card] == []
+    assert 'library_name: "transformers"' in card  # the base's own card says so
+    assert "modeling.py" in str(merge_table(report))
+
+
+def test_gc__removes_sums_whose_snapshot_is_gone(family: Path) -> None:
+    options = MergeOptions(home=family / "home", keep_sums=True)
+    mergepipe.merge(recipe_of(family), family / "out", options=options)
+    (sums,) = sums_folder(family / "out").iterdir()
+    assert mergepipe.gc([family], home=family / "home").garbage == ()
+    notices = mergepipe.verify(family / "out", options=RunOptions(home=family / "home")).notices
+    assert not any("sums" in notice for notice in notices)
+    shutil.rmtree(family / "out")
+    found = mergepipe.gc([family], home=family / "home", dry_run=True).garbage
+    assert [item.what for item in found if item.kind == "sums"] == [str(sums)]
+    assert sums.exists()
+    mergepipe.gc([family], home=family / "home")
+    assert not sums.parent.exists()
+
+
+def test_merge__the_card_names_hub_ids_and_inherits_from_the_base(family: Path) -> None:
+    out = family / "out"
+    stated = f"{family}/odd/expert2-bare.safetensors=me/second"
+    mergepipe.merge(recipe_of(family), out, options=MergeOptions(catalog=False, base_model_ids=(stated, "me/third")))
+    card = (out / "README.md").read_text()
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert metadata["base_model"] == ["org/base", "org/tuned", "me/second", "me/third"]
+    assert metadata["base_model_relation"] == "merge"
+    assert (metadata["license"], metadata["language"]) == ("apache-2.0", ["en", "de"])
+    assert (metadata["pipeline_tag"], metadata["tags"]) == ("text-generation", ["chat", "1", "merge", "mergepipe"])
+    assert f"| base | `org/base` | `{COMMIT}` |" in card
+    assert "- `../odd/expert1`: mit" in card
+    recipe = card.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(recipe)["base_model"] == f"org/base@{COMMIT}"
+    assert (out / "mergekit_config.yml").read_text() == recipe
+    mergepipe.replay(out, family / "again", options=RunOptions(catalog=False))
+    assert (family / "again" / "README.md").read_text().split("---\n")[1] == card.split("---\n")[1]
+
+
+def test_merge__takes_text_of_the_bases_card_as_text(family: Path) -> None:
+    base = family / "hub" / "models--org--base" / "snapshots" / COMMIT
+    text = "x\n---\n# <b>evil</b>\n```"
+    card = {"license": text, "license_name": text, "language": [text], "tags": [text], "library_name": text}
+    (base / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+    (base / "```\n# <b>odd").write_text("{}")
+    mergepipe.merge(recipe_of(family), family / "out", options=NO_CATALOG)
+    _, front, body = (family / "out" / "README.md").read_text().split("---\n", 2)
+    metadata = yaml.safe_load(front)
+    assert metadata.keys() == {
+        "base_model", "base_model_relation", "license", "license_name", "language", "library_name", "tags", "merge",
+    }  # fmt: skip
+    assert "evil" in metadata["license"]
+    assert [line for line in body.splitlines() if line.startswith("# <")] == []
+    assert "<b>" not in re.sub(r"(`+).*?\1", "", body)
+
+
+def test_merge__keeps_absolute_paths_where_they_are_wanted(family: Path) -> None:
+    mergepipe.merge(recipe_of(family), family / "out", options=MergeOptions(catalog=False, paths="absolute"))
+    manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
+    assert manifest["inputs"][1]["path"] == manifest["inputs"][1]["model"] == f"{family}/odd/expert1"
+
+
+def test_replay__finds_the_inputs_of_a_snapshot_that_was_moved_alone(family: Path) -> None:
+    mergepipe.merge(recipe_of(family), family / "out")
+    (family / "elsewhere" / "deep").mkdir(parents=True)
+    (family / "out").rename(family / "elsewhere" / "deep" / "out")
+    assert mergepipe.verify(family / "elsewhere" / "deep" / "out", deep_fraction=1.0).is_sound
+    with pytest.raises(NotFoundError, match="relative to its own folder, so move both together"):
+        mergepipe.replay(family / "elsewhere" / "deep" / "out", family / "again", options=RunOptions(catalog=False))
+
+
+def test_relative_reference__absolute_reference_undoes_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "out"
+    for text in (
+        "/x/y",
+        f"{tmp_path}/a/b+/c",
+        f"{folder.parent}/m+{tmp_path}/lora",
+        "hf://org/name@main",
+        f"{folder}/x",
+    ):
+        stored = relative_reference(text, folder)
+        assert not any(part.startswith("/") for part in stored.split("+"))
+        assert absolute_reference(stored, Location.local(folder)) == text
+
+
+def test_with_renamed__changes_values_only_and_keeps_the_rest() -> None:
+    text = "# /m\n/m: &a '/m' # /m\nx: [*a, /m, \"/m\", {filter: /m}]\ny: |\n  /m\n"
+    renamed = with_renamed(text, lambda value: "a b" if value == "/m" else value)
+    assert renamed == '# /m\n/m: &a "a b" # /m\nx: [*a, "a b", "a b", {filter: /m}]\ny: |\n  /m\n'
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"# no metadata", b"---\n[1\n---\n", b"---\n- 1\n---\n", b"---\nlicense: {a: b}\n---\n"]
+)
+def test_parse_card__of_what_is_none_inherits_nothing(raw: bytes) -> None:
+    assert parse_card(raw) == InputCard()
+
+
+@pytest.mark.parametrize("text", ["/abs/path", "a/b/c", "=org/name", "m=", "org/na me"])
+def test_parse_base_model_ids__refuses_what_is_no_id(text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_base_model_ids([text])
+    assert caught.value.code == "option.base-model-id"
