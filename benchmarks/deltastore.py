@@ -323,7 +323,7 @@ def measure_family(family: FamilyPaths, out: Path, threads: int) -> dict[str, ob
     raw_bytes = sum(expert.tensor_bytes for expert in report.experts)
     store = LocalStore()
     base = open_checkpoint(store, Location.local(family.base))
-    stores = [open_store(store, Location.local(expert.store), base) for expert in report.experts]
+    stores = [open_store(store, Location.local(expert.folder), base) for expert in report.experts]
     costs_BL, errors_BL = level_tables(stores)
     points = []
     paths = {entry.file for each in stores for t in packed_tensors(each) for entry in t.stored}

@@ -118,7 +118,7 @@ def packed_family(family: FamilyPaths, stores: Path, threads: int) -> PackedFami
     """Pack what is not packed yet."""
     report = pack(family.base, family.experts, stores, threads=threads)
     raw_bytes = sum(expert.tensor_bytes for expert in report.experts)
-    return PackedFamily(family.base, family.experts, tuple(e.store for e in report.experts), raw_bytes)
+    return PackedFamily(family.base, family.experts, tuple(e.folder for e in report.experts), raw_bytes)
 
 
 # --- time on slow storage ---

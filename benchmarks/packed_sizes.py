@@ -118,10 +118,10 @@ def measure_store(base: Path, expert: Path, work: Path, threads: int) -> StoreSi
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     packed = pack(base, [expert], work / "stores", threads=threads).experts[0]
-    read = {name: _merge_reads(base, packed.store, work, name) for name in ("linear", "ties")}
+    read = {name: _merge_reads(base, packed.folder, work, name) for name in ("linear", "ties")}
     store = LocalStore()
     base_checkpoint = open_checkpoint(store, Location.local(base))
-    checkpoint = open_store(store, Location.local(packed.store), base_checkpoint)
+    checkpoint = open_store(store, Location.local(packed.folder), base_checkpoint)
     measured = StoreSizes(
         sizes=measure_sizes([checkpoint]),
         whole_pages=read["linear"] / packed.tensor_bytes,

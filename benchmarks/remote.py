@@ -223,7 +223,7 @@ def _cpu_seconds(usage: resource.struct_rusage) -> float:
 def over_the_link(bench: Bench, family: FamilyPaths, budget: str, rounds: int, only: Sequence[str]) -> list[Measured]:
     """Full and budgeted merges of a bucket, raw and packed, at one link; the median of some rounds of each."""
     packed = bench.folder / "packed"
-    stores = [expert.store for expert in pack(family.base, family.experts, packed).experts] if "packed" in only else []
+    stores = [expert.folder for expert in pack(family.base, family.experts, packed).experts] if "packed" in only else []
     with MappedServer(bench.folder, [*family.models, *stores], bench.link) as server:
         at, packed_at = (str(folder.relative_to(bench.folder)) for folder in (family.base.parent, packed))
         environment = s3_environment(server.url)

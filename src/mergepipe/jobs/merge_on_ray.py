@@ -34,7 +34,8 @@ from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.settings import ClusterRequest, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_key, store_plan, stored_plan
-from mergepipe.snapshots.parts_directory import JOB_NAME, PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_place import JOB_NAME
 from mergepipe.snapshots.staging import check_free_space, check_target
 from mergepipe.storage import owned
 from mergepipe.storage.location import Location

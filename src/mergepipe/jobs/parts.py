@@ -15,12 +15,12 @@ from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFound
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
-from mergepipe.runs.output_place import check_apart
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.snapshots import is_snapshot_of
+from mergepipe.snapshots.object_upload import check_apart
 from mergepipe.snapshots.parts_account import PartsAccount, Readings, ReadingState, readings_in
 from mergepipe.snapshots.parts_place import PartsPlace
 from mergepipe.snapshots.staging import check_free_space, check_target
