@@ -180,10 +180,10 @@ class BucketWriter:
     def read(self, key: str, limit_bytes: int) -> bytes:
         """The first bytes of an object, at most `limit_bytes` of them."""
         with _failures():
-            size_bytes = int(_obstore().head(self._store, key)["size"])
-            if not size_bytes:
-                return b""
-            return bytes(_obstore().get_range(self._store, key, start=0, end=min(size_bytes, limit_bytes)))
+            answer = _obstore().get(self._store, key)  # one request: it may be replaced at any moment
+            if answer.meta["size"] <= limit_bytes:
+                return bytes(answer.bytes())
+            return bytes(_obstore().get_range(self._store, key, start=0, end=limit_bytes))
 
     def list_all(self, prefix: str) -> tuple[ObjectFacts, ...]:
         """All objects below a prefix, at any depth; their digests are not told."""
