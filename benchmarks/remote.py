@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import mmap
 import os
 import resource
@@ -37,7 +36,7 @@ SHAPES = {"tiny": TINY, "demo": DEMO, "0.6b": QWEN3_0_6B}
 PARTS = ("full", "budget", "packed", "hub", "loopback")
 DENSITY = 0.2
 LOOPBACK_PIECE_BYTES = 32 << 20
-SEND_BYTES, FAST_SEND_BYTES = 64 << 10, 512 << 10
+LEAST_SENT_BYTES, MOST_SENT_BYTES = 64 << 10, 512 << 10
 QUEUE_SECONDS = 0.005
 ACKED_OFFSET = 8 + 24 * 4 + 2 * 8
 SHARD_BYTES = 500_000_000
@@ -121,7 +120,7 @@ class MappedServer(BucketServer):
         return sum(map(_acknowledged_bytes, self._connections.values()))
 
     def _send_body(self, handler: _Handler, body: memoryview) -> None:
-        step = FAST_SEND_BYTES if self._link.bytes_per_second == math.inf else SEND_BYTES
+        step = int(max(LEAST_SENT_BYTES, min(MOST_SENT_BYTES, self._link.bytes_per_second * QUEUE_SECONDS / 8)))
         for start in range(0, len(body), step):
             part = body[start : start + step]
             self._wait_for_link(len(part))
