@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.formats.config_json import Json, config_bytes, parse_config
@@ -254,14 +255,19 @@ def _parsed(raw: bytes) -> Json | None:
 
 def model_card(manifest: Manifest) -> bytes:
     """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
-    template = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line
-    )
-    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
     names = list(dict.fromkeys(record.model for record in manifest.inputs))
     verdict = None
     if manifest.plan is not None:
         verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
-    text = environment.from_string(template).render(manifest=manifest, models=names, verdict=verdict)
-    return text.encode()
+    return _card_template().render(manifest=manifest, models=names, verdict=verdict).encode()
+
+
+@cache
+def _card_template() -> Template:
+    """Compile the model card's template, once in a process."""
+    text = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False, finalize=as_line
+    )
+    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
+    return environment.from_string(text)
