@@ -1,4 +1,4 @@
-"""Lets `python -m mergepipe` be the `mergepipe` command."""
+"""Run `python -m mergepipe` as the `mergepipe` command."""
 
 from __future__ import annotations
 

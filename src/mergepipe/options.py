@@ -50,7 +50,7 @@ class _CommonOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(_CommonOptions):
-    """How a call uses the machine and the catalog. None of it changes a byte of a result.
+    """Options of using the machine and the catalog. None of them changes a byte of a result.
 
     Args:
         threads: compute threads; default, one per processor.
@@ -66,7 +66,7 @@ class RunOptions(_CommonOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How a budget is spent.
+    """Options of spending a budget.
 
     Args:
         select: what is read first: `norm`, `conflict`, `stratified` or `random`.
@@ -115,7 +115,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions(_CommonOptions):
-    """How `merge` runs, and what it does besides merging.
+    """Options of `merge` beside the recipe and the budget.
 
     Args:
         threads, memory_bytes, home, catalog, connections: see `RunOptions`.
@@ -168,7 +168,7 @@ class MergeOptions(_CommonOptions):
 
     @property
     def pack_path(self) -> Path | None:
-        """Where experts are packed, if they are."""
+        """Return where experts are packed; None if they are not."""
         return None if self.pack is None else folder_of_packs(self.pack)
 
 

@@ -139,7 +139,7 @@ IMPORTED_STATISTICS: Final = "imported statistics"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PartReport(Displayed):
-    """What making a part of an output did. Bytes are those that this run requested.
+    """The result of making a part of an output. Bytes are those that this run requested.
 
     `made_shards` were made now, `found_shards` of the part were done before. With a `merge` this run has finished the
     output; `is_published` if the output is there, whoever finished it.
@@ -172,7 +172,7 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PartsStatus(Displayed):
-    """How far an output that is made in parts is. `missing_parts` of `n_parts` have shards that are not done.
+    """The state of an output that is made in parts. `missing_parts` of `n_parts` have shards that are not done.
 
     Expert bytes: `read_bytes` were or may have been read up to now, `limit_bytes` is the budget (None: unlimited).
     """
@@ -421,7 +421,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Displayed):
-    """Which experts contributed where, and why; from a plan, or from the manifest of a snapshot.
+    """The experts that contributed to each tensor, and the reasons; from a plan, or from the manifest of a snapshot.
 
     What only a plan or only a snapshot has is None in the other. A full merge has no plan: every expert is everywhere.
     Blocks that no expert touched hold the base's values, scaled where the operator scales the base.
@@ -608,7 +608,7 @@ class MaterialiseReport(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PushReport(Displayed):
-    """What was published where. `sid` is that of the copy: another if paths of this machine stood in the recipe.
+    """The result of a push. `sid` is that of the copy: another if paths of this machine stood in the recipe.
 
     `commit` is that of the Hub; `kept_bytes` were in the bucket already. `replaced_paths` stand in the copy no more.
     """

@@ -192,17 +192,24 @@ def test_run_part__refuses_plans_that_reuse_snapshots(family: DiskFamily, tmp_pa
 # --- workers that are interrupted, and those that come back ---
 
 
+@pytest.mark.parametrize("moment", ["before it writes", "after it wrote"])
 def test_run_part__stale_worker_after_the_commit_changes_nothing(
-    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     case, out = cases(("linear", None, False)), tmp_path / "out"
     digests = []
 
-    def overtaken(*arguments: object) -> object:
-        result = make_part(*arguments)  # type: ignore[arg-type]
+    def finished_by_another() -> None:
         monkeypatch.setattr(worker_module, "make_part", make_part)
         run_part(case.plan, out, 1, 1)
         digests.append(tree_digest(tmp_path))
+
+    def overtaken(*arguments: object) -> object:
+        if moment == "before it writes":
+            finished_by_another()
+        result = make_part(*arguments)  # type: ignore[arg-type]
+        if moment == "after it wrote":
+            finished_by_another()
         return result
 
     monkeypatch.setattr(worker_module, "make_part", overtaken)

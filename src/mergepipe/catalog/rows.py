@@ -47,7 +47,7 @@ class ModelRow:
 
 
 class Staleness(StrEnum):
-    """Why a registered model no longer describes the files."""
+    """The reason why a registered model no longer describes its files."""
 
     CHANGED = "changed"  # sizes or times differ
     MISSING = "missing"  # a file was deleted or moved, or its disk is not mounted
@@ -62,7 +62,7 @@ class StaleModel:
 
 
 class Evidence(StrEnum):
-    """How statistics were obtained."""
+    """The source of statistics: whether they were measured or sampled."""
 
     EXACT = "exact"  # every element was read
     PROBE = "probe"  # estimated from a sample

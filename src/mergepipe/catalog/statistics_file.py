@@ -49,7 +49,7 @@ class PortableFile:
 
 @dataclass(frozen=True, slots=True)
 class PortableContent:
-    """What a model holds, wherever it lies; files sorted. `content_id` is the sampled one, None where it is unknown."""
+    """The content of a model, wherever it lies; files sorted. `content_id` is the sampled one, None where unknown."""
 
     kind: CheckpointKind
     files: tuple[PortableFile, ...]

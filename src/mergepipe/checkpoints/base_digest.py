@@ -1,4 +1,4 @@
-"""What tells one base from another, well enough to refuse a delta of the wrong one, from few reads."""
+"""Digest a few samples of a base, to refuse deltas that were made against another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a checkpoint directory may name: regular ones inside it, or blobs of the same hub cache folder."""
+"""Check the files that a checkpoint directory names: regular ones inside it, or blobs of the same hub cache folder."""
 
 from __future__ import annotations
 

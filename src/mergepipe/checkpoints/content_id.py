@@ -1,4 +1,4 @@
-"""What randomness is keyed by: a content id per expert from a small sample, and a stream key per expert and tensor."""
+"""Compute keys of randomness: a content id per expert from a small sample, a stream key per expert and tensor."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PassingContentId:
 
     @property
     def missing_files(self) -> set[Location]:
-        """Where samples are that did not pass by."""
+        """Return the files whose samples were not among the bytes read so far."""
         seen = zip(self._samples, self._left, strict=True)
         return {entry.file for (sample, _), left in seen if left for entry in sample.tensor.stored}
 
@@ -99,7 +99,7 @@ class PassingContentId:
 
 
 def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
-    """What has to be looked at for the content id: nothing where it is known."""
+    """Return the ranges that the content id is computed from; none where it is known."""
     if checkpoint.content_id is not None:
         return
     tensors = _sampled_tensors(checkpoint)
@@ -119,7 +119,7 @@ def _element_bytes(tensor: Readable) -> int:
 
 
 def _sampled_tensors(checkpoint: Checkpoint) -> list[Readable]:
-    """What is stored, by name; of encoded tensors what they stand for."""
+    """Return the stored tensors by name; of encoded tensors those that they represent."""
     sampled: dict[tuple[str, str, int], Readable] = {}
     for tensor in checkpoint.tensors.values():
         if isinstance(tensor, NeedsBase) and not tensor.is_delta:

@@ -23,7 +23,7 @@ from mergepipe.storage.prices import DecodingPrices
 
 
 class CheckpointKind(StrEnum):
-    """What the tensors of a checkpoint are, compared with its base."""
+    """The meaning of a checkpoint's tensors: weights, or differences from its base."""
 
     FULL = "full"  # weights: every tensor of the base is expected
     DELTA = "delta"  # differences from the base; a tensor that is not there does not differ
@@ -53,7 +53,7 @@ class TensorEntry:
 
     @property
     def kernel_code(self) -> int:
-        """How kernels decode the stored bytes: the dtype's code, with `DELTA_FLAG` where they are a delta."""
+        """Return the code by which kernels decode stored bytes: the dtype's, with `DELTA_FLAG` for a delta."""
         return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
 
     @property
@@ -124,7 +124,7 @@ class ComputedTensor(Protocol):
 
 
 class FetchOnBase(Protocol):
-    """As `Fetch`, given the base's stored bytes of the same elements, in the base's dtype."""
+    """A `Fetch` that is given the base's stored bytes of the same elements, in the base's dtype."""
 
     def __call__(self, span: Span, base: BaseBytes, out: NDArray[np.uint8], purpose: Purpose) -> None: ...
 
@@ -162,7 +162,7 @@ class IndexedEntry(Protocol):
 
     @property
     def files(self) -> frozenset[Location]:
-        """As in `NeedsBase`."""
+        """Return the files that reads need; see `NeedsBase.files`."""
         ...
 
     def entry(self) -> TensorEntry: ...
@@ -198,7 +198,7 @@ class LeveledTensor(Protocol):
         ...
 
     def squared_errors(self, level: int) -> NDArray[np.float64]:
-        """What a level leaves of the squared delta, for each stretch of `cut_elements`; level 0 reads nothing."""
+        """Return the squared delta that a level omits, for each stretch of `cut_elements`; level 0 reads nothing."""
         ...
 
     def decoding_seconds(self, level: int, prices: DecodingPrices) -> NDArray[np.float64]:
@@ -220,12 +220,12 @@ class PackedIndex(Protocol):
 
     @property
     def stored_bytes(self) -> int:
-        """What is stored of all tensors, without the index."""
+        """Return the stored size of all tensors, without the index."""
         ...
 
     @property
     def least_bytes(self) -> int:
-        """What reading all tensors costs at least, at the least level that is worth it, with the index."""
+        """Return the least cost of reading all tensors, at the lowest useful level, with the index."""
         ...
 
     @property
@@ -301,7 +301,7 @@ def files_of(sources: Iterable[Source]) -> set[Location]:
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """What tells that a file is still the one that was looked at; `name` is relative to the checkpoint.
+    """A file's name, relative to the checkpoint, with the size and version that identify its content.
 
     Two that are equal, of the same path, are of the same bytes: `version` (see `storage.file_version`) changes whenever
     those do. Two that differ in their versions alone are of the same bytes if both tell the same `sha256`; it is None

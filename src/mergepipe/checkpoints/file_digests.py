@@ -1,4 +1,4 @@
-"""What a model is known by wherever it lies: the SHA-256 of its files, and one digest over them."""
+"""Identify a model by content: the SHA-256 of its files, and one digest over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the name of a model in a recipe means: a path of this machine, a location of another store, or a Hub id."""
+"""Resolve the name of a model in a recipe: a path of this machine, a location of another store, or a Hub id."""
 
 from __future__ import annotations
 

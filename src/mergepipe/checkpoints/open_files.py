@@ -80,7 +80,7 @@ def open_files(
 
 
 def check_unchanged(store: Store, checkpoints: Iterable[Checkpoint]) -> None:
-    """Refuse to go on with files that are not those that were opened.
+    """Refuse files that changed after they were opened.
 
     Raises:
         ConflictError: naming the file.

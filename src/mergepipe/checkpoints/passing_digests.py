@@ -94,7 +94,7 @@ class _PassingDigest:
         self._go_on()
 
     def _gap_end(self) -> int:
-        """Where the next range that passes by begins; the position itself inside of one."""
+        """Return the start of the next range that was read; the position itself inside of one."""
         number = bisect_right(self._shown, self._position, key=lambda piece: piece[0])
         if number and self._position < self._shown[number - 1][1]:
             return self._position

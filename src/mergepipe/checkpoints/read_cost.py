@@ -1,4 +1,4 @@
-"""The one cost function of planner and engine: what reading blocks requests of a file, as its store serves it."""
+"""Compute the bytes that reading blocks of a file costs: the one cost function of planner and engine."""
 
 from __future__ import annotations
 

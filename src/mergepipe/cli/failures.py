@@ -13,7 +13,7 @@ NOTHING_PUBLISHED = "nothing was published"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a command failed. `kind` is the first word of each line."""
+    """The reason why a command failed. `kind` is the first word of each line."""
 
     kind: str
     problems: tuple[Problem, ...]
@@ -35,7 +35,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
-    """What to tell about `error`; `interrupted_exit_code` is used if it is an interruption."""
+    """Return the lines and the exit code of `error`; `interrupted_exit_code` is used if it is an interruption."""
     if isinstance(error, KeyboardInterrupt):
         message = "; ".join((NOTHING_PUBLISHED, *_notes(error)))
         return Failure("interrupted", (Problem("run.interrupted", "", message),), interrupted_exit_code)
@@ -57,12 +57,12 @@ def failure_of(error: BaseException, interrupted_exit_code: int) -> Failure:
 
 
 def _kept(error: BaseException) -> tuple[Problem, ...]:
-    """What stands although the command failed, as problems to be told beside the error."""
+    """Return what stands although the command failed, as problems to be printed beside the error."""
     return tuple(Problem("run.kept", "", note) for note in _notes(error))
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    """What is to be told beside the error itself."""
+    """Return the notes that are printed beside the error itself."""
     return tuple(getattr(error, "__notes__", ()))
 
 

@@ -25,7 +25,7 @@ BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE e
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What every command is given: how to notice that the user wants to stop."""
+    """The context that every command is given: it tells when the user wants to stop."""
 
     interrupts: Interrupts
 

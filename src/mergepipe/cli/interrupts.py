@@ -38,7 +38,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """What a process that a signal stopped exits with: 128 and the signal's number."""
+        """Return the exit code of a process that a signal stopped: 128 and the signal's number."""
         return 128 + int(self._received or signal.SIGINT)
 
     def report(self) -> None:

@@ -207,7 +207,7 @@ NoProbe: TypeAlias = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintFlags:
-    """How a command prints. The guard reads `--debug` before there is a command."""
+    """Options of printing. The guard reads `--debug` before there is a command."""
 
     as_json: AsJson = False
     debug: Debug = False
@@ -215,7 +215,7 @@ class PrintFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFlags:
-    """How a command that runs long prints. The guard reads `--debug` before there is a command."""
+    """Options of printing for commands that run long. The guard reads `--debug` before there is a command."""
 
     as_json: AsJson = False
     quiet: Quiet = False
@@ -229,7 +229,7 @@ class ReportFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags:
-    """How a budget is spent."""
+    """Options of spending a budget."""
 
     select: Select = None
     where_omitted: WhereOmitted = None
@@ -266,7 +266,7 @@ class PlanFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFlags:
-    """How a command uses the machine, and where its catalog is."""
+    """Options of using the machine, and the place of the catalog."""
 
     threads: Threads = None
     memory: Memory = None

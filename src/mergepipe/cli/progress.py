@@ -42,7 +42,7 @@ class Reading:
     retries: int = 0
 
     def text(self) -> str:
-        """As a plain line."""
+        """Return the progress as a plain line."""
         amount = f"{format_bytes(self.done_bytes)} of {format_bytes(self.total_bytes)}"
         return ", ".join([f"{self.phase}: {self.fraction:.0%}", amount, *self.pace()])
 
@@ -119,7 +119,7 @@ def choose_display(*, silent: bool) -> Display:
 
 
 def compiling_text() -> str:
-    """What the first run on a machine waits for."""
+    """Return the line that explains the wait of the first run on a machine."""
     from mergepipe.kernels.compilation.listeners import TYPICAL_SECONDS
 
     return f"compiling the inner loops once (about {TYPICAL_SECONDS:.0f} s)"

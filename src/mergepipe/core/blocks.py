@@ -15,7 +15,7 @@ GRAIN_ELEMENTS = 16 * 1024
 
 
 class DTypeKind(StrEnum):
-    """How the elements of a dtype can be processed."""
+    """The way in which elements of a dtype are processed."""
 
     FLOAT = "float"  # decodes to float32, can be merged
     EXACT = "exact"  # integers and booleans: copied, never merged

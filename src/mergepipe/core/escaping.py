@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for text of several lines: line feeds are kept."""
+    """Return text of several lines with all but line feeds escaped as by `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""How values show themselves in Python: a short `repr`, and a table in notebooks."""
+"""Display values in Python: a short `repr`, and a table in notebooks."""
 
 from __future__ import annotations
 

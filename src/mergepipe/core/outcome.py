@@ -11,7 +11,7 @@ from mergepipe.errors import MergePipeError, Problem, PublishedError
 
 
 class Place(Protocol):
-    """Where an output is: a path, or a location of another store."""
+    """The place of an output: a path, or a location of another store."""
 
     def absolute(self) -> Place:
         """The same place whatever the working directory is."""

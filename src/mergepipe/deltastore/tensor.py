@@ -192,7 +192,7 @@ class PackedTensor:
         return PackedFetch(self, files)
 
     def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
-        """As `opened`, for callers that have the base's bytes."""
+        """Open a tensor like `opened`, for callers that have the base's bytes."""
         return PackedFetch(self, files, turns).with_base
 
     def _path(self, piece: Piece) -> Location:

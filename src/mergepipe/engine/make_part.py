@@ -106,7 +106,7 @@ def _writer(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a work is read and cut for an amount of memory; the same for each of its parts."""
+    """The reads and tiles of a work within an amount of memory; the same for each of its parts."""
 
     work: MergeWork
     pool_bytes: int

@@ -155,7 +155,7 @@ def split_sizes(file_bytes: Sequence[int], n_parts: int) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What is known of a finished part: the digests of its tensors by shard, and the bytes it read and wrote.
+    """The result of a finished part: the digests of its tensors by shard, and the bytes it read and wrote.
 
     Laws: the results of all parts add up to that of the whole, in any order; a part made again gives an equal result.
     """

@@ -32,7 +32,7 @@ from mergepipe.storage.stores import Stores
 
 @dataclass(frozen=True, slots=True)
 class AnalysisRequest:
-    """What to gather of `experts` against `base`, and the catalog's home, where it is kept.
+    """The statistics to gather of `experts` against `base`, and the catalog's home, where they are kept.
 
     `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
     is read. Experts are packed into `pack` on the way. The statistics of a file are taken in before (`import_from`);

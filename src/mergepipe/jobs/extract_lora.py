@@ -46,7 +46,7 @@ _BARE_PREFIXES = {"gpt2": "transformer."}
 
 @dataclass(frozen=True, slots=True)
 class ExtractRequest:
-    """How much of the difference is kept, and what the adapter says of itself.
+    """Options of an extraction: the rank or share of the difference to keep, and the adapter's metadata.
 
     `rank` is the largest one, `energy` the share of each matrix's square sum that is enough; one of them at least.
     With `saves_modules` embeddings, heads and norms that changed are stored in full.
@@ -177,7 +177,7 @@ class _Extraction:
         )
 
     def report(self, out: Path, adapter_bytes: int, hub_id: str | None) -> ExtractLoraReport:
-        """What was extracted; bytes read and the time come when all is done."""
+        """Report what was extracted; bytes read and the time are added at the end."""
         return ExtractLoraReport(
             base=self.base.path,
             model=self.model.path,

@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".bin", INDEX_NAME)
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """How a snapshot is pushed: whether a repository of the Hub is created, and whether it is private then."""
+    """Options of a push: whether a repository of the Hub is created, and whether it is private then."""
 
     creates: bool = False
     is_private: bool = False
@@ -40,7 +40,7 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What is pushed: weight files by name, and the small ones, the manifest apart."""
+    """The files to push: weight files by name, and the small ones, the manifest apart."""
 
     record: PortableRecord
     weights: Mapping[str, Path]

@@ -42,7 +42,7 @@ class SweepBudget:
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What a sweep is asked for: budgets, how each is planned, the catalog's home, where outputs lie meanwhile."""
+    """Options of a sweep: budgets, how each is planned, the catalog's home, the place of intermediate outputs."""
 
     budgets: tuple[SweepBudget, ...]
     plan: PlanRequest

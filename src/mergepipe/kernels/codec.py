@@ -210,7 +210,7 @@ def _encode_f8(tile: Floats, bits: Bits32, n: int, stored: Bytes, shift: int, li
 
 @kernel
 def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
-    """As `decode_tile`, for any number of elements from the start of `raw`."""
+    """Decode any number of elements from the start of `raw`, as `decode_tile` does for one tile."""
     start = 0
     while start < n:
         m = min(TILE_ELEMENTS, n - start)
@@ -220,7 +220,7 @@ def decode_all(raw: Bytes, code: int, n: int, out: Floats) -> None:
 
 @kernel
 def encode_all(values: Floats, raw: Bytes, code: int) -> None:
-    """As `encode_tile`, for any number of elements to the start of `raw`."""
+    """Encode any number of elements to the start of `raw`, as `encode_tile` does for one tile."""
     start = 0
     while start < values.shape[0]:
         m = min(TILE_ELEMENTS, values.shape[0] - start)

@@ -323,7 +323,7 @@ def merge_rows(
     out_code: int,
     n: int,
 ) -> None:
-    """As `merge_block` without consensus, with separate coefficients, anchor scale and magnitude cut for each row."""
+    """Merge like `merge_block` without consensus, with coefficients, anchor scale and magnitude cut of each row."""
     none = np.empty(0, np.uint64)
     ones_E = np.ones(offsets_E.shape[0], np.float32)
     start = 0

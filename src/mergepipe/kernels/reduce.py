@@ -83,7 +83,7 @@ def count_fine_bits(
     row_of_bin_B: NDArray[np.int16],
     counts_RB: NDArray[np.int32],
 ) -> None:
-    """As `count_fine`, for `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows of a tile) is a work array."""
+    """Count like `count_fine`, for `n` bit patterns, at most a tile; `hits_2N` (uint8, two rows) is a work array."""
     hits = hits_2N[0]
     words = hits.view(np.uint64)
     for i in range(n):
@@ -120,7 +120,7 @@ def _clear_unwatched(bits: Bits32, n: int, hits: Bytes, watched: Bytes, bin_R: B
 def count_fine_scores(
     scores_N: Floats, bin_R: Bits32, row_of_bin_B: NDArray[np.int16], counts_RB: NDArray[np.int32]
 ) -> None:
-    """As `count_fine`, for scores that are not negative."""
+    """Count like `count_fine`, for scores that are not negative."""
     bits = scores_N.view(np.uint32)
     hits_2N = np.zeros((2, _TILE), np.uint8)
     for start in range(0, len(bits), _TILE):

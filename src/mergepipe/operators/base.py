@@ -40,7 +40,7 @@ class RawBlock:
 
 @dataclass(frozen=True, slots=True)
 class OperatorInput:
-    """What an operator knows of one tensor: parameters in force, its size, and one random stream key per expert.
+    """The facts of one tensor that operators use: parameters in force, its size, and one random stream key per expert.
 
     `anchor` is empty where the anchor is only what deltas are taken against. An empty `shape` with more than one
     element stands for a flat tensor.
@@ -101,7 +101,7 @@ class RowGram:
 
 @dataclass(frozen=True, slots=True)
 class ColumnGram:
-    """As `RowGram`, for each of `n_columns` columns: element `i` belongs to column `i % n_columns`.
+    """A `RowGram` for each of `n_columns` columns: element `i` belongs to column `i % n_columns`.
 
     Cuts inside the tensor must fall on multiples of `cell_elements`, a multiple of `n_columns`.
     """
@@ -115,7 +115,7 @@ class Measure(Protocol):
 
     @property
     def n_sums(self) -> int:
-        """How many sums."""
+        """Return the number of sums."""
         ...
 
     def __call__(self, block: RawBlock, row_elements: int, sums_AK: NDArray[np.float64]) -> None:
@@ -211,11 +211,11 @@ class Operator(Protocol):
         ...
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
-        """What must be known of the whole tensor next, `reduced` being known; None when blocks can be merged."""
+        """Return the next reduction of the whole tensor, `reduced` being known; None when blocks can be merged."""
         ...
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """What a planner may know; `unknown_influence` where nothing is said. `products_E3`: None where not known."""
+        """Return what a planner may use; `unknown_influence` by default. `products_E3`: None where not known."""
         ...
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> BlockFunction:
@@ -224,7 +224,7 @@ class Operator(Protocol):
 
 
 class Plain:
-    """What most operators have in common: nothing of them is random, nothing is reduced, any cut will do.
+    """Defaults that most operators share: nothing is random, nothing is reduced, any cut will do.
 
     It has no `influence`: what a planner may know is for each operator to say.
     """

@@ -1,4 +1,4 @@
-"""How much of an expert's delta an operator lets through: what a planner may know of an operator without running it."""
+"""Describe the share of an expert's delta that an operator passes on, for planning without running it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Election:
-    """How deltas are kept and elect a sign: what the expected error of a consensus depends on.
+    """The selection of deltas and the sign election: the expected error of a consensus depends on them.
 
     Attributes:
         weight_E: the experts' weights.
@@ -40,7 +40,7 @@ class Election:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Influence:
-    """What one expert's delta becomes in the result of one tensor.
+    """The effect of one expert's delta on the result of one tensor.
 
     Attributes:
         coefficients_E: signed factor on what is left of the delta (float64 values of the float32 in force).

@@ -34,7 +34,7 @@ class KeptMagnitudes:
 
 @dataclass(frozen=True, slots=True)
 class VariedCount:
-    """How many elements have deltas that are not all the same; an expert that is not present has a delta of zero."""
+    """Count the elements whose deltas differ between experts; an expert that is not present has a delta of zero."""
 
     n_experts: int
     n_sums: int = 1

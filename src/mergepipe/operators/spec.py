@@ -1,4 +1,4 @@
-"""What an operator says of itself before any tensor is seen: its parameters and the models it takes."""
+"""Declare an operator before any tensor is read: its parameters and the models it takes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from math import inf
 
 
 class Scope(StrEnum):
-    """Where a parameter may stand in a recipe. A model parameter may stand globally too, as every model's default."""
+    """The levels of a recipe that take a parameter. A model parameter may stand globally, as every model's default."""
 
     MODEL = "model"
     GLOBAL = "global"
 
 
 class BaseRole(StrEnum):
-    """What `base_model` is to an operator."""
+    """The role of `base_model` for an operator."""
 
     REQUIRED = "required"  # deltas are taken against it
     OPTIONAL = "optional"  # the anchor is base_model, else the first model
@@ -71,7 +71,7 @@ class OperatorSpec:
     conflict: Callable[[Mapping[str, float | bool]], str] | None = None
 
     def conflict_of(self, model: Mapping[str, float | bool]) -> str:
-        """How the parameters of one model contradict each other; empty if they do not."""
+        """Return how the parameters of one model contradict each other; empty if they do not."""
         return self.conflict(model) if self.conflict is not None else ""
 
     def parameter(self, name: str) -> ParameterSpec | None:

@@ -1,4 +1,4 @@
-"""What is known of an expert's tensor against its base without reading it again: per block, and for the whole tensor.
+"""Statistics of an expert's tensor against its base: per block, and for the whole tensor.
 
 Statistics are exact summaries of `delta = expert - base` in float32, or bounds on the safe side where they are rounded.
 """
@@ -20,7 +20,7 @@ COMMON_DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 
 
 
 def rank_of_density(density: float, n_elements: int) -> int:
-    """How many elements a density keeps: `floor(density * n)`, in double precision as mergekit takes it."""
+    """Return the number of elements that a density keeps: `floor(density * n)`, in double precision as in mergekit."""
     return math.floor(density * n_elements)
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Policy(StrEnum):
-    """How blocks are chosen; see `planner.policies`."""
+    """The order in which blocks are chosen; see `planner.policies`."""
 
     NORM = "norm"
     CONFLICT = "conflict"
@@ -16,7 +16,7 @@ class Policy(StrEnum):
 
 
 class OnOmit(StrEnum):
-    """What becomes of the coefficients where an expert is omitted."""
+    """The treatment of coefficients where an expert is omitted."""
 
     KEEP = "keep"  # an omitted delta is a zero
     RENORMALIZE = "renormalize"  # weights are divided by the sum of those that were read

@@ -60,7 +60,7 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """What a merge takes from earlier snapshots: blocks and sums; the running totals, and whether it keeps its own."""
+    """What a merge reuses of earlier snapshots: blocks and sums; the running totals, and whether it keeps its own."""
 
     reuse: Reuse
     kept: Mapping[str, KeptSum]

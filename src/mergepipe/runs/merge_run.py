@@ -495,7 +495,7 @@ class _Run:
         return (*notices, *analysis_advice(self._plan))
 
     def report(self, out: Path | Location, directory: Path, manifest: Manifest) -> MergeReport:
-        """What was done in the staging directory, up to now."""
+        """Report what was done in the staging directory, up to now."""
         by_purpose = self._store.ledger.usage()
         usage, sum_bytes = realized(by_purpose), own_sum_bytes(directory, by_purpose)
         resolution = self._inputs.resolution

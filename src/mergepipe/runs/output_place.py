@@ -42,7 +42,7 @@ _LAST_NAMES: Final = (CONFIG_NAME, INDEX_NAME)  # what loaders look for first
 
 
 class Publication(Protocol):
-    """How one output becomes visible. A context manager, inside that of its staging directory."""
+    """The publication of one output. A context manager, inside that of its staging directory."""
 
     @property
     def durable(self) -> DurableProgress:

@@ -93,7 +93,10 @@ class PartsWorker:
             ConflictError: `parts.busy`, neither, and another process may be making it; `parts.differ`, `parts.gone`.
             MergePipeError: as `make_part`.
         """
-        work = self._prepared()
+        with self._parts.used():
+            self._make(self._prepared(), shard)
+
+    def _make(self, work: MergeWork, shard: int) -> None:
         name = self._parts.job.shards[shard][0]
         reading = self._admitted(shard, self._shares[shard], name)
         folder = self._parts.new_folder()

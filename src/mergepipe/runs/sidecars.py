@@ -75,7 +75,7 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class SmallFileChoice:
-    """Which small files are written beside the configuration."""
+    """Choice of the small files that are written beside the configuration."""
 
     card: bool = True
     tokenizer: bool = True

@@ -35,7 +35,7 @@ def index_of(model: int) -> int:
 
 
 class ReadingState(StrEnum):
-    """How far a reading came."""
+    """The state of a reading."""
 
     OPEN = "open"  # its worker reads, or was killed
     SPENT = "spent"
@@ -44,7 +44,7 @@ class ReadingState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one worker reads for one shard, at most `reserved_bytes` of experts; exactly `usage` once it is spent.
+    """One worker's bytes for one shard: at most `reserved_bytes` of experts; exactly `usage` once it is spent.
 
     It `forgives` what earlier readings for the same shard took: they do not count.
     """

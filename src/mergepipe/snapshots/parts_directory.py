@@ -42,7 +42,7 @@ def parts_directory(out: Path, plan_digest: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PartsJob:
-    """What a parts directory is for: all workers must agree on it.
+    """The job of a parts directory: all workers must agree on it.
 
     `shards` are names and sizes of the output's weight files.
     """
@@ -154,6 +154,22 @@ class PartsDirectory:
         with _typed(self.path):
             owned.make_folder(folder)
         return folder
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Raise every error of a context that works in the directory as `parts.gone` if the directory is gone.
+
+        A worker that is writing a shard when another one finishes the output meets missing files at any call.
+
+        Raises:
+            ConflictError: `parts.gone`.
+        """
+        try:
+            yield
+        except MergePipeError as error:
+            if self.exists:
+                raise
+            raise _gone(self.path) from error
 
     def remove_folder(self, folder: Path) -> None:
         """Remove a private folder with all in it, as far as that can be done."""
@@ -313,6 +329,10 @@ def _typed(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if not os.path.lexists(directory):
-            message = "was finished or removed by somebody else meanwhile: nothing was changed"
-            raise ConflictError.of("parts.gone", directory, message, "look whether the output is there") from error
+            raise _gone(directory) from error
         raise os_error(error, directory, _DOING) from error
+
+
+def _gone(directory: Path) -> MergePipeError:
+    message = "was finished or removed by somebody else meanwhile: nothing was changed"
+    return ConflictError.of("parts.gone", directory, message, "look whether the output is there")

@@ -222,7 +222,7 @@ class Staging:
 
     @property
     def out(self) -> Path:
-        """Where the snapshot will be published."""
+        """Return the path at which the snapshot will be published."""
         return self._out
 
     @property

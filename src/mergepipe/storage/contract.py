@@ -12,7 +12,7 @@ from mergepipe.storage.location import Location
 
 
 class FileKind(Enum):
-    """What a location leads to, links followed: only files are read, only folders are listed."""
+    """The kind of thing at a location, links followed: only files are read, only folders are listed."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -21,7 +21,7 @@ class FileKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """What a store says of a location without reading it.
+    """The state of a location, told without reading it.
 
     `version` is an opaque text that changes whenever a file's bytes do.
     """
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """How a store is best read: requests in multiples of `granularity_bytes`, `most_requests` of them at once.
+    """Terms of reading a store: requests in multiples of `granularity_bytes`, `most_requests` of them at once.
 
     A request costs as much as `request_cost_bytes` more bytes would: ranges that lie closer are cheaper read together.
     """
@@ -105,7 +105,7 @@ class Store(Protocol):
     def ledger(self) -> Ledger: ...
 
     def terms(self, location: Location) -> StoreTerms:
-        """How the store of a location is best read. Asks no other machine."""
+        """Return the terms of reading a location. Asks no other machine."""
         ...
 
     def pin(self, location: Location) -> Location:
@@ -128,7 +128,7 @@ class Store(Protocol):
         ...
 
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """What is directly below a folder, by name.
+        """Return the entries directly below a folder, by name.
 
         Raises:
             NotFoundError: there is no such folder.
@@ -137,7 +137,7 @@ class Store(Protocol):
         ...
 
     def real_path(self, location: Location) -> Location | None:
-        """Where a location leads once all links in it are followed, itself where there are none; None where to nothing.
+        """Return the target of a location, all links followed, itself where there are none; None where nothing is.
 
         Raises:
             StorageError: `storage.stat`, the store refused to look.

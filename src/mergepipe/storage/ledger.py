@@ -45,7 +45,7 @@ class Usage:
         return Usage(_sums(self.by_purpose, other.by_purpose, 1), _sums(self.by_file, other.by_file, 1))
 
     def __sub__(self, earlier: Usage) -> Usage:
-        """What was used since an earlier snapshot of the same ledger."""
+        """Return what was used since an earlier snapshot of the same ledger."""
         return Usage(_sums(self.by_purpose, earlier.by_purpose, -1), _sums(self.by_file, earlier.by_file, -1))
 
     @property

@@ -127,7 +127,7 @@ class LocalStore:
         return FileStatus(_kind_of(status.st_mode), status.st_size, version_of(path, status))
 
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """What is directly below a folder, by name; see `Store.list`."""
+        """Return the entries directly below a folder, by name; see `Store.list`."""
         path = location.local_path
         try:
             with os.scandir(path) as entries:
@@ -139,7 +139,7 @@ class LocalStore:
         return tuple(sorted(found, key=lambda entry: entry.name))
 
     def real_path(self, location: Location) -> Location | None:
-        """Where a location leads once all links are followed; see `Store.real_path`."""
+        """Return the target of a location once all links are followed; see `Store.real_path`."""
         path = location.local_path
         try:
             return Location.local(Path(os.path.realpath(path, strict=True)))

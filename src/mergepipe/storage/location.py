@@ -159,7 +159,7 @@ class Location(WrittenAsText):
         return same_store and self.path.is_relative_to(folder.path)
 
     def relative_text(self, folder: Location) -> str:
-        """How a text in `folder` names it: by the relative path, with `..`, where both are of one store."""
+        """Return the location as a text of `folder` names it: relative, with `..`, where both are of one store."""
         if (self.scheme, self.root, self.revision) != (folder.scheme, folder.root, folder.revision):
             return str(self)
         return os.path.relpath(self.absolute().path, folder.absolute().path)

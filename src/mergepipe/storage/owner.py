@@ -196,14 +196,14 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in ticks since the boot; empty if there is none of that number."""
+    """Return the start of a process, in ticks since the boot; empty if there is none of that number."""
     with contextlib.suppress(OSError):
         return (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
     return "" if (_PROCESSES / "self").exists() else _running(pid)
 
 
 def _running(pid: int) -> str:
-    """What stands for the time of start where the system tells none: only whether there is such a process."""
+    """Return a stand-in for the time of start where the system tells none: only whether there is such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

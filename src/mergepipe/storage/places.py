@@ -1,4 +1,4 @@
-"""Where a location leads once links are followed, also where nothing is there (any more)."""
+"""Resolve the links of a location, also where nothing is there (any more)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Map(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """How remote files are read: at most `connections` requests at once for each scheme.
+    """Settings of reading remote files: at most `connections` requests at once for each scheme.
 
     Raises:
         LimitError, RecipeError: a number that is not above zero, or too large.
@@ -63,7 +63,7 @@ NO_REQUESTS: Final = RequestCounts()
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a run did on the network: its requests, and the bytes charged by host (`s3://bucket`, `hf://org/name`)."""
+    """The network use of a run: its requests, and the bytes charged by host (`s3://bucket`, `hf://org/name`)."""
 
     counts: RequestCounts = NO_REQUESTS
     bytes_by_host: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Traffic:
 
 @runtime_checkable
 class RemoteStore(Protocol):
-    """What stores of remote files offer beside `Store`."""
+    """The calls that stores of remote files offer beside `Store`."""
 
     @property
     def counts(self) -> RequestCounts:
@@ -80,7 +80,7 @@ class RemoteStore(Protocol):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What users should know of how files were found, a line each."""
+        """Return the notices on how files were found, a line each."""
         ...
 
     def abort(self) -> None:

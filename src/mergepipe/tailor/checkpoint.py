@@ -20,7 +20,7 @@ EXP_AVG_SQ = "exp_avg_sq"
 
 
 class Framework(StrEnum):
-    """What resumes from the checkpoint."""
+    """The framework that resumes from the checkpoint."""
 
     DEEPSPEED = "deepspeed"
     TRANSFORMERS = "transformers"
@@ -28,7 +28,7 @@ class Framework(StrEnum):
 
 
 class Packing(StrEnum):
-    """What the bytes of a piece are: the elements themselves, or a `torch.save` archive that holds just them."""
+    """The form of a piece's bytes: the elements themselves, or a `torch.save` archive that holds just them."""
 
     RAW = "raw"
     TORCH_ZIP = "torch-zip"

@@ -1,4 +1,4 @@
-"""What `tailor inspect` reports: each checkpoint's units, bytes and steps, and whether several fit together."""
+"""Inspect training checkpoints: each one's units, bytes and steps, and whether several fit together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every merge operator must keep, as a suite that authors of operators can run on theirs."""
+"""Test the laws of every merge operator: a suite that authors of operators run on theirs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _check_numbers(operator: Operator, setting: _Setting) -> None:
 
 
 def _check_influence(operator: Operator, setting: _Setting) -> None:
-    """What a planner is told is of every expert, and true where it claims an exact form."""
+    """Check that the influence is told of every expert, and true where it claims an exact form."""
     influence, n_experts = operator.influence(setting.inputs, None), len(setting.inputs.experts)
     name = operator.spec.name
     shapes = {influence.coefficients_E.shape, influence.energy_factor_E.shape}

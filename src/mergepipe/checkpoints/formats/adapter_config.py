@@ -61,7 +61,7 @@ class AdapterConfig:
         return _matching(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of one module's factors is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA."""
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 

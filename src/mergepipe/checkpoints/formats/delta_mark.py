@@ -1,4 +1,4 @@
-"""How a safetensors file says that its tensors are differences from a base."""
+"""Mark safetensors files whose tensors are differences from a base, and recognise the mark."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _LONGEST_INTEGER_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class PickleLimits:
-    """What a pickle may cost. The defaults fit the metadata of a sharded checkpoint of some 100 000 pieces."""
+    """Limits of parsing a pickle. The defaults fit the metadata of a sharded checkpoint of some 100 000 pieces."""
 
     max_bytes: int = PICKLE_BYTES
     max_opcodes: int = 20_000_000

@@ -27,7 +27,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What would have been an instance of `kind`: its constructor arguments and, once built, its state.
+    """The inert form of an instance of `kind`: its constructor arguments and, once built, its state.
 
     Compared and hashed by identity. `state` is filled once, by the unpickler.
     """

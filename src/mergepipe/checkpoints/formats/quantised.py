@@ -68,7 +68,7 @@ def _is_code(tensor: Readable) -> bool:
 
 
 def _declared(store: Store, checkpoint: Checkpoint) -> str:
-    """What the configuration says of a checkpoint that holds matrices of codes; empty where all is plain."""
+    """Return the quantisation that the configuration declares; empty where weights are plain."""
     coded = next((t for t in checkpoint.tensors.values() if _is_code(t) and len(t.shape) > 1), None)
     if coded is None or _CONFIG_NAME not in checkpoint.sidecars:
         return ""

@@ -27,7 +27,7 @@ _ENTRY_KEYS = ("dtype", "shape", "data_offsets")
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What one file says it holds. Law: `entries`, in order, tile `[data_start, size_bytes)` exactly."""
+    """The header of one file. Law: `entries`, in order, tile `[data_start, size_bytes)` exactly."""
 
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]

@@ -60,7 +60,7 @@ def parse_object(
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What plain JSON parsing lets pass and this does not."""
+    """Checks that plain JSON parsing lacks."""
 
     where: object
     code: str

@@ -24,7 +24,7 @@ _MOST_WRAPPERS = 3
 
 @dataclass(frozen=True, slots=True)
 class TorchWeights:
-    """What one file says it holds. `entries` are sorted by offset; tied tensors share their bytes."""
+    """The tensors of one file. `entries` are sorted by offset; tied tensors share their bytes."""
 
     entries: tuple[TensorEntry, ...]
     size_bytes: int

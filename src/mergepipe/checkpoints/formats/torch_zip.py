@@ -185,7 +185,7 @@ def _require_zip(store: MetadataSource, window: Window) -> None:
 
 
 def _stem(members: Mapping[str, ZipMember], path: Location) -> str:
-    """The one directory all members lie in."""
+    """Return the one directory that holds all members."""
     stems = {name.partition("/")[0] for name in members}
     stem = next(iter(stems), "")
     if len(stems) != 1 or f"{stem}/data.pkl" not in members:

@@ -1,4 +1,4 @@
-"""Which file of a directory holds the weights, decided from the names alone."""
+"""Choose the file of a directory that holds the weights, from the names alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where a directory keeps its tensors: the `name` of an index, or of the only file of weights."""
+    """The weights of a directory: the `name` of an index, or of the only file of weights."""
 
     name: str
     is_index: bool
@@ -38,7 +38,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How one format names its files. `single` and `index` win over other names."""
+    """The file names of one format. `single` and `index` win over other names."""
 
     suffixes: tuple[str, ...]
     single: str

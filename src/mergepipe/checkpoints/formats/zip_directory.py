@@ -57,7 +57,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where in a file an archive lies."""
+    """The range of a file that holds an archive."""
 
     path: Location
     start: int

@@ -89,7 +89,7 @@ def _node_text(node: LineageNode) -> str:
 
 
 def catalog_table(stats: CatalogStats) -> str:
-    """What the catalog holds, and how large it is beside what it describes."""
+    """Show the contents of the catalog, and its size beside that of the models it describes."""
     facts = [
         ("catalog", str(stats.path)),
         ("size", f"{format_bytes(stats.file_bytes)}, {share_text(stats.file_bytes, stats.described_bytes)} of "
@@ -103,7 +103,7 @@ def catalog_table(stats: CatalogStats) -> str:
 
 
 def rebuild_table(report: RebuildReport) -> str:
-    """What was found and what was not."""
+    """Show the snapshots and models that a rebuild found, and those it did not."""
     moved = [("moved aside", str(report.moved_aside))] if report.moved_aside is not None else []
     salvaged = [("salvaged", plural(report.salvaged_statistics, "tensor"))] if report.moved_aside is not None else []
     return facts_text([

@@ -1,4 +1,4 @@
-"""What an extracted LoRA adapter holds, for people."""
+"""Show an extracted LoRA adapter."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _joined(energies: Sequence[tuple[float, float] | None]) -> float | None:
 
 
 def price_facts(price: TimePrice | None) -> list[Fact]:
-    """What a plan by time was made from, and how long it is expected to take."""
+    """Show the measured speeds that a plan by time was made from, and its expected time."""
     if price is None:
         return []
     speeds, duration = price.speeds, price.duration

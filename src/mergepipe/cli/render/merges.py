@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 
 def merge_table(report: MergeReport) -> str:
-    """What a merge read, wrote and took."""
+    """Show what a merge read and wrote, and its time."""
     analysis = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
     reused = [("reused", _reused_text(report))] if report.reused_from else []
     sums = [("sums", f"{format_bytes(report.sum_bytes)} kept and read back to round them")] if report.sum_bytes else []
@@ -85,7 +85,7 @@ def _budget_facts(report: MergeReport) -> list[Fact]:
 
 
 def analyze_table(report: AnalyzeReport) -> str:
-    """What an analysis read, expert by expert."""
+    """Show what an analysis read, expert by expert."""
     again = [("read again", format_bytes(report.analysis_bytes))] if report.analysis_bytes else []
     return facts_text(
         [
@@ -104,7 +104,7 @@ def analyze_table(report: AnalyzeReport) -> str:
 
 
 def import_table(report: ImportedStatistics) -> str:
-    """What a file of statistics brought."""
+    """Show the statistics that were imported from a file."""
     return facts_text([("imported", _imported_text(report))])
 
 
@@ -130,7 +130,7 @@ def _analyzed_text(expert: AnalyzedExpert) -> str:
 
 
 def check_table(report: CheckReport, free_bytes: int) -> str:
-    """What a merge would read and write, model by model, and what happens to every tensor."""
+    """Show what a merge would read and write, model by model, and what happens to every tensor."""
     counts = _counts(report.merged_tensors, len(report.copied), len(report.dropped))
     enough = "" if free_bytes >= report.disk_bytes else ": not enough"
     files = plural(report.shards, "file")

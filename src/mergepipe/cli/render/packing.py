@@ -1,4 +1,4 @@
-"""What packing and unpacking did, for people: by themselves, and on the way of something else."""
+"""Show what packing and unpacking did, as commands or as part of a merge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pack_table(report: PackReport) -> str:
 
 
 def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
-    """What was packed on the way of a merge or an analysis, and what was not, as facts."""
+    """Show the experts that a merge or an analysis packed, and those it did not."""
     done = [("packed", f"{expert.store}: {_size_text(expert)}") for expert in packed]
     return done + [("not packed", f"{refused.expert}: {refused.reason}") for refused in not_packed]
 
@@ -53,7 +53,7 @@ def _size_text(expert: PackedExpert) -> str:
 
 
 def unpack_line(report: UnpackReport) -> str:
-    """What was restored, in one line."""
+    """Show the restored files in one line."""
     speed = format_rate(report.tensor_bytes / report.seconds) if report.seconds else "no time"
     out = printable(str(report.out))
     return f"{out}: {format_bytes(report.tensor_bytes)} restored, {format_seconds(report.seconds)}, {speed}"

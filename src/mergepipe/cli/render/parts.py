@@ -9,7 +9,7 @@ from mergepipe.reports import PartReport, PartsStatus
 
 
 def part_table(report: PartReport) -> str:
-    """What a worker made, and whether the output is complete."""
+    """Show the shards that a worker made, and whether the output is complete."""
     if report.merge is not None:
         return (
             f"part {report.part}: the last one\n{merge_table(report.merge)}"
@@ -33,7 +33,7 @@ def part_table(report: PartReport) -> str:
 
 
 def status_table(status: PartsStatus) -> str:
-    """How far an output is, shard by shard."""
+    """Show the state of an output, shard by shard."""
     limit = "no limit" if status.limit_bytes is None else f"a budget of {format_bytes(status.limit_bytes)}"
     read = f"{format_bytes(status.read_bytes)} of {format_bytes(status.planned_bytes)} planned, {limit}"
     state = "published" if status.is_published else f"{status.done_shards} of {len(status.shards)} shards are done"

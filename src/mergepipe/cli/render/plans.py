@@ -38,7 +38,7 @@ class _Choice(Protocol):
 
 
 def plan_table(plan: Plan, stored: Path | None) -> str:
-    """What a plan reads of every expert, what omission can cost, and what it had to do without."""
+    """Show what a plan reads of every expert, the cost of omission, and missing statistics."""
     blocks = sum(-(-tensor.n_elements // plan.block_elements) for tensor in plan.tensors)
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
@@ -139,7 +139,7 @@ def _expert_row(expert: ExpertShare, explanation: Explanation) -> list[str]:
 
 
 def _layer_table(explanation: Explanation) -> str:
-    """Where experts are, an expert a row and some layers a column."""
+    """Show the coverage of experts by layer: an expert a row, groups of layers the columns."""
     names = [expert.model for expert in explanation.experts]
     groups = grouped_layers(explanation.layers, names)
     blocks = [sum(layer.blocks for layer in group) for group in groups]

@@ -16,7 +16,7 @@ MOST_TENSORS = 40
 
 
 def verify_table(report: VerifyReport) -> str:
-    """What was read and what is wrong."""
+    """Show what was read and which problems were found."""
     speed = format_rate(report.read_bytes / max(report.seconds, 1e-9))
     replayed = f"{plural(len(report.replayed), 'tensor')}, {format_bytes(report.replayed_bytes)}"
     facts = [
@@ -32,7 +32,7 @@ def verify_table(report: VerifyReport) -> str:
 
 
 def _checked_text(report: VerifyReport) -> str:
-    """What was compared: blocks, or of a composite whole files."""
+    """Return what was compared: blocks, or of a composite whole files."""
     files = plural(report.files, "file")
     if not report.tensors:
         return f"{files}, every byte"
@@ -47,7 +47,7 @@ def damage_text(damage: Damage) -> str:
 
 
 def push_table(report: PushReport) -> str:
-    """What was published where."""
+    """Show the published files and their place."""
     kept = [("there already", format_bytes(report.kept_bytes))] if report.kept_bytes else []
     paths = plural(len(report.replaced_paths), "path")
     replaced = [("notice", f"{paths} of this machine left out")] if report.replaced_paths else []
@@ -63,7 +63,7 @@ def push_table(report: PushReport) -> str:
 
 
 def repair_table(report: RepairReport) -> str:
-    """What was mended."""
+    """Show the repaired blocks and files."""
     if not report.repaired:
         return facts_text([("snapshot", f"{report.sid} {report.path}"), ("result", "sound: nothing to repair")])
     return facts_text([
@@ -76,7 +76,7 @@ def repair_table(report: RepairReport) -> str:
 
 
 def materialise_table(report: MaterialiseReport) -> str:
-    """What was put together."""
+    """Show the snapshot that was made of an overlay."""
     return facts_text([
         ("snapshot", f"{report.sid} {report.out}"),
         ("from overlay", f"{format_bytes(report.stored_bytes)} {report.overlay}"),
@@ -88,7 +88,7 @@ def materialise_table(report: MaterialiseReport) -> str:
 
 
 def gc_table(report: GcReport) -> str:
-    """What is garbage, what lives."""
+    """Show garbage, and directories in use."""
     verb = "would remove" if report.is_dry_run else "removed"
     lines = [
         (verb if item.is_removed or report.is_dry_run else "could not remove",
@@ -103,7 +103,7 @@ def gc_table(report: GcReport) -> str:
 
 
 def diff_table(report: SnapshotDiff) -> str:
-    """How two snapshots differ; the tensors that changed most first."""
+    """Show the differences of two snapshots; the tensors that changed most first."""
     facts = [
         ("a", f"{report.a_sid} {report.a}"),
         ("b", f"{report.b_sid} {report.b}"),

@@ -32,12 +32,12 @@ def _budget_bytes(point: SweepPoint) -> int:
 
 
 def rounding_note(report: SweepReport) -> str:
-    """What the errors are taken from."""
+    """Return the note on the rounding that errors are measured against."""
     return f"errors are taken from the outputs, after rounding to {', '.join(report.dtypes)}; bounds are for before it"
 
 
 def expected_text(point: SweepPoint) -> str:
-    """What the plan expected of the error."""
+    """Return the error that the plan expected."""
     return f"{'>= ' * point.error_is_least}{number_text(point.expected_error)}"
 
 

@@ -52,7 +52,7 @@ def _unit_row(unit: UnitReport, kinds: Sequence[str]) -> list[str]:
 
 
 def composition_table(report: CompositionReport) -> str:
-    """What a composition takes from where, how old it is, and what it did or would do."""
+    """Show the source and staleness of each unit of a composition, and what was or would be written."""
     plan = report.plan
     skeleton, state = plan.assignment.skeleton, plan.assignment.state
     rows = [["unit", "from", "step", "age", "adam step", "policy"], *(_staleness_row(unit) for unit in plan.staleness)]

@@ -1,4 +1,4 @@
-"""What the terminal behind the standard streams can show: its width, and colours."""
+"""Detect what the terminal behind the standard streams supports: its width, and colours."""
 
 from __future__ import annotations
 

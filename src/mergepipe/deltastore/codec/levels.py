@@ -15,7 +15,7 @@ BAND_DENSITIES = (0.2, 0.5)
 
 
 class Codec(IntEnum):
-    """How one block is encoded."""
+    """The encoding of one block."""
 
     SAME = 0  # equal to the base: nothing is stored
     BANDS = 1  # bf16 beside bf16: bands of magnitude, in levels
@@ -35,7 +35,7 @@ class Piece(IntEnum):
 
 
 class Level(IntEnum):
-    """How much of an expert is read. Codecs without levels are exact from HEAD on."""
+    """The share of an expert's encoding that is read. Codecs without levels are exact from HEAD on."""
 
     NOTHING = 0
     HEAD = 1  # approximations of the largest deltas

@@ -163,7 +163,7 @@ class _FromTop:
 
 
 def _fine_bin_of_rank(counts_B: NDArray[np.int32], total: int, rank: int) -> int:
-    """As `_FromTop.bin_of_rank`, for `total` elements by 16 low bits: first by the upper 8 of them, then the lower.
+    """Return the bin like `_FromTop.bin_of_rank`, for `total` elements by 16 low bits: by the upper 8, then the lower.
 
     Bin 0 is left out by the kernel: it holds what the others lack of the total.
     """

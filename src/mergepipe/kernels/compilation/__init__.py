@@ -1,1 +1,1 @@
-"""How kernels are compiled, and when the compiler may be loaded."""
+"""Compile kernels, and load the compiler only when it is needed."""

@@ -15,7 +15,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class Keep(IntEnum):
-    """Which elements of a delta take part; the values are those of `kernels.merge`."""
+    """The selection of a delta's elements; the values are those of `kernels.merge`."""
 
     ALL = 0
     LARGE = 1

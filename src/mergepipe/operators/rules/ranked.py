@@ -59,7 +59,7 @@ def spread_conflict(model: Mapping[str, float | bool]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survival:
-    """Who survives: per expert the probability of a row's smallest element, and how much more its largest has."""
+    """Survival by rank: per expert the probability of a row's smallest element, and the surplus of its largest."""
 
     row_elements: int
     stream_keys_E: NDArray[np.uint64]
@@ -175,7 +175,7 @@ class SurvivingMagnitudes:
 
 
 class _Ranked(Plain):
-    """What both rules share: whole rows, random streams, and the sums that rescaling needs."""
+    """The common part of both rules: whole rows, random streams, and the sums that rescaling needs."""
 
     __slots__ = ()
     is_random = True
@@ -210,7 +210,7 @@ class Della(_Ranked):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """As DARE's, but large elements are kept more often: who is elected is not worked out."""
+        """Return DARE's influence, but large elements are kept more often: the sign election is not worked out."""
         return Influence(consensus_coefficients(inputs), dropped_energy(inputs))
 
     def block_function(self, inputs: OperatorInput, reduced: Reduced) -> RankedRule:
@@ -242,7 +242,7 @@ class DellaLinear(_Ranked):
 
 
 def survival_of(inputs: OperatorInput) -> Survival:
-    """Who survives under the parameters in force; at density 1 everyone does, at 0 nobody."""
+    """Return the survival under the parameters in force; at density 1 all elements survive, at 0 none."""
     density_E = densities_E(inputs)
     epsilon_E = np.where((density_E > 0.0) & (density_E < 1.0), [float(p["epsilon"]) for p in inputs.experts], 0.0)
     keys_E = np.array(inputs.stream_keys, np.uint64)

@@ -149,7 +149,7 @@ class Ram(Plain):
 
 @dataclass(frozen=True, slots=True)
 class RamPlus(Plain):
-    """As ram, with what one expert changes scaled by `1 + r clip(shared / own, 0, alpha)`, counts by tensor.
+    """Merge like ram, scaling what one expert changes by `1 + r clip(shared / own, 0, alpha)`, counts by tensor.
 
     Source: arXiv 2601.13572.
     """

@@ -83,7 +83,7 @@ class Ties(Plain):
 
 
 class _Band(Plain):
-    """What both rules of breadcrumbs share: the cuts above and below what is kept."""
+    """The common part of both rules of breadcrumbs: the cuts above and below what is kept."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class Breadcrumbs(_Band):
     )
 
     def influence(self, inputs: OperatorInput, products_E3: Products | None) -> Influence:
-        """What the band keeps of a block cannot be known from its octaves."""
+        """Return an unknown influence: the band's share of a block does not follow from its octaves."""
         coefficients_E = fixed_coefficients(inputs).astype(np.float64)
         return Influence(coefficients_E, np.ones_like(coefficients_E))
 
@@ -178,7 +178,7 @@ def _sums_to_rescale(inputs: OperatorInput, reduced: Reduced) -> ReductionReques
 
 @np.errstate(all="ignore")
 def scales_of_sums(inputs: OperatorInput, reduced: Reduced) -> NDArray[np.float32]:
-    """What multiplies each expert's kept elements so that the sum of magnitudes stays; 1 where nothing is summed."""
+    """Return the factors of each expert's kept elements that keep the sum of magnitudes; 1 where nothing is summed."""
     if not reduced.sums:
         return np.ones(len(inputs.experts), np.float32)
     before_E, after_E = reduced.sums[-1].sum(axis=0).reshape(-1, 2).T

@@ -312,7 +312,7 @@ class ModelStock(Plain):
 
 @np.errstate(all="ignore")
 def stock_shares(gram_GPP: Gram) -> Coefficients:
-    """How far to go from the base to the mean of the models, by row."""
+    """Return the interpolation weights from the base to the mean of the models, by row."""
     count = gram_GPP.shape[1]
     lengths_GP = lengths(gram_GPP)
     cosines = []

@@ -1,1 +1,1 @@
-"""What can be read of the experts: blocks, costs, statistics, scores."""
+"""List the candidates for reading: blocks of experts, their costs, statistics and scores."""

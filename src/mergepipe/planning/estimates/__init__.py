@@ -1,1 +1,1 @@
-"""What a selection loses against the full merge."""
+"""Estimate the loss of a selection against the full merge."""

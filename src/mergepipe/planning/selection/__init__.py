@@ -1,1 +1,1 @@
-"""Which candidates are read: the order of a policy, cut to a budget."""
+"""Select the candidates that are read: the order of a policy, cut to a budget."""

@@ -16,7 +16,7 @@ NEAR_MISS = 0.75  # likeness from which an unknown name is taken for a misspelt 
 
 @dataclass(frozen=True, slots=True)
 class Strictness:
-    """How a recipe is judged: `strict` refuses what has no effect, `lenient` takes even misspelt names for such."""
+    """The judgement of recipes: `strict` refuses keys without effect, `lenient` takes even misspelt names for such."""
 
     strict: bool = False
     lenient: bool = False

@@ -176,7 +176,7 @@ def _with_adapter(
 
 
 def real_location(store: Store, path: Location) -> Location:
-    """Where a location leads, equal for all spellings of one place; itself where there is nothing."""
+    """Return the target of a location, equal for all spellings of one place; itself where there is nothing."""
     return store.real_path(path) or path.normal()
 
 

@@ -1,1 +1,1 @@
-"""What a budgeted run adds: sampled experts, measured speeds, counted coverage, a verdict."""
+"""Run merges under a budget: sampled experts, measured speeds, counted coverage, a verdict."""

@@ -1,1 +1,1 @@
-"""What a snapshot says of itself to those who find it published: model card, Hub ids, files that are left out."""
+"""Describe a snapshot to those who find it published: model card, Hub ids, files that are left out."""

@@ -1,1 +1,1 @@
-"""What a run records: rows of the catalog, digests of content, the manifest."""
+"""Record a run: rows of the catalog, digests of content, the manifest."""

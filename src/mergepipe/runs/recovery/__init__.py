@@ -1,1 +1,1 @@
-"""What an interrupted run leaves, and how the next one resumes it within its budget."""
+"""Resume interrupted runs within their budget."""

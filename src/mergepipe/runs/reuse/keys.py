@@ -91,7 +91,7 @@ class SourceFile:
 
     @property
     def name(self) -> FileName:
-        """What keys call it: by content where that is known."""
+        """Return the name of a model in keys: its content where that is known."""
         return self.content or self.place
 
 

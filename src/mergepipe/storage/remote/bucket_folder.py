@@ -109,5 +109,5 @@ class BucketFolder:
 
 
 def age_seconds(facts: ObjectFacts, now: datetime) -> float:
-    """How long ago an object was written."""
+    """Return how long ago an object was written."""
     return max(0.0, (now - facts.modified).total_seconds())

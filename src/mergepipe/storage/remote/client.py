@@ -66,7 +66,7 @@ _KINDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies directly below a folder: the pins of objects by their keys, and the keys of folders."""
+    """The entries directly below a folder: the pins of objects by their keys, and the keys of folders."""
 
     objects: Mapping[str, Pin]
     folders: tuple[str, ...]
@@ -285,7 +285,7 @@ def _pin(item: Mapping[str, Any]) -> Pin:
 
 @dataclass(frozen=True, slots=True)
 class _Connections:
-    """How connections of a store behave; its own retries are settings of obstore."""
+    """Settings of a store's connections; its own retries are settings of obstore."""
 
     stall_seconds: float
     retries: Mapping[str, Any]

@@ -40,7 +40,7 @@ _HEADERS: Final = {"Accept-Encoding": "identity", "User-Agent": "mergepipe"}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a request goes. Never shown: the URL may be signed, the headers may hold a token."""
+    """The target of a request. Never shown: the URL may be signed, the headers may hold a token."""
 
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -77,7 +77,7 @@ class HubStore:
         self._transfers.abort()
 
     def terms(self, location: Location) -> StoreTerms:
-        """What a request costs, which is nothing where everything at a location lies in the local cache."""
+        """Return the price of requests, which is nothing where everything at a location lies in the local cache."""
         listing = self._listings.get((location.root, location.revision or DEFAULT_REVISION))
         if listing is None:
             return self._remote_terms
@@ -107,7 +107,7 @@ class HubStore:
         return self._listing(location).status(location.key)
 
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """What is directly below a folder of the pinned listing, by name. Raises as `pin` does."""
+        """Return the entries directly below a folder of the pinned listing, by name. Raises as `pin` does."""
         entries = self._listing(location).folders.get(location.key)
         if entries is None:
             raise NotFoundError.of("storage.not-found", location, "no such folder in the model", "check the path")
@@ -173,7 +173,7 @@ class HubStore:
         raise NotFoundError.of("storage.not-found", location, message, f"see hf.co/{location.root}/tree/main")
 
     def _source(self, location: Location, listing: ModelListing, file: HubFile) -> HubSource:
-        """The one `HubSource` of a file, which all that open it share: it is resolved once."""
+        """Return the one `HubSource` of a file, which all that open it share: it is resolved once."""
         with self._lock:
             key = (location, listing.commit)
             if key not in self._sources:

@@ -47,7 +47,7 @@ class HubCache:
         return ModelListing.of(model, commit, files) if files else None
 
     def path_of(self, model: str, commit: str, file: HubFile) -> Path | None:
-        """Where the cache holds exactly this file, by its digest or by its commit, path and size; None where not."""
+        """Return the cached file, by its digest or by its commit, path and size; None where it is not cached."""
         model_folder = self._model_folder(model)
         in_snapshot = model_folder / "snapshots" / commit / file.path
         if _size_bytes(in_snapshot) == file.size_bytes and _linked_blob(in_snapshot) in (None, file.content_id):

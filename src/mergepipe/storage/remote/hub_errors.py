@@ -1,4 +1,4 @@
-"""What the Hub's refusals mean, and what to do about each."""
+"""Translate the Hub's refusals into errors that say what to do."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TOKEN_LIMIT_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """What the environment says about the Hub. The token shows in no text of this value."""
+    """The Hub's settings in the environment. The token shows in no text of this value."""
 
     endpoint: str
     cache_folder: Path

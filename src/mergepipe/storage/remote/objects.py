@@ -38,7 +38,7 @@ class ObjectStore(PinnedStore):
         self._folders: dict[Location, dict[str, Pin | FileKind]] = {}
 
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """What is directly below a folder, by name; see `Store.list`. One request a folder in the store's life."""
+        """Return the entries directly below a folder; see `Store.list`. One request a folder in the store's life."""
         listing = {} if "\0" in location.key else self._listing(location)
         if not listing and location.key:
             raise NotFoundError.of("storage.not-found", location, "no such folder", "check the bucket and the prefix")

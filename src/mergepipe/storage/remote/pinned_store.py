@@ -58,7 +58,7 @@ class PinnedFile:
 
 
 class PinnedStore(ABC):
-    """What stores of remote files share. A file keeps the size and version of the first look for the store's life."""
+    """The common part of stores of remote files. A file keeps its first size and version for the store's life."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -88,7 +88,7 @@ class PinnedStore(ABC):
 
     @abstractmethod
     def list(self, location: Location) -> tuple[Entry, ...]:
-        """What is directly below a folder, by name; see `Store.list`."""
+        """Return the entries directly below a folder, by name; see `Store.list`."""
 
     @abstractmethod
     def _look_up(self, location: Location) -> Pin | FileKind | None:
@@ -96,7 +96,7 @@ class PinnedStore(ABC):
 
     @abstractmethod
     def _source(self, location: Location, pin: Pin) -> Source:
-        """How the bytes of a pinned file are requested."""
+        """Return the source of a pinned file's bytes."""
 
     def stat(self, location: Location) -> FileStatus | None:
         """Look a location up; see `Store.stat`."""

@@ -11,7 +11,7 @@ from mergepipe.storage.location import Location
 
 
 class FailureKind(Enum):
-    """How a request failed."""
+    """The way in which a request failed."""
 
     STATUS = "the server answered with an error status"
     UNREACHABLE = "no connection could be made"
@@ -60,7 +60,7 @@ _TRANSIENT_KINDS: Final = frozenset({FailureKind.UNREACHABLE, FailureKind.CUT, F
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how long a request is tried.
+    """Limits of trying a request again: how often and how long.
 
     Waits double from `first_wait_seconds` up to `longest_wait_seconds`; a host that never answered yet is given up
     after `most_first_contacts` attempts, so that a wrong name or a missing network is told within seconds.

@@ -121,7 +121,7 @@ class Transfers:
         return [future.result() for future in futures]
 
     def on_abort(self, break_connections: Callable[[], None]) -> None:
-        """Have a function called by `abort`."""
+        """Register a function that `abort` calls."""
         self._on_abort.append(break_connections)
 
     def abort(self) -> None:

@@ -46,7 +46,7 @@ class UnitChange:
     exp_avg_sq: Change | None
 
     def to_json(self) -> dict[str, JsonValue]:
-        """As JSON values; None where a checkpoint has no such state, or the change is infinite."""
+        """Return the change as JSON values."""
         changes = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {"unit": self.unit, **{kind: _json_number(change) for kind, change in changes.items()}}
 
@@ -60,7 +60,7 @@ class DiffReport:
     units: tuple[UnitChange, ...]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """As JSON values."""
+        """Return the change as JSON values."""
         return {
             "first": {"path": str(self.first.path), "step": self.first.step},
             "second": {"path": str(self.second.path), "step": self.second.step},

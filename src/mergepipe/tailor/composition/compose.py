@@ -174,7 +174,7 @@ class _Run:
         )  # fmt: skip
 
     def _version(self, path: Location) -> tuple[int, str] | None:
-        """What tells that a source file is still the one that was looked at; None where it is gone."""
+        """Return the version of a source file, to notice that it changed; None where it is gone."""
         status = self._store.stat(path)
         return None if status is None else (status.size_bytes, status.version)
 

@@ -42,7 +42,7 @@ class UnitStaleness:
     step_policies: tuple[StepPolicy, ...]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """As JSON values."""
+        """Return the staleness as JSON values."""
         return {
             "unit": self.unit,
             "parameters": self.n_parameters,

@@ -22,7 +22,7 @@ class CheckpointKind(Protocol):
 
     @property
     def looked_for(self) -> str:
-        """What makes a directory one of this kind, for the message about a directory that is of none."""
+        """Return the files that a directory of this kind is recognised by, for the message about an unknown one."""
         ...
 
     def recognise(self, store: Store, path: Location) -> bool:

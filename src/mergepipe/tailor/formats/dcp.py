@@ -171,7 +171,7 @@ def _dtype(fields: Node) -> DType:
 
 
 def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tuple[Location, int, int]]:
-    """Where each (tensor, offsets) lies: file, offset, bytes."""
+    """Return the file, offset and size of each (tensor, offsets)."""
     pieces = {}
     files: dict[str, Location] = {}
     for key, node in metadata.get("storage_data").items():
@@ -190,7 +190,7 @@ def _storage(metadata: Node, at: _Place) -> dict[tuple[str, tuple[int, ...]], tu
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the directory is, and where it will be."""
+    """The path of the directory now, and once it is published."""
 
     folder: Location
     home: Location

@@ -168,7 +168,7 @@ def _assemble(
 
 
 def base_optimizer_path(stage: int | None) -> tuple[str, str]:
-    """Where an optimizer file keeps the state of the optimizer that ZeRO wraps."""
+    """Return the path, inside an optimizer file, of the state of the optimizer that ZeRO wraps."""
     return "optimizer_state_dict", "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
 
 
@@ -261,7 +261,7 @@ class _Reader:
         return StoredState(parameter.name, kind, parts[0].tensor.dtype, parameter.shape, tuple(pieces))
 
     def _piece(self, parameter: FlatParameter, part: _GroupState, per_rank: int) -> Piece | None:
-        """What one rank holds of a parameter; None if nothing."""
+        """Return one rank's piece of a parameter; None if it holds nothing of it."""
         if self.stage == 3:
             share = -(-parameter.n_elements // self.world_size)
             first, inside = part.rank * share, parameter.start

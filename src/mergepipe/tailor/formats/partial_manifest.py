@@ -50,7 +50,7 @@ class ShardTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """What one rank wrote: a safetensors file of `tensors`, and one element `step/I` for each counter I it holds."""
+    """A file that one rank wrote: safetensors of `tensors`, and one element `step/I` for each counter I it holds."""
 
     name: str
     size_bytes: int

@@ -1,4 +1,4 @@
-"""What every directory of the Hugging Face Trainer holds, whatever keeps its optimizer state."""
+"""Read the files of every Hugging Face Trainer directory, whatever keeps its optimizer state."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFlags:
-    """What a merge does besides merging; a stored plan has decided it."""
+    """Options of a merge that a stored plan has decided already."""
 
     budget: Budget = None
     target_error: TargetError = None

@@ -42,7 +42,7 @@ EXAMPLES = ("mergepipe run plan.json merged/", "mergepipe run plan.json merged/ 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFlags:
-    """Which part of the output a worker makes."""
+    """Options that choose the part of the output that a worker makes."""
 
     part: Part = None
     finish: Finish = False

@@ -144,7 +144,7 @@ _decode_head_rounds: Any = intrinsic(_make_rounds(_load_starts, _find_by_starts)
 def decode_symbols_vector(
     stored: Bytes, first: int, states: Bits32, contexts: Bytes, n: int, table: Bits32, symbols: Bytes
 ) -> int:
-    """As `rans.decode_symbols`, 16 states at a time."""
+    """Decode symbols like `rans.decode_symbols`, 16 states at a time."""
     return int(_decode_rounds(stored, first, states, contexts, n, table, symbols))
 
 
@@ -152,7 +152,7 @@ def decode_symbols_vector(
 def decode_head_symbols_vector(
     stored: Bytes, first: int, states: Bits32, contexts: Bytes, n: int, starts: Bits32, symbols: Bytes
 ) -> int:
-    """As `decode_symbols_vector`, of `HEAD_SYMBOLS` symbols by a table of `rans.fill_start_table`.
+    """Decode `HEAD_SYMBOLS` symbols like `decode_symbols_vector`, by a table of `rans.fill_start_table`.
 
     Only where `has_vector_decoder()`.
     """

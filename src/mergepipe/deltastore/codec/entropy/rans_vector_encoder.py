@@ -210,7 +210,7 @@ _push_rounds: Any = intrinsic(_rounds)
 def encode_codes_vector(
     contexts: Bytes, codes: Bytes, n: int, planes: Bytes, words: Bits16, states: Bits32, ends: Counts
 ) -> None:
-    """As `rans.encode_symbols` for both stages at once, from contexts and codes (padded to `n`) and frequency planes.
+    """Encode both stages at once like `rans.encode_symbols`, from contexts, codes (padded to `n`), frequency planes.
 
     `words` has two halves of `n` or more, filled from their ends; `ends` are set to the indices of the first words,
     `states` (two times `LANES`) to the decoder's initial states.

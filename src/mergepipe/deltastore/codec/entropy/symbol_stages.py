@@ -79,7 +79,7 @@ def encode_stages_vector(
 def encode_stages_scalar(
     contexts: Bytes, codes: Bytes, head_CS: Bits16, body_CS: Bits16
 ) -> list[tuple[Bits16, Bits16]]:
-    """As `encode_stages_vector`, on any machine."""
+    """Encode like `encode_stages_vector`, on any machine."""
     n = len(contexts)
     head, body, body_contexts = (scratch(f"encode-{name}", n, np.uint8) for name in ("head", "body", "body-rows"))
     split_codes(codes, n, head, body)

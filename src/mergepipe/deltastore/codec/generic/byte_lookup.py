@@ -50,14 +50,14 @@ _look_up_lanes: Any = intrinsic(_look_up_intrinsic)
 
 @kernel
 def look_up_scalar(table: Bytes, indices: Bytes, n: int, out: Bytes) -> None:
-    """As `look_up`, on any machine."""
+    """Look bytes up like `look_up`, on any machine."""
     for i in range(n):
         out[i] = table[indices[i]]
 
 
 @kernel
 def look_up_vector(table: Bytes, indices: Bytes, n: int, out: Bytes) -> None:
-    """As `look_up`, on machines with AVX-512 VBMI."""
+    """Look bytes up like `look_up`, on machines with AVX-512 VBMI."""
     whole = n // _LANES * _LANES
     _look_up_lanes(table, indices, whole, out)
     for i in range(whole, n):

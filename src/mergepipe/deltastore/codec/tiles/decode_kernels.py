@@ -123,7 +123,7 @@ def _select_masks(codes: Bytes, masks: Bits16, first: np.uint8, last: np.uint8, 
 def unpack_tile_by_4(
     stored: Bytes, positions: Bits64, is_empty: Bytes, codes: Bytes, masks: Bits16, selected: Bits16, residuals: Bits16
 ) -> None:
-    """As `unpack_tile`, four residuals at a time. `selected` is a work array as long as a tile.
+    """Unpack a tile like `unpack_tile`, four residuals at a time. `selected` is a work array as long as a tile.
 
     `is_empty` says which streams have no residuals.
     """

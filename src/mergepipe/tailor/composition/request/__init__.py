@@ -1,1 +1,1 @@
-"""What a composition is asked for: recipes, strategies and logs, and the source of each parameter."""
+"""Describe the composition that a user asks for: recipes, strategies and logs, and the source of each parameter."""
