@@ -129,7 +129,7 @@ demo: $(VENV)/.package
 	@PYTHONPATH=tests $(BIN)/python examples/demo.py .demo
 
 test: $(VENV)/.test
-	$(PYTEST) -n 2 -m "not peer and not slow"
+	$(PYTEST) -n 2 --no-fsync -m "not peer and not slow"
 
 # Also the properties of the fast suite, with more examples, and others every time.
 test-slow: $(VENV)/.test

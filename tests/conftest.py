@@ -1,5 +1,8 @@
 """For all tests: signals as in a terminal, an own home, cached bytecode, little garbage collection, and profiles.
 
+With `--no-fsync`, as in `make test`, nothing in a process of the suite waits for the disk: `os.fsync` refuses what is
+not an open descriptor, and returns. What a crash may lose is tested on a model of a disk (`support/power.py`).
+
 Profiles of Hypothesis: `fast`, few examples and the same ones every time; `full`, for
 `make test-slow`; others by HYPOTHESIS_PROFILE.
 """
@@ -8,13 +11,19 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 _RELAXED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
@@ -35,8 +44,20 @@ os.environ.pop("COLUMNS", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that spares the waits for the disk."""
+    parser.addoption("--no-fsync", action="store_true", help="check descriptors in os.fsync and do not wait")
+
+
+def _check_descriptor(fd: FileDescriptorLike) -> None:
+    """Stand in for `os.fsync`."""
+    os.fstat(fd if isinstance(fd, int) else fd.fileno())
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Take signals as in a terminal: jobs in the background, or under nohup, inherit that they are ignored."""
+    if config.getoption("--no-fsync"):
+        os.fsync = _check_descriptor
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -57,10 +78,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_numbers = count()
+
+
+def _new_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """Make a folder that no other test has; unlike `mktemp`, without listing those of all tests before."""
+    folder = tmp_path_factory.getbasetemp() / f"{name}{next(_numbers)}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Replace pytest's fixture of this name, which takes longer with every test."""
+    return _new_folder(tmp_path_factory, re.sub(r"\W", "_", request.node.name)[:30])
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or leaves anything in the user's catalog, asks the Hub, or reads the user's cache of it."""
-    home = tmp_path_factory.mktemp("home")
+    home = _new_folder(tmp_path_factory, "home-")
     monkeypatch.setenv("MERGEPIPE_HOME", str(home))
     monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

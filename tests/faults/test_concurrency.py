@@ -19,7 +19,7 @@ from mergepipe.options import MergeOptions, RunOptions
 from support.families import TINY, write_family
 
 WORKERS = 16
-SHORT_SECONDS, LONG_SECONDS = 4.0, 60.0
+SHORT_SECONDS, LONG_SECONDS = 1.5, 60.0
 PATIENCE_SECONDS = 120.0
 ALLOWED = ("output.busy", "output.appeared", "catalog.locked")
 

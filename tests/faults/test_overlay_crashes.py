@@ -23,7 +23,7 @@ from support.disk_families import weights_digest
 from support.families import TINY, write_family
 from support.faults import Fault, replaced, system_error
 
-STEPS = [13, pytest.param(1, marks=pytest.mark.slow)]  # the fast form looks at every 13th operation
+STEPS = [23, pytest.param(1, marks=pytest.mark.slow)]  # the fast form looks at every 23rd operation
 ACCOUNT = {".overlay.mergepipe-staging", "owner.json", "reads"}
 """What a merge under a budget leaves that fails: the account of what it read."""
 RECIPE = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import cache
 from importlib import resources
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -15,14 +16,20 @@ from mergepipe.core.units import format_bytes, format_seconds
 
 def render_page(template: str, made: datetime | None, **values: object) -> str:
     """Render a template with the version and the time it was made; the page loads nothing from anywhere."""
+    when = "" if made is None else f"{made:%Y-%m-%d %H:%M} UTC"
+    return _environment().get_template(template).render(version=mergepipe.__version__, made=when, **values)
+
+
+@cache
+def _environment() -> Environment:
+    """Return what compiles the templates and keeps them for the next pages of this process."""
     environment = Environment(
         loader=FunctionLoader(_template_text), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, autoescape=True, finalize=as_line,
     )  # fmt: skip
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": number_text}
     environment.globals |= {"share": share_text}
-    when = "" if made is None else f"{made:%Y-%m-%d %H:%M} UTC"
-    return environment.get_template(template).render(version=mergepipe.__version__, made=when, **values)
+    return environment
 
 
 def _template_text(name: str) -> str:

@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from mergepipe.core.escaping import as_line, markdown_code, markdown_text, yaml_scalar
 from mergepipe.planning.plan_json import parse_plan
@@ -70,20 +71,10 @@ def origins_of(inputs: Inputs, store: Store, manifest: Manifest, cards: Sequence
 
 def model_card(manifest: Manifest, origins: Origins) -> bytes:
     """Write a model card in the Hub's form: metadata, inputs, recipe, budget, digests."""
-    template = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
-        finalize=as_line,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
     verdict = None
     if manifest.plan is not None:
         verdict = verdict_of(parse_plan(json.dumps(manifest.plan, allow_nan=False).encode(), Path(CARD_NAME)))
-    text = environment.from_string(template).render(
+    text = _card_template().render(
         manifest=manifest,
         origins=origins,
         tags=tuple(dict.fromkeys((*origins.card.tags, *TAGS))),
@@ -93,6 +84,22 @@ def model_card(manifest: Manifest, origins: Origins) -> bytes:
         verdict=verdict,
     )
     return text.encode()
+
+
+@cache
+def _card_template() -> Template:
+    """Compile the model card's template, once in a process."""
+    text = resources.files("mergepipe.runs").joinpath("templates/model_card.md.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+        finalize=as_line,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"yaml": yaml_scalar, "code": markdown_code, "text": markdown_text}
+    return environment.from_string(text)
 
 
 def _base_models(manifest: Manifest, cards: Sequence[InputCard]) -> Iterator[str]:
