@@ -119,7 +119,7 @@ def test_plan__of_a_file_changed_since_its_analysis_does_not_use_its_statistics(
         os.utime(file, ns=(1, 1))
     plan = setting.plan("40%")
     assert known.fallbacks == ()
-    assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == [f"expert '{setting.family.places[1]}'"]
+    assert [f.where for f in plan.fallbacks if "no statistics" in f.reason] == ["expert './models/expert1'"]
     report = session.run(plan, tmp_path / "out", options=RunOptions(home=setting.home))
     assert report.expert_bytes <= plan.planned_bytes <= plan.budget_bytes
 

@@ -76,7 +76,7 @@ def conflict_order(
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
-    price_BE = np.where(taking_part_EB, candidates.price_EB, 1.0).T  # what is closed may cost nothing
+    price_BE = np.where(taking_part_EB, np.maximum(candidates.price_EB, 1.0), 1.0).T  # a block may cost nothing
     rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)
