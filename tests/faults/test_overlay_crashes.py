@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
     write_family(tmp_path / "family", TINY, 2)
     (tmp_path / "recipe.yml").write_text(RECIPE)
     merge(tmp_path, tmp_path / "wanted", overlay=False)
-    merge(tmp_path, tmp_path / "overlay", overlay=True)
+    merge(tmp_path, tmp_path / "made" / "overlay", overlay=True)  # as deep as its copies: it names inputs relatively
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -96,7 +96,7 @@ def test_materialise__killed_at_any_operation_loses_nothing(root: Path, place: s
 
     def prepare() -> None:
         shutil.rmtree(out.parent)
-        shutil.copytree(root / "overlay", source)
+        shutil.copytree(root / "made" / "overlay", source)
 
     def complete() -> None:
         if is_overlay(read_manifest_value(LocalStore(), Location.local(source))):
