@@ -43,7 +43,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "recipe.yml").write_text(RECIPE)
     (tmp_path / "made").mkdir()
     merge(tmp_path, tmp_path / "wanted", overlay=False)
-    merge(tmp_path, tmp_path / "made" / "overlay", overlay=True)  # as deep as where it is copied to
+    merge(tmp_path, tmp_path / "made" / "overlay", overlay=True)  # as deep as its copies: it names inputs relatively
     (tmp_path / "results").mkdir()
     return tmp_path
 

@@ -76,7 +76,9 @@ def conflict_order(
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
-    price_BE = np.where(taking_part_EB, np.maximum(candidates.price_EB, 1.0), 1.0).T  # a block may cost nothing
+    # What is closed may cost nothing, and a block with levels whose pages others need: `_steps` rates it as at price 1.
+    has_price_EB = taking_part_EB & (candidates.price_EB > 0)
+    price_BE = np.where(has_price_EB, candidates.price_EB, 1.0).T
     rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)

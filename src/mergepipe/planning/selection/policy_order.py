@@ -109,7 +109,7 @@ def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.flo
     before = np.repeat(reached[first] - sorted_cost[first], counts)
     total = np.repeat(np.add.reduceat(sorted_cost, first) if len(first) else sorted_cost, counts)
     place = np.empty(len(cost), np.float64)
-    place[by_group] = (2 * (reached - before) - sorted_cost) / np.maximum(2 * total, 1)  # items may cost nothing
+    place[by_group] = (2 * (reached - before) - sorted_cost) / np.maximum(2 * total, 1)  # a group may cost nothing
     return place
 
 
