@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mergepipe.errors import MergePipeError, StorageError
+from mergepipe.errors import CorruptError, MergePipeError, StorageError
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -105,3 +105,13 @@ def test_read_ahead__stopped_requests_nothing_more() -> None:
     ahead.start()
     ahead.close()
     assert recorded.requests == []
+
+
+def test_read_ahead__of_a_file_that_lost_its_end_serves_nothing_of_it() -> None:
+    file, stop = RecordedFile(), len(CONTENT) + 10
+    file.size_bytes = stop
+    ahead = ahead_of(file, [(0, stop)])
+    ahead.stop()
+    with pytest.raises(CorruptError) as caught:
+        read(ahead.over(file), 2 * PIECE_BYTES, stop)
+    assert caught.value.code == "storage.shrunk"

@@ -16,6 +16,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import request
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -84,7 +85,7 @@ class ReadAhead:
                 file = self._open_file(piece.range.location)
                 try:
                     assert piece.content is not None
-                    file.read_into(piece.range.start, piece.content.data, self._purpose)
+                    request(file, piece.range.start, piece.content, piece.unserved_bytes, self._purpose)
                 finally:
                     file.close()
             except MergePipeError:
@@ -154,15 +155,18 @@ class _AheadFile:
             piece = self._ahead.piece_from(self.location, position, purpose)
             begins = stop if piece is None else min(stop, piece.range.start)
             if piece is None or begins > position:
-                self._file.read_into(position, buffer[position - offset : begins - offset], purpose)
+                self._request(position, buffer[position - offset : begins - offset], purpose)
                 position = begins
                 continue
             ends = min(stop, piece.range.stop)
             part = buffer[position - offset : ends - offset]
             if not self._ahead.take(piece, position, part):
-                self._file.read_into(position, part, purpose)
+                self._request(position, part, purpose)
             position = ends
         return stop - offset
+
+    def _request(self, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        request(self._file, offset, np.frombuffer(buffer, np.uint8), len(buffer), purpose)
 
 
 def _pieces(ranges: Sequence[FileRange]) -> list[FileRange]:
