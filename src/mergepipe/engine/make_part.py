@@ -41,6 +41,7 @@ from mergepipe.snapshots.shards import DurableProgress, ShardWriter
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import Store
 from mergepipe.storage.output import CHUNK_BYTES
+from mergepipe.storage.read_ahead import read_ahead_of
 from mergepipe.storage.traffic import abort_requests
 
 
@@ -77,7 +78,7 @@ def make_part(
     with open_pinned(store, work.files) as files, _writer(work, part_output, directory, store, progress) as writer:
         sink = _OverlaySink(writer, tasks) if isinstance(writer, OverlayWriter) else _ShardSink(writer, tasks)
         shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
-        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
+        pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes, read_ahead_of(store))
         pipeline = Pipeline(
             tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads,
             lambda: observer.on_progress(writer.progress),

@@ -21,8 +21,8 @@ CONNECTIONS_FOR_EACH_WORKER = 4
 def base_read_ahead(inputs: Inputs, store: Stores, engine: EngineOptions, shard_bytes: int) -> Iterator[ReadAhead]:
     """Read the base's tensors in output order until the read-ahead is stopped or left; nothing of a local base.
 
-    Memory: a quarter of `engine.memory_bytes`, which the lookahead of a merge from the network leaves free. While the
-    merge holds a tensor that takes more than the rest, it comes on top.
+    Memory: a quarter of `engine.memory_bytes`, which the lookahead of a merge from the network leaves free. A merge
+    that needs more makes it give up what it holds.
     """
     is_dear = store.terms(inputs.base.path).request_cost_bytes > 0
     ranges, remaining_bytes = [], engine.memory_bytes // SHARE_OF_MEMORY if is_dear else 0

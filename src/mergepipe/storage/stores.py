@@ -116,6 +116,11 @@ class Stores:
         file = self.member(location).open(location, direct=direct)
         return file if self._ahead is None else self._ahead.over(file)
 
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """The read-ahead that serves its files."""
+        return self._ahead
+
     @contextmanager
     def serve_read_ahead(self, ahead: ReadAhead) -> Iterator[None]:
         """Serve what was read ahead to the files that are opened while the context lasts."""
