@@ -200,7 +200,11 @@ def _flag(reader: DocumentReader, given: Value, key_path: KeyPath) -> Scalar:
 def _number(reader: DocumentReader, given: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
     if isinstance(given, str):
         given = quoted_number(given) if quoted_number(given) is not None else given
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    if isinstance(given, bool):
+        message = f"{describe(given)} is taken as {int(given)}"
+        reader.notice("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
+        given = int(given)
+    if not isinstance(given, int | float):
         reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}")
         return REFUSED
     if not isinstance(given, int) and not isfinite(given):
