@@ -237,7 +237,7 @@ class Pipeline:
             if buffer is None:
                 return False
             self._request(running, running.unread.popleft(), buffer)
-        return running.current.last_reads
+        return running.finished or running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
         """Whether one more buffer may be filled. A job that holds its tensor may use all once it is oldest."""
