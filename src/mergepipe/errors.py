@@ -48,6 +48,8 @@ KEYWORD_OF_OPTION = {
     "--lenient": "lenient=True",
     "--link": "link=True",
     "--memory": "memory_bytes",
+    "--paths": "paths",
+    "--statistics": "statistics=True",
     "--min-density": "min_density",
     "--no-catalog": "catalog=False",
     "--no-resume": "resume=False",

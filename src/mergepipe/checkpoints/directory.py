@@ -69,7 +69,7 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
     if path.suffix not in suffixes:
         raise UnsupportedError.of(
             "checkpoint.path.format", path, f"a single file must end in one of {', '.join(suffixes)}",
-            "convert it to safetensors",
+            "name its folder" if path.suffix == ".json" else "convert it to safetensors",
         )  # fmt: skip
     return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
 

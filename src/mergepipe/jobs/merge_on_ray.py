@@ -148,6 +148,7 @@ def run_plan_on_ray(
         raise UnsupportedError.of("ray.bucket", settings.destination, message, hint)
     out = out.absolute()
     planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
+    settings.base_model_ids.check_names(planned.inputs.leaf_models)
     check_target(out, [checkpoint.path for checkpoint in planned.inputs.checkpoints], force=settings.force)
     if is_snapshot_of(out, plan.digest):
         raise OutputError.of("output.exists", out, "is what this plan makes", "remove it to make it again")

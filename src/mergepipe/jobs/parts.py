@@ -145,6 +145,7 @@ class _PartRun:
     def make_and_finish(self) -> PartReport:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
+        self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
         self._check_target([checkpoint.path for checkpoint in planned.inputs.checkpoints])
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:

@@ -314,7 +314,7 @@ def run_budgeted(
         recipe, store, request.allow_dropped, strictness=settings.strictness,
         keeps_absolute_paths=settings.absolute_paths,
     )  # fmt: skip
-    settings.base_model_ids.check_names([model for _, model, _ in inputs.leaves()])
+    settings.base_model_ids.check_names(inputs.leaf_models)
     speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
     planned = Usage({}, {})
 
@@ -358,6 +358,7 @@ def run_plan(
     store = Stores(settings=settings.engine.remote)
     with closing(CatalogLink(settings.home)) as link:
         inputs = open_planned(plan, store, link)
+        settings.base_model_ids.check_names(inputs.leaf_models)
         return publish_merge(with_parameters(inputs, plan), plan, out, settings, store, link, started, on_progress)
 
 

@@ -51,7 +51,8 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location,
     reason = reason_against(expert)
     if reason:
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
-    place = folder / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
+    real_path = store.real_path(expert.path) or expert.path
+    place = folder / (real_path.name or real_path.root.rpartition("/")[2]).removesuffix(_SUFFIX)
     out = place.local_path if place.is_local else staging_place(place, home)
     inputs = (base.path, expert.path)
     if not place.is_local:

@@ -65,7 +65,13 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
         return None
     slices = [_slice(context, entry, (*key_path, index)) for index, entry in enumerate(entries)]
     read = tuple(output_slice for output_slice in slices if output_slice is not None)
-    return read if len(read) == len(slices) else None
+    if len(read) < len(slices):
+        return None
+    if not any(output_slice.n_layers for output_slice in read):
+        hint = "write 'layer_range: [FIRST, END]', END is not included"
+        context.reader.refuse("recipe.slice.range", key_path, "no slice holds a layer", hint)
+        return None
+    return read
 
 
 def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tuple[OutputModule, ...] | None:
@@ -177,9 +183,12 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         reader.refuse("recipe.slice.range", at, "needs two whole numbers", hint)
         return None
     start, stop = numbers
-    if not 0 <= start < stop:
+    if not 0 <= start <= stop:
         reader.refuse("recipe.slice.range", at, f"[{start}, {stop}] holds no layer", hint)
         return None
+    if start == stop:
+        meaning = "a first or last slice still says which models the tensors around the layers are of"
+        reader.notice("recipe.slice.empty", at, f"[{start}, {stop}] holds no layer", meaning)
     return start, stop
 
 

@@ -200,7 +200,11 @@ def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
 def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
     if isinstance(value, str):
         value = quoted_number(value) if quoted_number(value) is not None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        message = f"{describe(value)} is taken as {int(value)}"
+        reader.notice("recipe.parameter.flag-for-number", key_path, message, "mergekit takes it so; write the number")
+        value = int(value)
+    if not isinstance(value, int | float):
         reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(value)}")
         return REFUSED
     if not isinstance(value, int) and not isfinite(value):

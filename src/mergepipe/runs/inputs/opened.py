@@ -89,6 +89,11 @@ class Inputs:
                 yield from ((self.role(index), leaf, source) for _, leaf, source in made.inputs.leaves())
 
     @property
+    def leaf_models(self) -> list[ModelInput]:
+        """The models that are read, as the recipe names them."""
+        return [model for _, model, _ in self.leaves()]
+
+    @property
     def base(self) -> Checkpoint:
         """The model that lends configuration and tokenizer, and the deltas' base where there is one for all."""
         return self.checkpoints[0]
