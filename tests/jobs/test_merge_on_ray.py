@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,12 @@ from mergepipe.jobs import merge_on_ray
 from mergepipe.jobs.merge_on_ray import PARTS_PER_SLOT, SMALLEST_SHARD_BYTES, PartTask, make_part_of_plan, shard_sizes
 from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, RunOptions
 from mergepipe.reports import Progress
+from mergepipe.snapshots.manifest import MANIFEST_NAME
+from support.bucket_outputs import objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
 from support.ray_merges import merge_options, write_recipe
+from support.remote_stores import set_environment
+from support.s3_server import s3_server
 
 SMALL_BYTES = 4096
 GIB = 1 << 30
@@ -140,6 +145,40 @@ def test_merge__on_ray_is_resumed_within_its_budget(recipe: Path, tmp_path: Path
     assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
 
 
+def test_merge__on_ray_into_a_bucket_is_resumed_there(
+    cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Progress] = []
+    homes: set[object] = set()
+    cluster.before = lambda task: homes.add(task.options.home)
+
+    def stop_once(progress: Progress) -> None:
+        told.append(progress)
+        if len(told) == 6:
+            raise KeyboardInterrupt
+
+    out, options = "s3://bucket/out", replace(merge_options("ray"), home=tmp_path / "home")
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        set_environment(monkeypatch, server.url)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            mergepipe.merge(recipe, out, options=options, on_progress=stop_once)
+        assert caught.value.__notes__ == [
+            f"3 of 5 files are made: the same command resumes there; to give up, remove what lies at {out}"
+        ]
+        assert MANIFEST_NAME not in objects_below(out)
+        report = mergepipe.merge(recipe, out, options=options, on_progress=told.append)
+        assert str(report.out) == out
+        assert told[6].earlier_bytes > 0
+        for name, content in objects_below(out).items():
+            place = tmp_path / "copy" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+    assert weights_digest(tmp_path / "copy") == whole
+    assert homes == {tmp_path / "home"}
+    assert not list((tmp_path / "home").rglob("*"))
+
+
 def test_merge__on_ray_reports_errors_of_tasks_as_its_own(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:
     def lose_the_parts(_: PartTask) -> None:
         (place,) = tmp_path.glob(".out.*")
@@ -174,9 +213,6 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
         with pytest.raises(OutputError) as caught:
             mergepipe.run(plan, out, executor="ray", force=force, options=options)
         assert caught.value.code == "output.exists"
-    with pytest.raises(UnsupportedError) as refused:
-        mergepipe.run(plan, "s3://bucket/out", executor="ray", options=options)
-    assert refused.value.code == "ray.bucket"
     with pytest.raises(RecipeError) as address:
         mergepipe.run(plan, out, address="127.0.0.1:1", options=options)
     assert address.value.code == "option.pair"

@@ -145,7 +145,7 @@ class _PartRun:
     def make_and_finish(self) -> PartReport:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
-        self._check_target([checkpoint.path for checkpoint in planned.inputs.checkpoints])
+        check_output(self._out, planned, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:
             part = self._part(planned)
@@ -168,12 +168,6 @@ class _PartRun:
             tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in found),
             is_published=self._merge is not None or self.is_published(),
         )  # fmt: skip
-
-    def _check_target(self, inputs: list[Location]) -> None:
-        if isinstance(self._out, Path):
-            check_target(self._out, inputs, force=self._settings.force)
-        else:
-            check_apart(self._out, inputs)
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
@@ -254,6 +248,19 @@ class _PartRun:
             is_published=is_published,
             merge=self._merge,
         )
+
+
+def check_output(out: Path | Location, planned: PlannedOutput, *, force: bool) -> None:
+    """Refuse a place at which a plan's output cannot be published.
+
+    Raises:
+        OutputError: `output.exists`, `output.not-ours`, `output.overlaps-input`.
+    """
+    inputs = [checkpoint.path for checkpoint in planned.inputs.checkpoints]
+    if isinstance(out, Path):
+        check_target(out, inputs, force=force)
+    else:
+        check_apart(out, inputs)
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:

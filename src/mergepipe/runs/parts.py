@@ -26,8 +26,8 @@ from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import planned_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, NumberedReading, PartsAccount, index_of
-from mergepipe.snapshots.parts_bucket import PartsBucket, find_job
-from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
+from mergepipe.snapshots.parts_directory import PartsDirectory, directory_digests, parts_directory, read_job
 from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsJob, PartsPlace, parsed_record
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
@@ -59,6 +59,11 @@ class PlannedOutput:
 def parts_place(out: Path | Location, job: PartsJob, work: Path) -> PartsPlace:
     """Return where the parts of an output are kept; those of a bucket are made beside `work` on this machine."""
     return PartsDirectory(out, job) if isinstance(out, Path) else PartsBucket(BucketFolder(out), job, work)
+
+
+def plan_digests_at(out: Path | Location) -> tuple[str, ...]:
+    """Return the digests of the plans of which there are parts of an output."""
+    return directory_digests(out) if isinstance(out, Path) else folder_digests(BucketFolder(out))
 
 
 def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
