@@ -29,18 +29,32 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs import merge_on_ray
-from mergepipe.jobs.merge_on_ray import PARTS_PER_SLOT, SMALLEST_SHARD_BYTES, PartTask, make_part_of_plan, shard_sizes
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, RunOptions
+from mergepipe.jobs.merge_on_ray import (
+    PARTS_PER_SLOT,
+    SMALLEST_SHARD_BYTES,
+    PartTask,
+    load_kernels,
+    make_part_of_plan,
+    shard_sizes,
+)
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PlanOptions, RunOptions
 from mergepipe.reports import Progress
-from mergepipe.snapshots.manifest import MANIFEST_NAME
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest_json import manifest_of_json
 from support.bucket_outputs import objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
+from support.families import FamilyShape
+from support.families import write_family as write_large_family
 from support.ray_merges import merge_options, write_recipe
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
 
 SMALL_BYTES = 4096
 GIB = 1 << 30
+SAMPLED = FamilyShape(
+    hidden=512, layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=2000, tied=True
+)  # fmt: skip
+"""Of tensors that are large enough to be sampled for a plan."""
 
 
 class FakeCluster:
@@ -61,6 +75,10 @@ class FakeCluster:
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         return (ClusterNode(1, GIB), ClusterNode(0, 0), ClusterNode(2, GIB))
+
+    def prepare(self, function: str, n_tasks: int, shape: TaskShape) -> None:
+        assert function == f"{load_kernels.__module__}:{load_kernels.__name__}"
+        assert (load_kernels(b""), n_tasks, shape.threads) == (b"", 3, 1)
 
     def run(self, function: str, payloads: Sequence[bytes], shape: TaskShape, on_outcome: OnOutcome) -> None:
         assert function == f"{make_part_of_plan.__module__}:{make_part_of_plan.__name__}"
@@ -177,6 +195,30 @@ def test_merge__on_ray_into_a_bucket_is_resumed_there(
     assert weights_digest(tmp_path / "copy") == whole
     assert homes == {tmp_path / "home"}
     assert not list((tmp_path / "home").rglob("*"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Path) -> None:
+    family = write_large_family(tmp_path, SAMPLED, 2)
+    recipe = write_recipe(tmp_path / "r.yml", DiskFamily((), (family.base, *family.experts)), "ties")
+    options = replace(merge_options("ray"), plan=PlanOptions(block_elements=16384), shard_bytes=2 << 20)
+
+    def read_by(executor: str) -> tuple[int, int, int]:
+        out = tmp_path / executor
+        mergepipe.merge(recipe, out, budget="60%", options=replace(options, executor=executor))
+        usage = manifest_of(out).realized
+        return usage.base, usage.expert, usage.analysis
+
+    assert read_by("ray") == read_by("threads")
+    assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
+    plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home", reuse=False)
+    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(catalog=False))
+    samples = manifest_of(tmp_path / "ray").realized.expert - manifest_of(tmp_path / "planned").realized.expert
+    assert 0 < samples <= sum(model.side_bytes for model in plan.models)
+
+
+def manifest_of(out: Path) -> Manifest:
+    return manifest_of_json((out / MANIFEST_NAME).read_bytes())
 
 
 def test_merge__on_ray_reports_errors_of_tasks_as_its_own(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:

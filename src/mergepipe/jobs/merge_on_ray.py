@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,12 +30,14 @@ from mergepipe.runs.inputs.opened import open_inputs
 from mergepipe.runs.merge_run import MergeSettings
 from mergepipe.runs.parts import PlannedOutput, job_at, open_output, parts_place, plan_digests_at
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import Resume
+from mergepipe.runs.recovery.resume import Resume, samples_cost
 from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
+from mergepipe.snapshots.parts_account import SAMPLES, PartsAccount
 from mergepipe.snapshots.parts_place import JOB_NAME
 from mergepipe.snapshots.staging import check_free_space
+from mergepipe.storage.ledger import Ledger, Usage
 from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
@@ -44,6 +46,7 @@ PARTS_PER_SLOT: Final = 4
 """How many parts a place for a task makes: so that all end at about the same time, and a lost one costs little."""
 SMALLEST_SHARD_BYTES: Final = DEFAULT_SHARD_BYTES // 16
 _TASK: Final = "mergepipe.jobs.merge_on_ray:make_part_of_plan"
+_PREPARATION: Final = "mergepipe.jobs.merge_on_ray:load_kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,15 @@ def make_part_of_plan(payload: bytes) -> bytes:
     return pickle.dumps(report)
 
 
+def load_kernels(payload: bytes) -> bytes:
+    """Import what every part needs, so that the first part of a process does not wait for it: a task as well."""
+    import mergepipe.kernels.merge
+    import mergepipe.kernels.reduce
+
+    del mergepipe
+    return payload
+
+
 def run_merge_on_ray(
     recipe: Location | RecipeText,
     out: Path,
@@ -101,14 +113,20 @@ def run_merge_on_ray(
     """
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
+    place = settings.destination or out.absolute()
+    check_output(place, inputs, force=settings.force)
     key = plan_key(inputs, repr(request))
-    plan = None if settings.resume is Resume.NEVER else _unfinished_plan(settings.destination or out, key)
-    if plan is None:
+
+    def decide() -> Plan:
+        plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
+        if plan is not None:
+            return plan
         speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
         with closing(CatalogLink(settings.home)) as link:
             prober = Prober(store, settings.engine, lambda: None) if request.probes else None
-            plan = make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
-    return run_plan_on_ray(plan, out, cluster, settings, started=started, on_progress=on_progress, key=key)
+            return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+
+    return _publish(decide, out, cluster, settings, store.ledger, key, started, on_progress)
 
 
 def _unfinished_plan(out: Path | Location, key: str) -> Plan | None:
@@ -136,11 +154,8 @@ def run_plan_on_ray(
     *,
     started: float,
     on_progress: ProgressCallback | None,
-    key: str = "",
 ) -> MergeReport:
-    """Make the output of a plan as tasks of a cluster, and publish it. `key` is the request that the plan answers.
-
-    If that fails, what is made is kept.
+    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept.
 
     Raises:
         UnsupportedError: `ray.extra`, Ray is not installed; `parts.reuse`.
@@ -150,17 +165,37 @@ def run_plan_on_ray(
         StorageError: `ray.lost`.
         MergePipeError: as `run_part`, from any task.
     """
+    inputs = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote)).inputs
+    check_output(settings.destination or out.absolute(), inputs, force=settings.force)
+    return _publish(lambda: plan, out, cluster, settings, Ledger(), "", started, on_progress)
+
+
+def _publish(
+    decide: Callable[[], Plan],
+    out: Path,
+    cluster: ClusterRequest,
+    settings: MergeSettings,
+    ledger: Ledger,
+    key: str,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> MergeReport:
+    """Decide on a plan while the processes of tasks start, make its parts, and publish its output.
+
+    `ledger` counts what is read to decide, `key` is the request that the plan answers.
+    """
     place = settings.destination or out.absolute()
-    planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
-    check_output(place, planned, force=settings.force)
-    if is_snapshot_of(place, plan.digest):
-        raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
     with contextlib.ExitStack() as stack:
         with RayCluster(cluster.address) as ray:
             shape = task_shape(ray.nodes(), cluster.threads, cluster.memory_bytes)
             n_slots = sum(node.slots(shape) for node in ray.nodes())
+            ray.prepare(_PREPARATION, n_slots, shape)
+            plan = decide()
+            if is_snapshot_of(place, plan.digest):
+                raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
+            planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
             run = _RayRun(planned, place, settings, cluster, shape, n_slots, on_progress)
-            shard_bytes = run.open_parts(key)
+            shard_bytes = run.open_parts(key, ledger.usage())
             stack.enter_context(run.kept())
             run.make_all(ray)
         settings = replace(settings, shard_bytes=shard_bytes)
@@ -197,14 +232,20 @@ class _RayRun:
         self._total_bytes = 1
         self._refused: list[MergePipeError] = []
 
-    def open_parts(self, key: str) -> int:
-        """Make the place of the parts with the plan in it, and return the size of files that it is for."""
+    def open_parts(self, key: str, planning: Usage) -> int:
+        """Make the place of the parts with the plan and what was read for it, and return its files' greatest size."""
         if self._settings.resume is Resume.REQUIRED and not self._parts.exists:
             hint = "run without --resume to start over"
             raise NotFoundError.of("resume.nothing", self._out, "nothing to resume: no part of it is made", hint)
         self._choose_shards(self._cluster.shard_bytes)
         self._parts.open()
         self._parts.replace(STORED_PLAN_NAME, plan_record(self._planned.plan, key))
+        if planning.expert_bytes:
+            plan, checkpoints = self._planned.plan, self._planned.inputs.checkpoints
+            account = PartsAccount(self._parts, plan.planned_bytes, plan.limit_bytes, "", forgives=True)
+            reading = account.admit(SAMPLES, samples_cost(plan, checkpoints))
+            assert reading is not None  # what is read again is not counted against the limit
+            account.spend(reading, planning)
         return self._shard_bytes
 
     def _choose_shards(self, shard_bytes: int | None) -> None:

@@ -14,6 +14,7 @@ from mergepipe.engine.work import Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
@@ -145,7 +146,7 @@ class _PartRun:
     def make_and_finish(self) -> PartReport:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
-        check_output(self._out, planned, force=self._settings.force)
+        check_output(self._out, planned.inputs, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:
             part = self._part(planned)
@@ -250,17 +251,17 @@ class _PartRun:
         )
 
 
-def check_output(out: Path | Location, planned: PlannedOutput, *, force: bool) -> None:
-    """Refuse a place at which a plan's output cannot be published.
+def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
+    """Refuse a place at which an output cannot be published.
 
     Raises:
         OutputError: `output.exists`, `output.not-ours`, `output.overlaps-input`.
     """
-    inputs = [checkpoint.path for checkpoint in planned.inputs.checkpoints]
+    paths = [checkpoint.path for checkpoint in inputs.checkpoints]
     if isinstance(out, Path):
-        check_target(out, inputs, force=force)
+        check_target(out, paths, force=force)
     else:
-        check_apart(out, inputs)
+        check_apart(out, paths)
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:

@@ -23,7 +23,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import planned_cost
+from mergepipe.runs.recovery.resume import planned_cost, samples_cost
 from mergepipe.runs.work import merge_work, used_experts
 from mergepipe.snapshots.parts_account import CONTENT_IDS, NumberedReading, PartsAccount, index_of
 from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
@@ -136,6 +136,7 @@ class PartsWorker:
             plan, output = self._planned.plan, self._planned.output
             work = merge_work(inputs, output, plan, plan.seed, self._store, CatalogLink(None))
             shared = _sample_cost(self._planned.inputs, plan) + sum(self._index_costs().values())
+            shared += samples_cost(plan, inputs.checkpoints)
             self._shares, self._work = shard_shares(plan, work, shared), work
         return self._work
 
