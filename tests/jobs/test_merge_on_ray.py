@@ -217,6 +217,17 @@ def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Pat
     assert 0 < samples <= sum(model.side_bytes for model in plan.models)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_merge__on_ray_reads_indices_of_packed_experts_once(family: DiskFamily, tmp_path: Path) -> None:
+    mergepipe.pack(family.places[0], family.places[1:], tmp_path / "packed")
+    recipe = write_recipe(tmp_path / "r.yml", family, "linear", tuple(sorted((tmp_path / "packed").iterdir())))
+    for executor in ("threads", "ray"):
+        mergepipe.merge(recipe, tmp_path / executor, budget="50%", options=merge_options(executor))
+    on_ray, alone = (manifest_of(tmp_path / executor).realized for executor in ("ray", "threads"))
+    assert (on_ray.base, on_ray.expert, on_ray.analysis) == (alone.base, alone.expert, alone.analysis)
+    assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
+
+
 def manifest_of(out: Path) -> Manifest:
     return manifest_of_json((out / MANIFEST_NAME).read_bytes())
 

@@ -26,15 +26,21 @@ from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.budget.probe import Prober
-from mergepipe.runs.inputs.opened import open_inputs
+from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.parts import PlannedOutput, job_at, open_output, parts_place, plan_digests_at
+from mergepipe.runs.parts import (
+    PlannedOutput,
+    job_at,
+    open_output,
+    parts_place,
+    plan_digests_at,
+    record_planning,
+)
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import Resume, samples_cost
+from mergepipe.runs.recovery.resume import Resume
 from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
 from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
-from mergepipe.snapshots.parts_account import SAMPLES, PartsAccount
 from mergepipe.snapshots.parts_place import JOB_NAME
 from mergepipe.snapshots.staging import check_free_space
 from mergepipe.storage.ledger import Ledger, Usage
@@ -126,7 +132,7 @@ def run_merge_on_ray(
             prober = Prober(store, settings.engine, lambda: None) if request.probes else None
             return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
 
-    return _publish(decide, out, cluster, settings, store.ledger, key, started, on_progress)
+    return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)
 
 
 def _unfinished_plan(out: Path | Location, key: str) -> Plan | None:
@@ -167,11 +173,12 @@ def run_plan_on_ray(
     """
     inputs = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote)).inputs
     check_output(settings.destination or out.absolute(), inputs, force=settings.force)
-    return _publish(lambda: plan, out, cluster, settings, Ledger(), "", started, on_progress)
+    return _publish(lambda: plan, inputs, out, cluster, settings, Ledger(), "", started, on_progress)
 
 
 def _publish(
     decide: Callable[[], Plan],
+    inputs: Inputs,
     out: Path,
     cluster: ClusterRequest,
     settings: MergeSettings,
@@ -182,7 +189,7 @@ def _publish(
 ) -> MergeReport:
     """Decide on a plan while the processes of tasks start, make its parts, and publish its output.
 
-    `ledger` counts what is read to decide, `key` is the request that the plan answers.
+    `ledger` counts what is read of `inputs` to decide, `key` is the request that the plan answers.
     """
     place = settings.destination or out.absolute()
     with contextlib.ExitStack() as stack:
@@ -195,7 +202,7 @@ def _publish(
                 raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
             planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
             run = _RayRun(planned, place, settings, cluster, shape, n_slots, on_progress)
-            shard_bytes = run.open_parts(key, ledger.usage())
+            shard_bytes = run.open_parts(key, inputs, ledger.usage())
             stack.enter_context(run.kept())
             run.make_all(ray)
         settings = replace(settings, shard_bytes=shard_bytes)
@@ -232,7 +239,7 @@ class _RayRun:
         self._total_bytes = 1
         self._refused: list[MergePipeError] = []
 
-    def open_parts(self, key: str, planning: Usage) -> int:
+    def open_parts(self, key: str, opened: Inputs, planning: Usage) -> int:
         """Make the place of the parts with the plan and what was read for it, and return its files' greatest size."""
         if self._settings.resume is Resume.REQUIRED and not self._parts.exists:
             hint = "run without --resume to start over"
@@ -240,12 +247,7 @@ class _RayRun:
         self._choose_shards(self._cluster.shard_bytes)
         self._parts.open()
         self._parts.replace(STORED_PLAN_NAME, plan_record(self._planned.plan, key))
-        if planning.expert_bytes:
-            plan, checkpoints = self._planned.plan, self._planned.inputs.checkpoints
-            account = PartsAccount(self._parts, plan.planned_bytes, plan.limit_bytes, "", forgives=True)
-            reading = account.admit(SAMPLES, samples_cost(plan, checkpoints))
-            assert reading is not None  # what is read again is not counted against the limit
-            account.spend(reading, planning)
+        record_planning(self._parts, self._planned.plan, opened, planning)
         return self._shard_bytes
 
     def _choose_shards(self, shard_bytes: int | None) -> None:
