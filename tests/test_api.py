@@ -85,7 +85,7 @@ CALLS = {
         "base experts",
         "probe_fraction densities block_elements pack import_from export_to options on_progress",
     ),
-    "import_statistics": ("file", "home"),
+    "import_statistics": ("files", "home"),
     "plan": ("recipe budget", "target_error everything seed home reuse allow_dropped options"),
     "store_plan": ("plan path", ""),
     "run": ("plan out", "force shard_bytes resume executor address paths base_model_ids options on_progress"),

@@ -14,6 +14,7 @@ from mergepipe.engine.work import Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
@@ -146,7 +147,7 @@ class _PartRun:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
         self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
-        self._check_target([checkpoint.path for checkpoint in planned.inputs.checkpoints])
+        check_output(self._out, planned.inputs, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:
             part = self._part(planned)
@@ -169,12 +170,6 @@ class _PartRun:
             tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in done_shards),
             is_published=self._merge is not None or self.is_published(),
         )  # fmt: skip
-
-    def _check_target(self, inputs: list[Location]) -> None:
-        if isinstance(self._out, Path):
-            check_target(self._out, inputs, force=self._settings.force)
-        else:
-            check_apart(self._out, inputs)
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
@@ -255,6 +250,19 @@ class _PartRun:
             is_published=is_published,
             merge=self._merge,
         )
+
+
+def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
+    """Refuse a place at which an output cannot be published.
+
+    Raises:
+        OutputError: `output.exists`, `output.not-ours`, `output.overlaps-input`.
+    """
+    paths = [checkpoint.path for checkpoint in inputs.checkpoints]
+    if isinstance(out, Path):
+        check_target(out, paths, force=force)
+    else:
+        check_apart(out, paths)
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:

@@ -38,6 +38,12 @@ def parts_folder(output: BucketFolder, plan_digest: str) -> BucketFolder:
     return output.below(f"{PARTS_MARK}{plan_digest}")
 
 
+def folder_digests(output: BucketFolder) -> tuple[str, ...]:
+    """Return the digests of the plans by which an output is being made."""
+    matches = filter(None, map(_BELOW_PARTS.fullmatch, output.list_all()))
+    return tuple(sorted({match[2] for match in matches if not match[1]}))
+
+
 class PartsBucket(PartsPlace):
     """A `PartsPlace` in a bucket; shards are made beside `work` on this machine and uploaded."""
 

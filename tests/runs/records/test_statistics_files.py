@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ RECIPE = RECIPES["ties"]
 
 
 def analyse(
-    bench: Bench, home: Path, *experts: str, import_from: Path | None = None, export_to: Path | None = None
+    bench: Bench, home: Path, *experts: str, import_from: Sequence[Path] = (), export_to: Path | None = None
 ) -> mergepipe.AnalyzeReport:
     places, options = [bench.folder / name for name in experts], RunOptions(home=home, threads=2)
     return api.analyze(bench.folder / "base", places, import_from=import_from, export_to=export_to, options=options)
@@ -78,7 +78,7 @@ def test_import__another_machine_plans_as_the_first_one(first: Bench, second: Be
 
 
 def test_analyze__imports_before_it_reads(first: Bench, second: Bench) -> None:
-    report = analyse(second, second.home, "expert1", import_from=first.folder / STATISTICS_NAME)
+    report = analyse(second, second.home, "expert1", import_from=[first.folder / STATISTICS_NAME])
     assert report.imported is not None
     assert (report.expert_bytes, report.experts[0].analyzed_tensors) == (0, 0)
     assert report.analysis_bytes >= second.only_file("expert1").stat().st_size

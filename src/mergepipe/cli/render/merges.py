@@ -105,13 +105,13 @@ def analyze_table(report: AnalyzeReport) -> str:
 
 
 def import_table(report: ImportedStatistics) -> str:
-    """Show the statistics that were imported from a file."""
+    """Show the statistics that were imported."""
     return facts_text([("imported", _imported_text(report))])
 
 
 def _imported_text(report: ImportedStatistics) -> str:
     counts = f"{plural(report.tensors, 'tensor')}, {report.new_tensors} of them new"
-    return f"{plural(report.pairs, 'expert')} ({counts}) from {report.file}"
+    return f"{plural(report.pairs, 'expert')} ({counts}) from {', '.join(map(str, report.files))}"
 
 
 def _exported_text(report: ExportedStatistics) -> str:

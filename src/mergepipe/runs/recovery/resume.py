@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import mergepipe
-from mergepipe.checkpoints.contract import Readable, TensorEntry, Unchanged
+from mergepipe.checkpoints.contract import Checkpoint, Readable, TensorEntry, Unchanged
 from mergepipe.checkpoints.read_cost import block_cost_bytes
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.core.canonical_json import digest_of
@@ -410,6 +410,12 @@ def _remove_undurable(content: Path, shards: Sequence[ShardLayout], n_tensors: i
     """Remove everything but the durable bytes of the first `n_tensors`."""
     durable = {shard.name: nbytes for shard, nbytes in _durable_files(shards, n_tensors)}
     owned.keep_only(content, durable)
+
+
+def samples_cost(plan: Plan, checkpoints: Sequence[Checkpoint]) -> int:
+    """Return what a plan charges for the samples that were read to make it."""
+    models = zip(plan.models, checkpoints, strict=True)
+    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
 
 
 def planned_cost(plan: Plan, tasks: Sequence[MergeTask]) -> int:
