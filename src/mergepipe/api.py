@@ -161,7 +161,7 @@ def analyze(
     densities: Sequence[float] = (),
     block_elements: int | None = None,
     pack: str | Path | None = None,
-    import_from: str | Path | None = None,
+    import_from: str | Path | Sequence[str | Path] = (),
     export_to: str | Path | None = None,
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
@@ -176,8 +176,8 @@ def analyze(
         block_elements: elements of a block; default 256 Ki.
         pack: pack the experts that are read in full into this directory on the way; see `MergeOptions`. Not with a
             probe.
-        import_from: first take in the statistics of this file, as `import_statistics` does; models that look like those
-            it tells of are read once for their digests.
+        import_from: first take in the statistics of this file, or of these, as `import_statistics` does; models that
+            look like those it tells of are read once for their digests.
         export_to: write what is known of the experts to this file, for other machines; see `import_statistics`.
             Models of unknown digest are read once more for it.
         options: threads, memory, the catalog's home.
@@ -193,7 +193,7 @@ def analyze(
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     if pack is not None and probe_fraction:
-        message = "packs what is read in full: it does not go with --probe, which reads parts"
+        message = "cannot be combined with --probe: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
@@ -206,28 +206,28 @@ def analyze(
         densities=tuple(sorted({*COMMON_DENSITIES, *densities})),
         probe_fraction=probe_fraction,
         pack=None if pack is None else folder_of_packs(pack),
-        import_from=None if import_from is None else Location.of(import_from),
+        import_from=tuple(map(Location.of, (import_from,) if isinstance(import_from, str | Path) else import_from)),
         export_to=None if export_to is None else Path(export_to),
     )
     return run_analysis(request, engine_options(options), started=started, on_progress=on_progress)
 
 
-def import_statistics(file: str | Path, *, home: str | Path | None = None) -> ImportedStatistics:
+def import_statistics(*files: str | Path, home: str | Path | None = None) -> ImportedStatistics:
     """Record the statistics that `analyze` exported elsewhere, for whichever models have the same content.
 
     Nothing is read of models: one whose digest is not known yet is recognised by the next `analyze`. What is recorded
     is used like an analysis of one's own: import files of people whom you trust with the result.
 
     Args:
-        file: a path, or a location in a store.
+        files: paths, or locations in a store. All are read before anything is recorded.
         home: the catalog's home.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; nothing was recorded.
     """
-    from mergepipe.jobs.analyze import import_file
+    from mergepipe.jobs.analyze import import_files
 
-    return import_file(Location.of(file), home_of(home))
+    return import_files(tuple(map(Location.of, files)), home_of(home))
 
 
 def plan(
@@ -555,7 +555,9 @@ def extract_lora(
         MergePipeError: see `mergepipe.errors`.
     """
     if rank is None and energy is None:
-        raise RecipeError.of("option.rank", "--rank", "nothing says how much is kept", "give --rank 32 or --energy 0.9")
+        raise RecipeError.of(
+            "option.rank", "--rank", "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
+        )
     if energy is not None and not 0.0 < energy <= 1.0:
         raise RecipeError.of("option.energy", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
     if rank is not None:

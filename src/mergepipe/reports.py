@@ -211,9 +211,9 @@ class AnalyzedExpert:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ImportedStatistics(Displayed):
-    """Statistics that a file brought: pairs of contents, tensors of all of them, and those that were not on record."""
+    """Statistics that files brought: pairs of contents, tensors of all of them, and those that were not on record."""
 
-    file: Location
+    files: tuple[Location, ...]
     pairs: int
     tensors: int
     new_tensors: int

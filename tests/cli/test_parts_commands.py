@@ -84,7 +84,9 @@ def test_analyze__in_parts_gives_what_one_command_gives(run: Runner, tmp_path: P
         file, elsewhere = tmp_path / f"{number}.stats", tmp_path / f"home-{number}"
         ran = run("analyze", *models, "--part", f"{number}/2", "--export", file, "--home", elsewhere, "--json")
         assert len(ran.json()["experts"]) == 1
-        assert run("analyze", "--import", file, "--home", home).exit_code == 0
+    files = [tmp_path / f"{number}.stats" for number in (1, 2)]
+    imported = run("analyze", "--import", files[0], "--import", files[1], "--home", home, "--json").json()
+    assert (imported["files"], imported["pairs"]) == ([str(file) for file in files], 2)
     together = run("analyze", *models, "--home", home, "--json").json()
     assert [expert["same_as"] for expert in together["experts"]] == ["imported statistics"] * 2
     for place in (whole, home):

@@ -21,8 +21,11 @@ from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape
 from mergepipe.errors import ConflictError, LimitError, StorageError
 from mergepipe.jobs import merge_on_ray
 from mergepipe.reports import Progress
+from support.bucket_outputs import files_below, objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
 from support.ray_merges import SHARD_BYTES, merge_options, write_recipe
+from support.remote_stores import set_environment
+from support.s3_server import s3_server
 
 pytestmark = [
     pytest.mark.skipif(
@@ -49,7 +52,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def nodes(place: Path) -> Iterator[Any]:  # noqa: ARG001 - sets the environment of nodes
+def bucket() -> Iterator[str]:
+    """A bucket that this process and all nodes find."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        server.make_bucket("bucket")
+        set_environment(patch, server.url)
+        yield "s3://bucket"
+
+
+@pytest.fixture(scope="module")
+def nodes(place: Path, bucket: str) -> Iterator[Any]:  # noqa: ARG001 - they set the environment of nodes
     """A cluster of two nodes with a processor each, to which this process is connected."""
     import ray
     from ray.cluster_utils import Cluster
@@ -117,6 +129,18 @@ def test_merge__on_two_nodes_makes_what_one_machine_makes(
     assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out", "r.yml"]
     mergepipe.verify(tmp_path / "out")
+
+
+def test_merge__on_two_nodes_into_a_bucket(address: str, bucket: str, family: DiskFamily, tmp_path: Path) -> None:
+    recipe, out = write_recipe(tmp_path / "r.yml", family, "ties"), f"{bucket}/out"
+    mergepipe.merge(recipe, tmp_path / "alone", options=merge_options("threads"))
+    options = replace(merge_options("ray", address), home=tmp_path / "home")
+    report = mergepipe.merge(recipe, out, options=options)
+    assert str(report.out) == out
+    made, wanted = objects_below(out), files_below(tmp_path / "alone")
+    assert made.keys() == wanted.keys()
+    assert [name for name in wanted if name.endswith(".safetensors") and made[name] != wanted[name]] == []
+    mergepipe.verify(out)
 
 
 def test_run__tasks_are_spread_over_nodes_and_their_errors_are_ours(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,32 @@ from mergepipe.errors import (
     UnsupportedError,
 )
 from mergepipe.jobs import merge_on_ray
-from mergepipe.jobs.merge_on_ray import PARTS_PER_SLOT, SMALLEST_SHARD_BYTES, PartTask, make_part_of_plan, shard_sizes
-from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, RunOptions
+from mergepipe.jobs.merge_on_ray import (
+    PARTS_PER_SLOT,
+    SMALLEST_SHARD_BYTES,
+    PartTask,
+    load_kernels,
+    make_part_of_plan,
+    shard_sizes,
+)
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PlanOptions, RunOptions
 from mergepipe.reports import Progress
+from mergepipe.snapshots.manifest import MANIFEST_NAME, Manifest
+from mergepipe.snapshots.manifest_json import manifest_of_json
+from support.bucket_outputs import objects_below
 from support.disk_families import DiskFamily, make_models, weights_digest, write_family
+from support.families import FamilyShape
+from support.families import write_family as write_large_family
 from support.ray_merges import merge_options, write_recipe
+from support.remote_stores import set_environment
+from support.s3_server import s3_server
 
 SMALL_BYTES = 4096
 GIB = 1 << 30
+SAMPLED = FamilyShape(
+    hidden=512, layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=2000, tied=True
+)  # fmt: skip
+"""Of tensors that are large enough to be sampled for a plan."""
 
 
 class FakeCluster:
@@ -56,6 +75,10 @@ class FakeCluster:
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         return (ClusterNode(1, GIB), ClusterNode(0, 0), ClusterNode(2, GIB))
+
+    def prepare(self, function: str, n_tasks: int, shape: TaskShape) -> None:
+        assert function == f"{load_kernels.__module__}:{load_kernels.__name__}"
+        assert (load_kernels(b""), n_tasks, shape.threads) == (b"", 3, 1)
 
     def run(self, function: str, payloads: Sequence[bytes], shape: TaskShape, on_outcome: OnOutcome) -> None:
         assert function == f"{make_part_of_plan.__module__}:{make_part_of_plan.__name__}"
@@ -140,6 +163,75 @@ def test_merge__on_ray_is_resumed_within_its_budget(recipe: Path, tmp_path: Path
     assert report.expert_bytes + report.analysis_bytes == alone.expert_bytes + alone.analysis_bytes
 
 
+def test_merge__on_ray_into_a_bucket_is_resumed_there(
+    cluster: FakeCluster, recipe: Path, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Progress] = []
+    homes: set[object] = set()
+    cluster.before = lambda task: homes.add(task.options.home)
+
+    def stop_once(progress: Progress) -> None:
+        told.append(progress)
+        if len(told) == 6:
+            raise KeyboardInterrupt
+
+    out, options = "s3://bucket/out", replace(merge_options("ray"), home=tmp_path / "home")
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        set_environment(monkeypatch, server.url)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            mergepipe.merge(recipe, out, options=options, on_progress=stop_once)
+        assert caught.value.__notes__ == [
+            f"3 of 5 files are made: the same command resumes there; to give up, remove what lies at {out}"
+        ]
+        assert MANIFEST_NAME not in objects_below(out)
+        report = mergepipe.merge(recipe, out, options=options, on_progress=told.append)
+        assert str(report.out) == out
+        assert told[6].earlier_bytes > 0
+        for name, content in objects_below(out).items():
+            place = tmp_path / "copy" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+    assert weights_digest(tmp_path / "copy") == whole
+    assert homes == {tmp_path / "home"}
+    assert not list((tmp_path / "home").rglob("*"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_merge__on_ray_accounts_for_the_samples_that_its_plan_took(tmp_path: Path) -> None:
+    family = write_large_family(tmp_path, SAMPLED, 2)
+    recipe = write_recipe(tmp_path / "r.yml", DiskFamily((), (family.base, *family.experts)), "ties")
+    options = replace(merge_options("ray"), plan=PlanOptions(block_elements=16384), shard_bytes=2 << 20)
+
+    def read_by(executor: str) -> tuple[int, int, int]:
+        out = tmp_path / executor
+        mergepipe.merge(recipe, out, budget="60%", options=replace(options, executor=executor))
+        usage = manifest_of(out).realized
+        return usage.base, usage.expert, usage.analysis
+
+    assert read_by("ray") == read_by("threads")
+    assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
+    plan = mergepipe.plan(recipe, "60%", options=options.plan, home=tmp_path / "home", reuse=False)
+    mergepipe.run(plan, tmp_path / "planned", options=RunOptions(catalog=False))
+    samples = manifest_of(tmp_path / "ray").realized.expert - manifest_of(tmp_path / "planned").realized.expert
+    assert 0 < samples <= sum(model.side_bytes for model in plan.models)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_merge__on_ray_reads_indices_of_packed_experts_once(family: DiskFamily, tmp_path: Path) -> None:
+    mergepipe.pack(family.places[0], family.places[1:], tmp_path / "packed")
+    recipe = write_recipe(tmp_path / "r.yml", family, "linear", tuple(sorted((tmp_path / "packed").iterdir())))
+    for executor in ("threads", "ray"):
+        mergepipe.merge(recipe, tmp_path / executor, budget="50%", options=merge_options(executor))
+    on_ray, alone = (manifest_of(tmp_path / executor).realized for executor in ("ray", "threads"))
+    assert (on_ray.base, on_ray.expert, on_ray.analysis) == (alone.base, alone.expert, alone.analysis)
+    assert weights_digest(tmp_path / "ray") == weights_digest(tmp_path / "threads")
+
+
+def manifest_of(out: Path) -> Manifest:
+    return manifest_of_json((out / MANIFEST_NAME).read_bytes())
+
+
 def test_merge__on_ray_reports_errors_of_tasks_as_its_own(cluster: FakeCluster, recipe: Path, tmp_path: Path) -> None:
     def lose_the_parts(_: PartTask) -> None:
         (place,) = tmp_path.glob(".out.*")
@@ -174,9 +266,6 @@ def test_run__on_ray_refuses_what_it_cannot_do(recipe: Path, tmp_path: Path) -> 
         with pytest.raises(OutputError) as caught:
             mergepipe.run(plan, out, executor="ray", force=force, options=options)
         assert caught.value.code == "output.exists"
-    with pytest.raises(UnsupportedError) as refused:
-        mergepipe.run(plan, "s3://bucket/out", executor="ray", options=options)
-    assert refused.value.code == "ray.bucket"
     with pytest.raises(RecipeError) as address:
         mergepipe.run(plan, out, address="127.0.0.1:1", options=options)
     assert address.value.code == "option.pair"

@@ -35,7 +35,7 @@ class AnalysisRequest:
     """The statistics to gather of `experts` against `base`, and the catalog's home, where they are kept.
 
     `densities` are those whose exact cuts are wanted. With a `probe_fraction` above 0, only that share of every block
-    is read. Experts are packed into `pack` on the way. The statistics of a file are taken in before (`import_from`);
+    is read. Experts are packed into `pack` on the way. The statistics of files are taken in before (`import_from`);
     in the end those of the experts are written to one (`export_to`).
     """
 
@@ -46,7 +46,7 @@ class AnalysisRequest:
     densities: tuple[float, ...]
     probe_fraction: float = 0.0
     pack: Path | None = None
-    import_from: Location | None = None
+    import_from: tuple[Location, ...] = ()
     export_to: Path | None = None
 
 
@@ -75,7 +75,7 @@ def run_analysis(
                 on_progress(Progress("analyze", store.ledger.total_bytes(), total, notices))
 
         total = 0
-        imported = None if request.import_from is None else import_statistics(catalog, store, request.import_from)
+        imported = import_statistics(catalog, store, request.import_from) if request.import_from else None
         recogniser = Recogniser(catalog, link, store, engine.threads, report_progress)
         recognised = recogniser.recognise(
             catalog.with_known_digests(base_checkpoint),
@@ -146,11 +146,11 @@ def run_analysis(
     )
 
 
-def import_file(location: Location, home: Path) -> ImportedStatistics:
-    """Take in the statistics of a file; see `api.import_statistics`."""
+def import_files(locations: Sequence[Location], home: Path) -> ImportedStatistics:
+    """Take in the statistics of files; see `api.import_statistics`."""
     store = Stores()
     with Catalog.open(home, store=store) as catalog:
-        return import_statistics(catalog, store, location)
+        return import_statistics(catalog, store, locations)
 
 
 def _subject(
@@ -161,14 +161,14 @@ def _subject(
     )
     row = catalog.register_model(checkpoint)
     if request.probe_fraction:
-        known = catalog.evidence(row, base_row)
-        missing = tuple(name for name in comparable if name not in known)
+        recorded_names = catalog.evidence(row, base_row)
+        missing = tuple(name for name in comparable if name not in recorded_names)
     else:
         missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
-    others = tuple(
+    incomparable = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )
-    return _Subject(checkpoint, row, comparable, others, missing)
+    return _Subject(checkpoint, row, comparable, incomparable, missing)
 
 
 def _can_compare(base: Readable, expert: Readable | None) -> bool:

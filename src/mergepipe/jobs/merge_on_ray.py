@@ -1,7 +1,7 @@
 """Merge on a Ray cluster: plan here, make the parts of the plan as Ray tasks, publish here.
 
-Tasks get the place of the parts directory and a number, and return a `PartReport`. The plan lies in the parts
-directory, as tensors and the account of what is read do.
+Tasks get the place of the parts and a number, and return a `PartReport`. The plan lies in that place, as
+tensors and the account of what is read do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,26 +18,33 @@ from typing import Final
 
 from mergepipe.engine.executors.ray_tasks import Outcome, RayCluster, TaskShape, task_shape
 from mergepipe.engine.work import plan_output, split
-from mergepipe.errors import MergePipeError, NotFoundError, OutputError, UnsupportedError
-from mergepipe.jobs.parts import REPEATABLE, PartChoice, run_part
+from mergepipe.errors import ConflictError, CorruptError, MergePipeError, NotFoundError, OutputError
+from mergepipe.jobs.parts import REPEATABLE, PartChoice, check_output, run_part
 from mergepipe.jobs.plan import PlanRequest, make_plan
 from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.recipes.parse.yaml_source import RecipeText
 from mergepipe.reports import MergeReport, PartReport, Progress, ProgressCallback
 from mergepipe.runs.budget.probe import Prober
-from mergepipe.runs.inputs.opened import open_inputs
+from mergepipe.runs.inputs.opened import Inputs, open_inputs
 from mergepipe.runs.merge_run import MergeSettings
-from mergepipe.runs.parts import PlannedOutput, open_output
+from mergepipe.runs.parts import (
+    PlannedOutput,
+    job_at,
+    open_output,
+    parts_place,
+    plan_digests_at,
+    record_planning,
+)
 from mergepipe.runs.records.catalog_link import CatalogLink
 from mergepipe.runs.recovery.resume import Resume
-from mergepipe.runs.settings import ClusterRequest, run_settings
+from mergepipe.runs.settings import ClusterRequest, output_place, run_settings
 from mergepipe.runs.snapshots import is_snapshot_of
-from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_key, store_plan, stored_plan
-from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.runs.stored_plan import STORED_PLAN_NAME, plan_in_record, plan_key, plan_record
 from mergepipe.snapshots.parts_place import JOB_NAME
-from mergepipe.snapshots.staging import check_free_space, check_target
-from mergepipe.storage import owned
+from mergepipe.snapshots.staging import check_free_space
+from mergepipe.storage.ledger import Ledger, Usage
+from mergepipe.storage.limits import PLAN_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.storage.stores import Stores
 
@@ -45,13 +52,14 @@ PARTS_PER_SLOT: Final = 4
 """How many parts a place for a task makes: so that all end at about the same time, and a lost one costs little."""
 SMALLEST_SHARD_BYTES: Final = DEFAULT_SHARD_BYTES // 16
 _TASK: Final = "mergepipe.jobs.merge_on_ray:make_part_of_plan"
+_PREPARATION: Final = "mergepipe.jobs.merge_on_ray:load_kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class PartTask:
-    """What one task is told. The plan lies in the parts directory."""
+    """The arguments of one task. The plan is stored in the place of the parts."""
 
-    out: Path
+    out: Path | Location
     plan_digest: str
     number: int
     n_parts: int
@@ -65,22 +73,33 @@ def make_part_of_plan(payload: bytes) -> bytes:
     """Make the part that a pickled `PartTask` names, and return the pickled report: what a task calls.
 
     Raises:
-        NotFoundError: `ray.not-shared`, this machine does not see the parts directory.
+        NotFoundError: `ray.not-shared`, this machine does not see the place of the parts.
         MergePipeError: as `run_part`.
     """
     task: PartTask = pickle.loads(payload)
-    directory = parts_directory(task.out, task.plan_digest)
-    plan = stored_plan(directory, None)
+    plan = _plan_of_parts(task.out, task.plan_digest)
     if plan is None:
-        message = f"{socket.gethostname()} sees no {directory.name} beside it"
+        message = f"{socket.gethostname()} sees no parts of it"
         hint = "mount the same storage under the same path on every node"
         raise NotFoundError.of("ray.not-shared", task.out, message, hint)
     settings = run_settings(task.options, plan.seed, force=task.force, shard_bytes=task.shard_bytes)
+    staged, settings = output_place(
+        task.out if isinstance(task.out, Path) else str(task.out), settings, task.options.home
+    )
     report = run_part(
-        plan, task.out, PartChoice(task.number, task.n_parts, publishes=False), replace(settings, resume=task.resume),
+        plan, staged, PartChoice(task.number, task.n_parts, publishes=False), replace(settings, resume=task.resume),
         started=time.perf_counter(), on_progress=None,
     )  # fmt: skip
     return pickle.dumps(report)
+
+
+def load_kernels(payload: bytes) -> bytes:
+    """Import what every part needs, so that the first part of a process does not wait for it: a task as well."""
+    import mergepipe.kernels.merge
+    import mergepipe.kernels.reduce
+
+    del mergepipe
+    return payload
 
 
 def run_merge_on_ray(
@@ -100,23 +119,36 @@ def run_merge_on_ray(
     """
     store = Stores(settings=settings.engine.remote)
     inputs = open_inputs(recipe, store, request.allow_dropped, strictness=settings.strictness)
+    place = settings.destination or out.absolute()
+    check_output(place, inputs, force=settings.force)
     key = plan_key(inputs, repr(request))
-    plan = None if settings.resume is Resume.NEVER else _unfinished_plan(out, key)
-    if plan is None:
+
+    def decide() -> Plan:
+        plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
+        if plan is not None:
+            return plan
         speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
         with closing(CatalogLink(settings.home)) as link:
             prober = Prober(store, settings.engine, lambda: None) if request.probes else None
-            plan = make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
-    return run_plan_on_ray(plan, out, cluster, settings, started=started, on_progress=on_progress, key=key)
+            return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+
+    return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)
 
 
-def _unfinished_plan(out: Path, key: str) -> Plan | None:
+def _unfinished_plan(out: Path | Location, key: str) -> Plan | None:
     """Return the plan that an interrupted run was given for the same request."""
-    mark = parts_directory(out, "").name
-    with contextlib.suppress(OSError):
-        for name, _ in owned.list_folder(out.absolute().parent):
-            if name.startswith(mark) and (plan := stored_plan(out.absolute().parent / name, key)) is not None:
-                return plan
+    plans = (_plan_of_parts(out, digest, key) for digest in plan_digests_at(out))
+    return next((plan for plan in plans if plan is not None), None)
+
+
+def _plan_of_parts(out: Path | Location, plan_digest: str, key: str | None = None) -> Plan | None:
+    """Return the plan that lies with the parts of an output, if it answers the request `key`, if one is given."""
+    with contextlib.suppress(CorruptError, ConflictError):
+        job = job_at(out, plan_digest)
+        if job is not None:
+            parts = parts_place(out, job, Path())
+            raw = parts.read(STORED_PLAN_NAME, PLAN_BYTES)
+            return plan_in_record(raw, key, Location.of(parts.path / STORED_PLAN_NAME))
     return None
 
 
@@ -128,43 +160,57 @@ def run_plan_on_ray(
     *,
     started: float,
     on_progress: ProgressCallback | None,
-    key: str = "",
 ) -> MergeReport:
-    """Make the output of a plan as tasks of a cluster, and publish it. `key` is the request that the plan answers.
-
-    If that fails, what is made is kept in the parts directory.
+    """Make the output of a plan as tasks of a cluster, and publish it. If that fails, what is made is kept.
 
     Raises:
-        UnsupportedError: `ray.extra`, Ray is not installed; `parts.reuse`; `ray.bucket`.
+        UnsupportedError: `ray.extra`, Ray is not installed; `parts.reuse`.
         NotFoundError: `ray.connect`, no cluster; `ray.not-shared`, a node does not see OUT; `resume.nothing`.
         LimitError: `ray.resources`; `parts.budget`, the budget does not allow to read again what a lost worker read.
         ConflictError: `ray.version`, a node has another version; `parts.other-job`.
         StorageError: `ray.lost`.
         MergePipeError: as `run_part`, from any task.
     """
-    if settings.destination is not None:
-        message = "tasks of Ray make their files beside it, in a folder"
-        hint = "merge into a shared folder, then push it"
-        raise UnsupportedError.of("ray.bucket", settings.destination, message, hint)
-    out = out.absolute()
-    planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
-    settings.base_model_ids.check_names(planned.inputs.leaf_models)
-    check_target(out, [checkpoint.path for checkpoint in planned.inputs.checkpoints], force=settings.force)
-    if is_snapshot_of(out, plan.digest):
-        raise OutputError.of("output.exists", out, "is what this plan makes", "remove it to make it again")
+    inputs = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote)).inputs
+    settings.base_model_ids.check_names(inputs.leaf_models)
+    check_output(settings.destination or out.absolute(), inputs, force=settings.force)
+    return _publish(lambda: plan, inputs, out, cluster, settings, Ledger(), "", started, on_progress)
+
+
+def _publish(
+    decide: Callable[[], Plan],
+    inputs: Inputs,
+    out: Path,
+    cluster: ClusterRequest,
+    settings: MergeSettings,
+    ledger: Ledger,
+    key: str,
+    started: float,
+    on_progress: ProgressCallback | None,
+) -> MergeReport:
+    """Decide on a plan while the processes of tasks start, make its parts, and publish its output.
+
+    `ledger` counts what is read of `inputs` to decide, `key` is the request that the plan answers.
+    """
+    place = settings.destination or out.absolute()
     with contextlib.ExitStack() as stack:
         with RayCluster(cluster.address) as ray:
             shape = task_shape(ray.nodes(), cluster.threads, cluster.memory_bytes)
             n_slots = sum(node.slots(shape) for node in ray.nodes())
-            run = _RayRun(planned, out, settings, shape, n_slots, on_progress)
-            shard_bytes = run.open_parts(cluster.shard_bytes, key)
+            ray.prepare(_PREPARATION, n_slots, shape)
+            plan = decide()
+            if is_snapshot_of(place, plan.digest):
+                raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
+            planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
+            run = _RayRun(planned, place, settings, cluster, shape, n_slots, on_progress)
+            shard_bytes = run.open_parts(key, inputs, ledger.usage())
             stack.enter_context(run.kept())
             run.make_all(ray)
         settings = replace(settings, shard_bytes=shard_bytes)
         choice = PartChoice(None, 1, finishes=True)
         report = run_part(plan, out, choice, settings, started=started, on_progress=on_progress).merge
     if report is None:
-        raise OutputError.of("output.exists", out, "was published by another process meanwhile", "look at that")
+        raise OutputError.of("output.exists", place, "was published by another process meanwhile", "look at that")
     return report
 
 
@@ -174,8 +220,9 @@ class _RayRun:
     def __init__(
         self,
         planned: PlannedOutput,
-        out: Path,
+        out: Path | Location,
         settings: MergeSettings,
+        cluster: ClusterRequest,
         shape: TaskShape,
         n_slots: int,
         on_progress: ProgressCallback | None,
@@ -183,39 +230,41 @@ class _RayRun:
         self._planned = planned
         self._out = out
         self._settings = settings
+        self._cluster = cluster
         self._shape = shape
         self._n_slots = n_slots
         self._on_progress = on_progress
         self._shard_bytes = DEFAULT_SHARD_BYTES
-        self._parts = PartsDirectory(out, planned.job(out))
+        self._parts = parts_place(out, planned.job(out), Path())
         self._done_bytes = self._earlier_bytes = 0
         self._total_bytes = 1
         self._refused: list[MergePipeError] = []
 
-    def open_parts(self, shard_bytes: int | None, key: str) -> int:
-        """Make the parts directory with the plan in it, and return the size of files that it is for."""
+    def open_parts(self, key: str, opened: Inputs, planning: Usage) -> int:
+        """Make the place of the parts with the plan and what was read for it, and return its files' greatest size."""
         if self._settings.resume is Resume.REQUIRED and not self._parts.exists:
             hint = "run without --resume to start over"
             raise NotFoundError.of("resume.nothing", self._out, "nothing to resume: no part of it is made", hint)
-        self._choose_shards(shard_bytes)
+        self._choose_shards(self._cluster.shard_bytes)
         self._parts.open()
-        store_plan(self._parts.path, key, self._planned.plan)
+        self._parts.replace(STORED_PLAN_NAME, plan_record(self._planned.plan, key))
+        record_planning(self._parts, self._planned.plan, opened, planning)
         return self._shard_bytes
 
     def _choose_shards(self, shard_bytes: int | None) -> None:
         """Lay out files of the size that was given or is in use already, else as many as suit the cluster."""
         tasks = self._planned.inputs.resolution.tasks
         sizes = shard_sizes(self._planned.output.total_bytes, self._n_slots) if shard_bytes is None else (shard_bytes,)
-        used = read_job(self._parts.path)
+        used = job_at(self._out, self._planned.plan.digest)
         for size in sizes:
             planned = replace(self._planned, output=plan_output(tasks, size))
             if size == sizes[0] or planned.job(self._out) == used:
                 self._planned, self._shard_bytes = planned, size
-        self._parts = PartsDirectory(self._out, self._planned.job(self._out))
+        self._parts = parts_place(self._out, self._planned.job(self._out), Path())
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Tell what becomes of the parts if the output is not published; remove their directory if nothing is there."""
+        """Tell what becomes of the parts if the output is not published; remove their place if nothing is there."""
         try:
             yield
         except BaseException as error:
@@ -229,7 +278,7 @@ class _RayRun:
     def _kept_note(self) -> str:
         n_shards = len(self._parts.job.shards)
         n_done = sum(self._parts.done(shard) is not None for shard in range(n_shards))
-        place = self._parts.path.name
+        place = self._parts.path.name if isinstance(self._out, Path) else f"what lies at {self._out}"
         return f"{n_done} of {n_shards} files are made: the same command resumes there; to give up, remove {place}"
 
     def make_all(self, ray: RayCluster) -> None:
@@ -241,7 +290,8 @@ class _RayRun:
         sizes = [nbytes for _, nbytes in self._parts.job.shards]
         done = [self._parts.done(shard) is not None for shard in range(len(sizes))]
         missing_bytes = sum(nbytes for nbytes, is_done in zip(sizes, done, strict=True) if not is_done)
-        check_free_space(self._out, missing_bytes)
+        if isinstance(self._out, Path):
+            check_free_space(self._out, missing_bytes)
         reads = self._planned.inputs.resolution.base_bytes + self._planned.plan.planned_bytes
         self._total_bytes = max(1, reads + sum(sizes))
         self._earlier_bytes = self._total_bytes * (sum(sizes) - missing_bytes) // max(1, sum(sizes))
@@ -259,7 +309,7 @@ class _RayRun:
     def _payload(self, number: int, n_parts: int) -> bytes:
         options = RunOptions(
             threads=self._shape.threads, memory_bytes=self._shape.memory_bytes, catalog=False,
-            connections=self._settings.engine.remote.connections,
+            connections=self._settings.engine.remote.connections, home=self._cluster.home,
         )  # fmt: skip
         task = PartTask(
             self._out, self._planned.plan.digest, number, n_parts, self._shard_bytes, self._settings.force,

@@ -14,6 +14,7 @@ from mergepipe.engine.work import Part, split, split_sizes
 from mergepipe.errors import ConflictError, LimitError, MergePipeError, NotFoundError, OutputError, RecipeError
 from mergepipe.planning.plan import Plan
 from mergepipe.reports import MergeReport, PartReport, PartsStatus, Progress, ProgressCallback, ShardStatus
+from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.merge_run import MergeSettings, publish_merge
 from mergepipe.runs.parts import PartsWorker, PlannedOutput, job_at, open_output, parts_place
 from mergepipe.runs.parts_finish import made_output
@@ -146,7 +147,7 @@ class _PartRun:
         """Make the part, then finish the output if nothing is missing."""
         planned = open_output(self._plan, self._settings.shard_bytes, self._store)
         self._settings.base_model_ids.check_names(planned.inputs.leaf_models)
-        self._check_target([checkpoint.path for checkpoint in planned.inputs.checkpoints])
+        check_output(self._out, planned.inputs, force=self._settings.force)
         self._parts = parts = parts_place(self._out, planned.job(self._out), self._staged)
         try:
             part = self._part(planned)
@@ -156,8 +157,8 @@ class _PartRun:
             if self.is_published():  # between looking and making the place
                 parts.remove()
                 return self.report((), (), is_published=True)
-            found = tuple(shard for shard in part.shards if parts.done(shard) is not None)
-            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in found)))
+            done_shards = tuple(shard for shard in part.shards if parts.done(shard) is not None)
+            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in done_shards)))
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
         except (ConflictError, OutputError) as error:
@@ -166,15 +167,9 @@ class _PartRun:
             raise
         names = parts.job.shards
         return self.report(
-            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in found),
+            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in done_shards),
             is_published=self._merge is not None or self.is_published(),
         )  # fmt: skip
-
-    def _check_target(self, inputs: list[Location]) -> None:
-        if isinstance(self._out, Path):
-            check_target(self._out, inputs, force=self._settings.force)
-        else:
-            check_apart(self._out, inputs)
 
     def _part(self, planned: PlannedOutput) -> Part:
         if self._choice.number is None:
@@ -236,7 +231,7 @@ class _PartRun:
         if self._on_progress is not None:
             self._on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
 
-    def report(self, made: tuple[str, ...], found: tuple[str, ...], *, is_published: bool) -> PartReport:
+    def report(self, made: tuple[str, ...], reused: tuple[str, ...], *, is_published: bool) -> PartReport:
         """Report what this run did."""
         parts, usage = self._parts, self._store.ledger.usage()
         n_shards = len(parts.job.shards) if parts else 0
@@ -245,7 +240,7 @@ class _PartRun:
             out=self._out,
             part=str(self._choice),
             made_shards=made,
-            found_shards=found,
+            found_shards=reused,
             done_shards=done,
             n_shards=n_shards,
             base_bytes=usage[Purpose.BASE],
@@ -255,6 +250,19 @@ class _PartRun:
             is_published=is_published,
             merge=self._merge,
         )
+
+
+def check_output(out: Path | Location, inputs: Inputs, *, force: bool) -> None:
+    """Refuse a place at which an output cannot be published.
+
+    Raises:
+        OutputError: `output.exists`, `output.not-ours`, `output.overlaps-input`.
+    """
+    paths = [checkpoint.path for checkpoint in inputs.checkpoints]
+    if isinstance(out, Path):
+        check_target(out, paths, force=force)
+    else:
+        check_apart(out, paths)
 
 
 def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> PartsStatus:
@@ -267,7 +275,7 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
     published = is_snapshot_of(out, plan.digest)
     job = job_at(out, plan.digest)
     if job is None and not published:
-        message = "nothing of it is made by this plan"
+        message = "no part of it was made by this plan"
         raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
     parts = None if job is None else parts_place(out, job, Path())
     readings = Readings() if parts is None else readings_in(parts)

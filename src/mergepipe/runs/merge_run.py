@@ -48,7 +48,7 @@ from mergepipe.runs.records.manifest import (
     tensor_records,
     traffic_facts,
 )
-from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key
+from mergepipe.runs.recovery.resume import MergeProgress, Resume, run_key, samples_cost
 from mergepipe.runs.reuse.accumulators import largest_totals_bytes
 from mergepipe.runs.reuse.blocks import EarlierSnapshots, reuse_candidates
 from mergepipe.runs.sidecars import (
@@ -263,8 +263,7 @@ def _earlier_probe_bytes(inputs: Inputs, plan: Plan | None, usage: Usage) -> int
     """Sum the bytes of samples that a plan charges and that an earlier run read, not this one."""
     if plan is None or any(usage[purpose] for purpose in EXPERT_PURPOSES):
         return 0
-    models = zip(plan.models, inputs.checkpoints, strict=True)
-    return sum(model.side_bytes for model, checkpoint in models if checkpoint.encoded is None)
+    return samples_cost(plan, inputs.checkpoints)
 
 
 def _earlier_run_facts(progress: MergeProgress) -> dict[str, int]:
@@ -498,7 +497,7 @@ class _Run:
         return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
-        known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
+        content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
         return tuple(
             InputRecord(
                 role=role,
@@ -508,7 +507,7 @@ class _Run:
                     FileRecord(file.name, file.size_bytes, file.version, file.header_digest, file.sha256)
                     for file in checkpoint.files
                 ),
-                content_id=known.get(id(checkpoint)) or None,
+                content_id=content_ids.get(id(checkpoint)) or None,
                 read_bytes=tensor_bytes_read(checkpoint, usage),
                 hub_id=self._hub_id(model),
             )

@@ -23,11 +23,11 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.runs.inputs.opened import Inputs, with_parameters
 from mergepipe.runs.inputs.planned import open_planned
 from mergepipe.runs.records.catalog_link import CatalogLink
-from mergepipe.runs.recovery.resume import planned_cost
+from mergepipe.runs.recovery.resume import planned_cost, samples_cost
 from mergepipe.runs.work import merge_work, used_experts
-from mergepipe.snapshots.parts_account import CONTENT_IDS, NumberedReading, PartsAccount, index_of
-from mergepipe.snapshots.parts_bucket import PartsBucket, find_job
-from mergepipe.snapshots.parts_directory import PartsDirectory, parts_directory, read_job
+from mergepipe.snapshots.parts_account import CONTENT_IDS, PLANNING, NumberedReading, PartsAccount, index_of
+from mergepipe.snapshots.parts_bucket import PartsBucket, find_job, folder_digests
+from mergepipe.snapshots.parts_directory import PartsDirectory, directory_digests, parts_directory, read_job
 from mergepipe.snapshots.parts_place import PARTS_FORMAT, PartsJob, PartsPlace, parsed_record
 from mergepipe.storage.buffers import PAGE_BYTES
 from mergepipe.storage.contract import Store
@@ -59,6 +59,11 @@ class PlannedOutput:
 def parts_place(out: Path | Location, job: PartsJob, work: Path) -> PartsPlace:
     """Return where the parts of an output are kept; those of a bucket are made beside `work` on this machine."""
     return PartsDirectory(out, job) if isinstance(out, Path) else PartsBucket(BucketFolder(out), job, work)
+
+
+def plan_digests_at(out: Path | Location) -> tuple[str, ...]:
+    """Return the digests of the plans of which there are parts of an output."""
+    return directory_digests(out) if isinstance(out, Path) else folder_digests(BucketFolder(out))
 
 
 def job_at(out: Path | Location, plan_digest: str) -> PartsJob | None:
@@ -131,15 +136,12 @@ class PartsWorker:
             plan, output = self._planned.plan, self._planned.output
             work = merge_work(inputs, output, plan, plan.seed, self._store, CatalogLink(None))
             shared = _sample_cost(self._planned.inputs, plan) + sum(self._index_costs().values())
+            shared += samples_cost(plan, inputs.checkpoints)
             self._shares, self._work = shard_shares(plan, work, shared), work
         return self._work
 
     def _index_costs(self) -> dict[int, int]:
-        """Return the cost of the index of each packed model that the plan uses."""
-        inputs = self._planned.inputs
-        models = [inputs.expert_models[e] for e in sorted(used_experts(self._planned.plan))]
-        sides = {model: inputs.checkpoints[model].encoded for model in models}
-        return {model: side.cost_bytes for model, side in sides.items() if side is not None}
+        return _index_costs(self._planned.inputs, self._planned.plan)
 
     def with_shared_facts(self, *, read_missing: bool) -> Inputs:
         """Return the inputs with indices and content ids that a worker has read; read those that none has."""
@@ -158,7 +160,7 @@ class PartsWorker:
         side = self._planned.inputs.checkpoints[model].encoded
         assert side is not None
         content = self._shared(
-            index_of(model), f"index-{model}", cost_bytes, lambda: side.content, read_missing=read_missing
+            index_of(model), _index_name(model), cost_bytes, lambda: side.content, read_missing=read_missing
         )
         if content is not None and not side.is_read:
             side.adopt(content)
@@ -230,6 +232,36 @@ class PartsWorker:
         self._reported = usage
 
 
+def record_planning(parts: PartsPlace, plan: Plan, inputs: Inputs, usage: Usage) -> None:
+    """Record what was read of `inputs` to make a plan, and leave indices of packed experts to the workers.
+
+    Where it was read before, by a run that is started over, that does not count any more.
+    """
+    if not usage.expert_bytes:
+        return
+    costs = _index_costs(inputs, plan)
+    sides = {model: inputs.checkpoints[model].encoded for model in costs}
+    contents = {model: side.content for model, side in sides.items() if side is not None and side.is_read}
+    account = PartsAccount(parts, plan.planned_bytes, plan.limit_bytes, "", forgives=True)
+    share = samples_cost(plan, inputs.checkpoints) + sum(costs[model] for model in contents)
+    reading = account.admit(PLANNING, share)
+    assert reading is not None  # one that forgives is always admitted
+    account.spend(reading, usage)
+    for model, content in contents.items():
+        parts.create(_index_name(model), content)
+
+
+def _index_costs(inputs: Inputs, plan: Plan) -> dict[int, int]:
+    """Return the cost of the index of each packed model that the plan uses."""
+    models = [inputs.expert_models[e] for e in sorted(used_experts(plan))]
+    sides = {model: inputs.checkpoints[model].encoded for model in models}
+    return {model: side.cost_bytes for model, side in sides.items() if side is not None}
+
+
+def _index_name(model: int) -> str:
+    return f"index-{model}"
+
+
 def needs_content_ids(inputs: Inputs, plan: Plan) -> bool:
     """Whether samples of an expert are read to key randomness."""
     return bool(_unidentified(inputs, plan))
@@ -266,12 +298,12 @@ def shard_shares(plan: Plan, work: MergeWork, shared_bytes: int) -> tuple[int, .
     """
     by_shard = work.output.tasks_by_shard()
     costs = [planned_cost(plan, tasks) for tasks in by_shard]
-    left = max(0, plan.planned_bytes - shared_bytes - sum(costs))
+    remaining_bytes = max(0, plan.planned_bytes - shared_bytes - sum(costs))
     shares = []
     for tasks, cost in zip(by_shard, costs, strict=True):
-        more = min(left, sum(_row_pages(plan, work, task) for task in tasks))
+        more = min(remaining_bytes, sum(_row_pages(plan, work, task) for task in tasks))
         shares.append(cost + more)
-        left -= more
+        remaining_bytes -= more
     return tuple(shares)
 
 

@@ -100,12 +100,16 @@ def resume_of(resume: bool | None) -> Resume:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRequest:
-    """A Ray cluster that makes an output, and what the user chose for each task and file; None follows the cluster."""
+    """A Ray cluster that makes an output, and what the user chose for each task and file; None follows the cluster.
+
+    `home` is the folder of each node in which files grow that go into a bucket; None is that of the node's user.
+    """
 
     address: str | None
     threads: int | None
     memory_bytes: int | None
     shard_bytes: int | None
+    home: str | Path | None = None
 
 
 def cluster_request(
@@ -118,7 +122,7 @@ def cluster_request(
     """
     if executor_of(executor, address) is ExecutorName.THREADS:
         return None
-    return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes)
+    return ClusterRequest(address, options.threads, options.memory_bytes, shard_bytes, options.home)
 
 
 def price_request(options: PlanOptions) -> PriceRequest:
@@ -127,7 +131,9 @@ def price_request(options: PlanOptions) -> PriceRequest:
     return PriceRequest(Price(options.price), speed, options.request_cost_bytes)
 
 
-def output_place(out: str | Path, settings: MergeSettings, home: str | Path | None) -> tuple[Path, MergeSettings]:
+def output_place(
+    out: str | Path | Location, settings: MergeSettings, home: str | Path | None
+) -> tuple[Path, MergeSettings]:
     """Return where an output is staged or published on this machine; the settings name the bucket it goes to, if any.
 
     Raises:
@@ -152,7 +158,7 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
         RecipeError: `option.pair`.
     """
     if options.pack is not None and planned_by is not None:
-        message = f"packs what is read in full: it does not go with {planned_by}, which reads parts"
+        message = f"cannot be combined with {planned_by}: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     if options.keep_sums and planned_by is not None:
         message = "only full merges keep sums and build on them"

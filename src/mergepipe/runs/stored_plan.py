@@ -38,28 +38,36 @@ def plan_key(inputs: Inputs, request: str) -> str:
     })  # fmt: skip
 
 
+def plan_record(plan: Plan, key: str) -> bytes:
+    """Encode a plan with the request that it answers. Law: `plan_in_record(plan_record(plan, key), key, _) == plan`."""
+    return json.dumps({_KEY: key, _PLAN: plan.content()}, ensure_ascii=False, allow_nan=False).encode()
+
+
+def plan_in_record(raw: bytes | None, key: str | None, where: Location) -> Plan | None:
+    """Decode a plan; None if there is no record, it is damaged, or it answers another request than `key`, if given."""
+    with contextlib.suppress(MergePipeError, ValueError, RecursionError):
+        content = json.loads(raw or b"")
+        if isinstance(content, dict) and key in (None, content.get(_KEY)):
+            return parse_plan(json.dumps(content.get(_PLAN), ensure_ascii=False, allow_nan=False).encode(), where)
+    return None
+
+
 def store_plan(directory: Path, key: str, plan: Plan) -> None:
-    """Write the plan durably into the staging or parts directory of its output.
+    """Write the plan durably into the staging directory of its output.
 
     Raises:
         StorageError: it cannot be written there.
     """
-    content = json.dumps({_KEY: key, _PLAN: plan.content()}, ensure_ascii=False, allow_nan=False)
     place = directory / STORED_PLAN_NAME
     try:
-        owned.replace_file(place, content.encode())
+        owned.replace_file(place, plan_record(plan, key))
     except OSError as error:
         raise os_error(error, place, "writing it") from error
 
 
-def stored_plan(directory: Path, key: str | None) -> Plan | None:
-    """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request.
-
-    Without a `key` it may answer any request.
-    """
-    with contextlib.suppress(OSError, MergePipeError, ValueError, RecursionError):
-        content = json.loads(owned.read_file(directory / STORED_PLAN_NAME, PLAN_BYTES))
-        if isinstance(content, dict) and key in (None, content.get(_KEY)):
-            plan = json.dumps(content.get(_PLAN), ensure_ascii=False, allow_nan=False).encode()
-            return parse_plan(plan, Location.local(directory / STORED_PLAN_NAME))
+def stored_plan(directory: Path, key: str) -> Plan | None:
+    """Read the plan of an unfinished merge; None if there is none, it is damaged, or it answers another request."""
+    place = directory / STORED_PLAN_NAME
+    with contextlib.suppress(OSError, MergePipeError):
+        return plan_in_record(owned.read_file(place, PLAN_BYTES), key, Location.local(place))
     return None

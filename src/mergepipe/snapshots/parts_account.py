@@ -27,6 +27,8 @@ E = TypeVar("E", bound=StrEnum)
 _FIRST, _EXTRA = "read-", "extra-"
 CONTENT_IDS = -1
 """Stands for a shard where the content ids that all shards need are read."""
+PLANNING = -(1 << 30)
+"""Stands for a shard where samples and indices were read to make the plan."""
 
 
 def index_of(model: int) -> int:

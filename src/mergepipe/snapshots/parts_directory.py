@@ -31,6 +31,15 @@ def parts_directory(out: Path, plan_digest: str) -> Path:
     return out.absolute().parent / owned.marked_name(out.name, f"{owned.PARTS_MARK}{plan_digest}")
 
 
+def directory_digests(out: Path) -> tuple[str, ...]:
+    """Return the digests of the plans by which the output `out` is being made."""
+    with contextlib.suppress(OSError, MergePipeError):
+        names = [name for name, _ in owned.list_folder(out.absolute().parent)]
+        digests = [(name, name.rpartition(owned.PARTS_MARK)[2]) for name in names]
+        return tuple(digest for name, digest in digests if name == parts_directory(out, digest).name)
+    return ()
+
+
 class PartsDirectory(PartsPlace):
     """A `PartsPlace` on a file system."""
 

@@ -37,7 +37,7 @@ OnOutcome = Callable[[Outcome | None], None]
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """What Ray reserves for one task."""
+    """The resources that Ray reserves for one task."""
 
     threads: int
     memory_bytes: int
@@ -45,7 +45,7 @@ class TaskShape:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """What a node of a cluster offers to tasks."""
+    """The resources that a node of a cluster offers to tasks."""
 
     threads: int
     memory_bytes: int
@@ -91,6 +91,7 @@ class RayCluster:
         self._address = address
         self._ray: Any = _imported_ray()
         self._is_ours = False
+        self._preparing: list[Any] = []
 
     def __enter__(self) -> RayCluster:
         if not self._ray.is_initialized():
@@ -123,6 +124,11 @@ class RayCluster:
         offers = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return tuple(ClusterNode(int(offer.get("CPU", 0)), int(offer.get("memory", 0))) for offer in offers)
 
+    def prepare(self, function: str, n_tasks: int, shape: TaskShape) -> None:
+        """Start processes for tasks that are run later, and call `function` in them; nobody waits for that."""
+        task = self._task_of(shape)
+        self._preparing = [task.remote(mergepipe.__version__, function, b"") for _ in range(n_tasks)]
+
     def run(self, function: str, payloads: Sequence[bytes], shape: TaskShape, on_outcome: OnOutcome) -> None:
         """Call `function` (`package.module:name`) with each payload, on any node; payloads and results are small.
 
@@ -132,10 +138,7 @@ class RayCluster:
         Raises:
             StorageError: `ray.lost`, processes or nodes of a task were lost again and again.
         """
-        task = self._ray.remote(_task()).options(
-            num_cpus=shape.threads, memory=shape.memory_bytes, max_retries=TASK_RETRIES, retry_exceptions=False,
-            scheduling_strategy="SPREAD",
-        )  # fmt: skip
+        task = self._task_of(shape)
         pending = [task.remote(mergepipe.__version__, function, payload) for payload in payloads]
         try:
             while pending:
@@ -146,6 +149,12 @@ class RayCluster:
         except BaseException:
             self._cancel(pending)
             raise
+
+    def _task_of(self, shape: TaskShape) -> Any:
+        return self._ray.remote(_task()).options(
+            num_cpus=shape.threads, memory=shape.memory_bytes, max_retries=TASK_RETRIES, retry_exceptions=False,
+            scheduling_strategy="SPREAD",
+        )  # fmt: skip
 
     def _outcome(self, reference: Any) -> Outcome:
         try:

@@ -37,15 +37,16 @@ def read_statistics(store: Store, location: Location) -> StatisticsFile:
     return parse_statistics(store.read_small(location, STATISTICS_BYTES), location)
 
 
-def import_statistics(catalog: Catalog, store: Store, location: Location) -> ImportedStatistics:
-    """Record the statistics of a file for whichever models have these contents.
+def import_statistics(catalog: Catalog, store: Store, locations: Sequence[Location]) -> ImportedStatistics:
+    """Record the statistics of files for whichever models have these contents. All are read before.
 
     Raises:
-        MergePipeError: as `read_statistics` and `Catalog.take_in`; nothing was recorded.
+        MergePipeError: as `read_statistics`, nothing was recorded; as `Catalog.take_in`, nothing of that file.
     """
-    location = store.pin(location.absolute())
-    file = read_statistics(store, location)
-    return ImportedStatistics(location, len(file.pairs), file.n_rows, catalog.take_in(file, location))
+    pinned = tuple(store.pin(location.absolute()) for location in locations)
+    files = [read_statistics(store, location) for location in pinned]
+    n_new = sum(catalog.take_in(file, location) for file, location in zip(files, pinned, strict=True))
+    return ImportedStatistics(pinned, sum(len(file.pairs) for file in files), sum(file.n_rows for file in files), n_new)
 
 
 def export_statistics(
@@ -68,7 +69,7 @@ def export_statistics(
         contents.append(content)
         rows.append(row)
     pairs = {row.content_digest: catalog.portable_pair(row, rows[0]) for row in rows[1:]}
-    file = StatisticsFile(tuple({each.digest: each for each in contents}.values()), tuple(pairs.values()))
+    file = StatisticsFile(tuple({content.digest: content for content in contents}.values()), tuple(pairs.values()))
     return ExportedStatistics(path, len(file.pairs), file.n_rows, write_statistics(file, path))
 
 

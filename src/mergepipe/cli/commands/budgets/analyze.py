@@ -30,8 +30,10 @@ OptionalExperts = Annotated[
     list[str] | None, typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.", show_default=False)
 ]
 ImportFrom = Annotated[
-    str | None,
-    typer.Option("--import", metavar="FILE", help="First take in what another machine exported; alone, only that."),
+    list[str] | None,
+    typer.Option(
+        "--import", metavar="FILE", help="First take in what another machine exported; alone, only that. Repeatable."
+    ),
 ]
 ExportTo = Annotated[
     str | None,
@@ -42,7 +44,7 @@ EXAMPLES = (
     "mergepipe analyze base/ expert-1/ expert-2/",
     "mergepipe analyze base/ expert-1/ --probe 1%",
     "mergepipe analyze base/ expert-1/ --export mergepipe.stats",
-    "mergepipe analyze --import mergepipe.stats",
+    "mergepipe analyze --import part-1.stats --import part-2.stats",
     "mergepipe analyze base/ expert-*/ --part 2/4 --export part-2.stats",
 )
 
@@ -73,7 +75,7 @@ def analyze(
 
     Statistics that are imported are used like an analysis of your own: import what you trust.
     """
-    if base is None and import_from is not None:
+    if base is None and import_from:
         _import_alone(import_from, machine, printing)
         return
     if base is None or not experts:
@@ -92,10 +94,10 @@ def analyze(
             base,
             experts_of_part(experts, part),
             probe_fraction=probe_fraction,
-            densities=[parse_fraction(each, "--density", "option.density") for each in density or ()],
+            densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
             block_elements=block_elements,
             pack=pack,
-            import_from=import_from,
+            import_from=import_from or (),
             export_to=export_to,
             options=options,
             on_progress=on_progress,
@@ -105,9 +107,9 @@ def analyze(
     print_report(report, analyze_table, as_json=printing.as_json, quiet=printing.quiet)
 
 
-def _import_alone(file: str, machine: RunFlags, printing: ReportFlags) -> None:
+def _import_alone(files: list[str], machine: RunFlags, printing: ReportFlags) -> None:
     from mergepipe import api
     from mergepipe.cli.render.merges import import_table
 
-    report = api.import_statistics(file, home=machine.home)
+    report = api.import_statistics(*files, home=machine.home)
     print_report(report, import_table, as_json=printing.as_json, quiet=printing.quiet)
