@@ -26,6 +26,7 @@ from mergepipe.options import (
     SWEEP_BUDGETS,
     ExecutorName,
     MergeOptions,
+    PathStyle,
     PlanOptions,
     RunOptions,
     block_elements_of,
@@ -192,7 +193,7 @@ def analyze(
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     if pack is not None and probe_fraction:
-        message = "packs what is read in full: it does not go with --probe, which reads parts"
+        message = "cannot be combined with --probe: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
@@ -291,6 +292,8 @@ def run(
     resume: bool | None = None,
     executor: str = ExecutorName.THREADS.value,
     address: str | None = None,
+    paths: str = PathStyle.RELATIVE.value,
+    base_model_ids: Sequence[str] = (),
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> MergeReport:
@@ -298,7 +301,7 @@ def run(
 
     Args:
         force, on_progress: see `merge`.
-        shard_bytes, resume, executor, address: see `MergeOptions`.
+        shard_bytes, resume, executor, address, paths, base_model_ids: see `MergeOptions`.
         options: threads, memory and the catalog.
 
     Raises:
@@ -310,7 +313,10 @@ def run(
 
     value = _plan_value(plan)
     options = options or RunOptions()
-    settings = run_settings(options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    settings = run_settings(
+        options, value.seed, force=force, shard_bytes=shard_bytes, resume=resume, paths=paths,
+        base_model_ids=base_model_ids,
+    )  # fmt: skip
     place, settings = output_place(out, settings, options.home)
     cluster = cluster_request(executor, address, options, shard_bytes)
     if cluster is not None:
@@ -331,6 +337,8 @@ def run_part(
     force: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     resume: bool | None = None,
+    paths: str = PathStyle.RELATIVE.value,
+    base_model_ids: Sequence[str] = (),
     options: RunOptions | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> PartReport:
@@ -344,6 +352,7 @@ def run_part(
         finish: the output must be finished by this call; without it that is left to the worker of the last part.
         resume: False forgets what interrupted workers read for this part: it is read again, beyond the budget.
         force, shard_bytes, options, on_progress: see `run`. `shard_bytes` must be the same for all parts.
+        paths, base_model_ids: see `MergeOptions`; those of the call that publishes the output hold.
 
     Raises:
         MergePipeError: see `mergepipe.errors`; `parts.budget`, the budget does not allow to repeat an interrupted part.
@@ -357,7 +366,10 @@ def run_part(
     number, n_parts = (None, 1) if part is None else check_part(*part)
     decided = _plan_value(plan)
     options = options or RunOptions()
-    settings = run_settings(options, decided.seed, force=force, shard_bytes=shard_bytes, resume=resume)
+    settings = run_settings(
+        options, decided.seed, force=force, shard_bytes=shard_bytes, resume=resume, paths=paths,
+        base_model_ids=base_model_ids,
+    )  # fmt: skip
     place, settings = output_place(out, settings, options.home)
     choice = PartChoice(number, n_parts, finish or part is None)
     return run_one(decided, place, choice, settings, started=started, on_progress=on_progress)
@@ -543,7 +555,9 @@ def extract_lora(
         MergePipeError: see `mergepipe.errors`.
     """
     if rank is None and energy is None:
-        raise RecipeError.of("option.rank", "--rank", "nothing says how much is kept", "give --rank 32 or --energy 0.9")
+        raise RecipeError.of(
+            "option.rank", "--rank", "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
+        )
     if energy is not None and not 0.0 < energy <= 1.0:
         raise RecipeError.of("option.energy", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
     if rank is not None:

@@ -126,7 +126,7 @@ def test_verify__of_a_remote_pack_names_the_tensor_that_is_damaged(packs: Packs)
 
 def test_verify__of_a_pack_finds_a_base_that_moved(packs: Packs) -> None:
     (packs.folder / "base").rename(packs.folder / "moved")
-    with pytest.raises(NotFoundError, match="give it with --base"):
+    with pytest.raises(NotFoundError, match="give it with base"):
         api.verify(packs.folder / "packs" / "expert-1")
     assert api.verify(packs.folder / "packs" / "expert-1", base=packs.folder / "moved").is_sound
     with pytest.raises(RecipeError, match="is no packed expert"):

@@ -65,6 +65,13 @@ def test_merge__has_the_bytes_of_a_merge_of_folders(hub: HubServer, family: Fami
     assert merged == merged_bytes(tmp_path / "folders", family)
 
 
+@pytest.mark.usefixtures("hub")
+def test_pack__of_a_model_of_the_hub_is_named_as_its_repository(tmp_path: Path) -> None:
+    report = api.pack("hf://org/base", ["hf://org/math"], tmp_path, home=tmp_path / "home")
+    assert [str(packed.store) for packed in report.experts] == [str(tmp_path / "math")]
+    assert (tmp_path / "math" / "mergepipe-store.json").exists()
+
+
 def test_merge__goes_on_when_locations_expire_and_branches_move(
     hub: HubServer, family: FamilyPaths, tmp_path: Path
 ) -> None:

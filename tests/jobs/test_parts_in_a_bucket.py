@@ -317,7 +317,7 @@ def test_run_part__never_writes_among_objects_of_others(bench: Bench, out: str) 
         with pytest.raises(OutputError, match=message):
             bench.part(plan, place, (1, 2))
         assert list(objects_below(place)) == [name]
-    with pytest.raises(RecipeError, match="no meaning for an output in a bucket"):
+    with pytest.raises(RecipeError, match="a snapshot in a bucket is never replaced"):
         mergepipe.run_part(plan, out, (1, 2), force=True, options=bench.options)
 
 

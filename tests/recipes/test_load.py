@@ -385,7 +385,6 @@ BAD: list[tuple[str, list[str]]] = [
             "put it in quotes if it is meant as text"
         ],
     ),
-    (with_weight("true"), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found true"]),
     (with_weight(""), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found nothing"]),
     (with_weight("much"), [f"recipe.parameter.type | {AT_WEIGHT}: needs a number, found the text 'much'"]),
     (with_weight(".nan"), [f"recipe.parameter.not-finite | {AT_WEIGHT}: needs a finite number, found nan"]),

@@ -13,7 +13,7 @@ import yaml
 import mergepipe
 from mergepipe.cli.render.merges import merge_table
 from mergepipe.errors import NotFoundError, RecipeError
-from mergepipe.options import MergeOptions, RunOptions
+from mergepipe.options import MergeOptions, PlanOptions, RunOptions
 from mergepipe.recipes.parse.written_paths import with_renamed
 from mergepipe.runs.publication.hub_ids import parse_base_model_ids
 from mergepipe.runs.publication.input_cards import InputCard, parse_card
@@ -227,6 +227,30 @@ def test_merge__keeps_absolute_paths_where_they_are_wanted(family: Path) -> None
     mergepipe.merge(recipe_of(family), family / "out", options=MergeOptions(catalog=False, paths="absolute"))
     manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
     assert manifest["inputs"][1]["path"] == manifest["inputs"][1]["model"] == f"{family}/odd/expert1"
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_run__of_a_plan_takes_the_path_style_and_hub_ids_of_a_merge(family: Path, *, in_parts: bool) -> None:
+    plan = mergepipe.plan(recipe_of(family), "50%", options=PlanOptions(probe=False))
+    ids = ("me/whole", f"{family}/odd/expert1=me/tuned")
+    if in_parts:
+        mergepipe.run_part(plan, family / "out", (1, 1), paths="absolute", base_model_ids=ids)
+    else:
+        mergepipe.run(plan, family / "out", paths="absolute", base_model_ids=ids)
+    manifest = json.loads((family / "out" / "mergepipe.json").read_bytes())
+    assert str(family / "odd" / "expert1") in [source["path"] for source in manifest["inputs"]]
+    card = yaml.safe_load((family / "out" / "README.md").read_text().split("---")[1])
+    assert card["base_model"] == ["org/base", "me/tuned", "me/whole"]
+
+
+def test_run__of_a_plan_refuses_an_id_of_a_model_that_is_not_in_it(family: Path) -> None:
+    plan = mergepipe.plan(recipe_of(family), "50%", options=PlanOptions(probe=False))
+    for call in (mergepipe.run, mergepipe.run_part):
+        with pytest.raises(RecipeError, match="the recipe names no model 'nobody'"):
+            call(plan, family / "out", base_model_ids=("nobody=me/x",))
+        with pytest.raises(RecipeError, match="--paths"):
+            call(plan, family / "out", paths="short")
+    assert not (family / "out").exists()
 
 
 def test_replay__finds_the_inputs_of_a_snapshot_that_was_moved_alone(family: Path) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mergepipe.errors import MergePipeError, StorageError
+from mergepipe.errors import CorruptError, MergePipeError, StorageError
+from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
@@ -105,3 +106,41 @@ def test_read_ahead__stopped_requests_nothing_more() -> None:
     ahead.start()
     ahead.close()
     assert recorded.requests == []
+
+
+def test_read_ahead__of_a_file_that_lost_its_end_serves_nothing_of_it() -> None:
+    file, stop = RecordedFile(), len(CONTENT) + 10
+    file.size_bytes = stop
+    ahead = ahead_of(file, [(0, stop)])
+    ahead.stop()
+    with pytest.raises(CorruptError) as caught:
+        read(ahead.over(file), 2 * PIECE_BYTES, stop)
+    assert caught.value.code == "storage.shrunk"
+
+
+def test_limit_memory__a_pool_and_a_read_ahead_never_hold_more_than_the_cap() -> None:
+    file, n_buffers = RecordedFile(), 4
+    ahead = ahead_of(file, [(0, len(CONTENT))])
+    ahead.stop()
+    pool = BufferPool(PIECE_BYTES, n_buffers * PIECE_BYTES, ahead)
+    assert pool.take(is_urgent=False) is not None  # beside all that was read
+    assert pool.take(is_urgent=False) is None
+    for n_made in range(2, n_buffers + 1):
+        assert pool.take(is_urgent=True) is not None
+        assert n_made * PIECE_BYTES + ahead._held_bytes() <= n_buffers * PIECE_BYTES
+    assert ahead._held_bytes() == 0
+    assert read(ahead.over(file), 0, len(CONTENT)) == CONTENT.tobytes()  # requested again
+    assert len(file.requests) > 3
+
+
+def test_limit_memory__holds_for_what_is_read_ahead_later() -> None:
+    file = RecordedFile()
+    opened: RangeFile = file
+    ahead = ReadAhead(lambda _: opened, [FileRange(PLACE, 0, len(CONTENT))], Purpose.BASE, workers=2)
+    assert ahead.limit_memory(PIECE_BYTES, drops=False)
+    ahead.start()
+    for thread in ahead._threads:
+        thread.join()
+    assert file.requests == [(0, PIECE_BYTES, Purpose.BASE)]
+    ahead.stop()
+    assert read(ahead.over(file), 0, len(CONTENT)) == CONTENT.tobytes()

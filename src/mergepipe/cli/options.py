@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import ExecutorName, PlanOptions, RunOptions
+from mergepipe.options import ExecutorName, PathStyle, PlanOptions, RunOptions
 from mergepipe.storage.traffic import CONNECTIONS
 
 BUDGET_PANEL = "Under a budget"
@@ -234,6 +234,27 @@ NoProbe: TypeAlias = Annotated[
 ]
 
 
+Paths = Annotated[
+    str,
+    typer.Option(
+        "--paths",
+        metavar="STYLE",
+        help="How the output's files name local inputs: relative or absolute.",
+        rich_help_panel=PUBLISHING_PANEL,
+    ),
+]
+BaseModelId = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base-model-id",
+        metavar="ID",
+        help="A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
+        rich_help_panel=PUBLISHING_PANEL,
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintFlags:
     """Options of printing. The guard reads `--debug` before there is a command."""
@@ -294,8 +315,21 @@ class PlanFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishingFlags:
+    """Options of what the output's files say of the inputs."""
+
+    paths: Paths = PathStyle.RELATIVE.value
+    base_model_id: BaseModelId = None
+
+    @property
+    def base_model_ids(self) -> tuple[str, ...]:
+        """The ids that were given."""
+        return tuple(self.base_model_id or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFlags:
-    """Who makes the files of an output."""
+    """The flags that choose the executor of a merge."""
 
     executor: Executor = None
     address: Address = None

@@ -11,7 +11,7 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.pipeline.jobs import Job, TensorWork
-from mergepipe.engine.pipeline.pipeline import Pipeline, Reading
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     JobShape,
@@ -30,6 +30,7 @@ from mergepipe.recipes.resolve.tasks import MergeTask
 from mergepipe.storage.buffers import BufferPool
 from mergepipe.storage.contract import RangeFile, Store
 from mergepipe.storage.location import Location
+from mergepipe.storage.read_ahead import read_ahead_of
 from mergepipe.storage.traffic import abort_requests
 
 
@@ -46,7 +47,7 @@ def run_analysis(
     cut_of = at_tap_cuts(cut_everywhere(work.block_elements), observer.tap)
     cut_of = uncut_blocks(cut_of, work.tasks, options.memory_bytes)
     sizes = choose_buffer_sizes(work.tasks, options.memory_bytes, cut_of)
-    pool = BufferPool(sizes.total_bytes, options.memory_bytes)
+    pool = BufferPool(sizes.total_bytes, options.memory_bytes, read_ahead_of(store))
 
     def runs_of(index: int, task: MergeTask) -> Iterable[Run]:
         if not work.probe_fraction:
@@ -56,7 +57,7 @@ def run_analysis(
 
     pipeline = Pipeline(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
-        Reading.of(files, store, pool.limit), lambda: abort_requests(store),
+        ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
     )  # fmt: skip
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), pool.limit, observer))
 

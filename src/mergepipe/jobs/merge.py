@@ -31,7 +31,7 @@ def run_merge(
             recipe, store, settings.allow_dropped, intermediates.write, settings.strictness,
             keeps_absolute_paths=settings.absolute_paths,
         )  # fmt: skip
-        settings.base_model_ids.check_names([model for _, model, _ in inputs.leaves()])
+        settings.base_model_ids.check_names(inputs.leaf_models)
         if settings.keeps_accumulators:
             check_sums_can_be_kept(operator_named(inputs.recipe.operator.name), inputs.resolution.tasks)
         return publish_merge(inputs, None, out, settings, store, link, started, on_progress)

@@ -57,7 +57,7 @@ _PREPARATION: Final = "mergepipe.jobs.merge_on_ray:load_kernels"
 
 @dataclass(frozen=True, slots=True)
 class PartTask:
-    """What one task is told. The plan lies in the place of the parts."""
+    """The arguments of one task. The plan is stored in the place of the parts."""
 
     out: Path | Location
     plan_digest: str
@@ -172,6 +172,7 @@ def run_plan_on_ray(
         MergePipeError: as `run_part`, from any task.
     """
     inputs = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote)).inputs
+    settings.base_model_ids.check_names(inputs.leaf_models)
     check_output(settings.destination or out.absolute(), inputs, force=settings.force)
     return _publish(lambda: plan, inputs, out, cluster, settings, Ledger(), "", started, on_progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mergepipe.options import (
     RunOptions,
     catalog_home,
     check_seed,
+    choice,
     engine_options,
     executor_of,
     home_of,
@@ -56,7 +58,7 @@ def merge_settings(options: MergeOptions, seed: int, *, force: bool) -> MergeSet
         small_files=SmallFileChoice(options.card, options.tokenizer, options.mergekit_config),
         pack=options.pack_path,
         strictness=Strictness(options.strict, options.lenient),
-        absolute_paths=PathStyle(options.paths) is PathStyle.ABSOLUTE,
+        absolute_paths=choice("--paths", options.paths, PathStyle) is PathStyle.ABSOLUTE,
         base_model_ids=parse_base_model_ids(options.base_model_ids),
     )
 
@@ -68,11 +70,13 @@ def run_settings(
     force: bool = False,
     shard_bytes: int | None = None,
     resume: bool | None = None,
+    paths: str = PathStyle.RELATIVE.value,
+    base_model_ids: Sequence[str] = (),
 ) -> MergeSettings:
     """Return the settings of a run whose plan or manifest says what is merged.
 
     Raises:
-        RecipeError: `option.seed`.
+        RecipeError: `option.seed`, `option.choice`, `option.base-model-id`.
         LimitError: `memory.address-space`.
     """
     return MergeSettings(
@@ -82,6 +86,8 @@ def run_settings(
         shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
         home=catalog_home(options),
         resume=resume_of(resume),
+        absolute_paths=choice("--paths", paths, PathStyle) is PathStyle.ABSOLUTE,
+        base_model_ids=parse_base_model_ids(base_model_ids),
     )
 
 
@@ -152,7 +158,7 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
         RecipeError: `option.pair`.
     """
     if options.pack is not None and planned_by is not None:
-        message = f"packs what is read in full: it does not go with {planned_by}, which reads parts"
+        message = f"cannot be combined with {planned_by}: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     if options.keep_sums and planned_by is not None:
         message = "only full merges keep sums and build on them"

@@ -16,6 +16,7 @@ from mergepipe.storage.buffers import PAGE_BYTES, aligned_buffer, round_up
 from mergepipe.storage.contract import RangeFile
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.location import Location
+from mergepipe.storage.ranges import request
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -28,6 +29,9 @@ class FileRange:
     start: int
     stop: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -36,14 +40,20 @@ class _Piece:
     range: FileRange
     content: NDArray[np.uint8] | None
     unserved_bytes: int
+    n_users: int = 0
     is_done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return round_up(len(self.range), PAGE_BYTES)
 
 
 class ReadAhead:
     """Reads ranges in order on `workers` threads, from `start` until `stop`; files from `over` serve them after that.
 
     Every range is charged to `purpose` when it is requested, and serves reads of that purpose only. One whose request
-    failed is requested again by its reader. Memory: the ranges, each until all of it was served.
+    failed is requested again by its reader. Memory: the ranges, each until all of it was served, within what
+    `limit_memory` leaves.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class ReadAhead:
         self._unrequested = iter(_pieces(ranges))
         self._requested: dict[Location, list[_Piece]] = defaultdict(list)
         self._is_stopped = False
+        self._most_bytes: int | None = None
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._work, name="read-ahead", daemon=True) for _ in range(workers)]
 
@@ -74,6 +85,28 @@ class ReadAhead:
             thread.join()
         self._requested.clear()
 
+    def limit_memory(self, most_bytes: int, *, drops: bool) -> bool:
+        """Hold `most_bytes` from now on if no more is held; return whether that is so.
+
+        With `drops`, ranges that were read are given up for it, the last of them first: they are requested again when
+        they are needed.
+        """
+        with self._lock:
+            pieces = [piece for pieces in self._requested.values() for piece in pieces]
+            held_bytes = self._held_bytes()
+            for piece in reversed(pieces) if drops else ():
+                if held_bytes > most_bytes and piece.is_done.is_set() and not piece.n_users:
+                    self._requested[piece.range.location].remove(piece)
+                    piece.content = None
+                    held_bytes -= piece.buffer_bytes
+            if held_bytes > most_bytes:
+                return False
+            self._most_bytes = most_bytes
+            return True
+
+    def _held_bytes(self) -> int:
+        return sum(piece.buffer_bytes for pieces in self._requested.values() for piece in pieces)
+
     def over(self, file: RangeFile) -> RangeFile:
         """Return a file that reads from what is there, and the rest from `file`."""
         return _AheadFile(file, self)
@@ -84,7 +117,7 @@ class ReadAhead:
                 file = self._open_file(piece.range.location)
                 try:
                     assert piece.content is not None
-                    file.read_into(piece.range.start, piece.content.data, self._purpose)
+                    request(file, piece.range.start, piece.content, piece.unserved_bytes, self._purpose)
                 finally:
                     file.close()
             except MergePipeError:
@@ -94,12 +127,15 @@ class ReadAhead:
 
     def _next_piece(self) -> _Piece | None:
         with self._lock:
-            asked = None if self._is_stopped else next(self._unrequested, None)
-            if asked is None:
+            request = None if self._is_stopped else next(self._unrequested, None)
+            if request is None:
                 return None
-            nbytes = asked.stop - asked.start
-            piece = _Piece(asked, aligned_buffer(round_up(nbytes, PAGE_BYTES))[:nbytes], nbytes)
-            self._requested[asked.location].append(piece)
+            nbytes = len(request)
+            room_bytes = round_up(nbytes, PAGE_BYTES)
+            if self._most_bytes is not None and self._held_bytes() + room_bytes > self._most_bytes:
+                return None
+            piece = _Piece(request, aligned_buffer(room_bytes)[:nbytes], nbytes)
+            self._requested[request.location].append(piece)
             return piece
 
     def piece_from(self, location: Location, position: int, purpose: Purpose) -> _Piece | None:
@@ -111,12 +147,16 @@ class ReadAhead:
     def take(self, piece: _Piece, start: int, out: memoryview) -> bool:
         """Copy bytes of a piece from `start` on, waiting for them; return False where there are none to be had."""
         piece.is_done.wait()
-        content = piece.content
-        if content is None:
-            return False
+        with self._lock:
+            content = piece.content
+            if content is None:
+                return False
+            piece.n_users += 1
         first = start - piece.range.start
         out[:] = content.data[first : first + len(out)]
+        del content
         with self._lock:
+            piece.n_users -= 1
             piece.unserved_bytes -= len(out)
             if piece.unserved_bytes <= 0:
                 self._requested[piece.range.location].remove(piece)
@@ -154,15 +194,24 @@ class _AheadFile:
             piece = self._ahead.piece_from(self.location, position, purpose)
             begins = stop if piece is None else min(stop, piece.range.start)
             if piece is None or begins > position:
-                self._file.read_into(position, buffer[position - offset : begins - offset], purpose)
+                self._request(position, buffer[position - offset : begins - offset], purpose)
                 position = begins
                 continue
             ends = min(stop, piece.range.stop)
             part = buffer[position - offset : ends - offset]
             if not self._ahead.take(piece, position, part):
-                self._file.read_into(position, part, purpose)
+                self._request(position, part, purpose)
             position = ends
         return stop - offset
+
+    def _request(self, offset: int, buffer: memoryview, purpose: Purpose) -> None:
+        request(self._file, offset, np.frombuffer(buffer, np.uint8), len(buffer), purpose)
+
+
+def read_ahead_of(store: object) -> ReadAhead | None:
+    """Return the read-ahead that serves the files of a store, if one does."""
+    ahead = getattr(store, "ahead", None)
+    return ahead if isinstance(ahead, ReadAhead) else None
 
 
 def _pieces(ranges: Sequence[FileRange]) -> list[FileRange]:

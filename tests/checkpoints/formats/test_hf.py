@@ -181,10 +181,11 @@ def test_open_checkpoint__a_missing_path_is_not_found(tmp_path: Path, path: str)
     assert caught.value.code == "checkpoint.path.not_found"
 
 
-def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+@pytest.mark.parametrize(("name", "hint"), [("model.gguf", "convert it to"), ("config.json", "name its folder")])
+def test_open_checkpoint__a_bare_file_must_be_of_a_known_format(tmp_path: Path, name: str, hint: str) -> None:
+    path = tmp_path / name
     path.write_bytes(honest_file("a"))
-    with pytest.raises(UnsupportedError, match=r"must end in one of \.safetensors, \.bin"):
+    with pytest.raises(UnsupportedError, match=rf"must end in one of \.safetensors, \.bin.*{hint}"):
         open_checkpoint(MetadataStore(), Location.local(path))
 
 

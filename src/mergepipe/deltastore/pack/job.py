@@ -51,7 +51,8 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location,
     reason = reason_against(expert)
     if reason:
         raise UnsupportedError.of("pack.kind", expert.path, reason, "pack full weights in .safetensors files")
-    place = folder / (store.real_path(expert.path) or expert.path).name.removesuffix(_SUFFIX)
+    real_path = store.real_path(expert.path) or expert.path
+    place = folder / (real_path.name or real_path.root.rpartition("/")[2]).removesuffix(_SUFFIX)
     out = place.local_path if place.is_local else staging_place(place, home)
     inputs = (base.path, expert.path)
     if not place.is_local:
@@ -121,15 +122,15 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     if expert.path != expert.root:
         return ()
     weights = {file.name for file in expert.files}
-    kept = []
+    fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if name in OWN_NAMES:
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         status = stat_present(store, expert.root, name)
-        kept.append(FileFingerprint(name, status.size_bytes, status.version, ""))
-    return tuple(kept)
+        fingerprints.append(FileFingerprint(name, status.size_bytes, status.version, ""))
+    return tuple(fingerprints)
 
 
 def _walk(store: Store, root: Location, prefix: str = "") -> Iterator[str]:

@@ -65,7 +65,13 @@ def read_slices(context: EntryContext, value: Value, key_path: KeyPath) -> tuple
         return None
     slices = [_slice(context, entry, (*key_path, index)) for index, entry in enumerate(entries)]
     read = tuple(output_slice for output_slice in slices if output_slice is not None)
-    return read if len(read) == len(slices) else None
+    if len(read) < len(slices):
+        return None
+    if not any(output_slice.n_layers for output_slice in read):
+        hint = "write 'layer_range: [FIRST, END]', END is not included"
+        context.reader.refuse("recipe.slice.range", key_path, "no slice holds a layer", hint)
+        return None
+    return read
 
 
 def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tuple[OutputModule, ...] | None:
@@ -82,8 +88,8 @@ def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tupl
 def _list(context: EntryContext, value: Value, key_path: KeyPath, needed: str, hint: str) -> list[Value] | None:
     if isinstance(value, list) and value:
         return value
-    found = "an empty list" if value == [] else describe(value)
-    context.reader.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {found}", hint)
+    description = "an empty list" if value == [] else describe(value)
+    context.reader.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {description}", hint)
     return None
 
 
@@ -107,7 +113,7 @@ def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPat
         is_parameter = bool(parameter_elsewhere(key))
         return "parameters count under 'parameters:'" if is_parameter else key_elsewhere(key)
 
-    reader.unknown_keys(entry, real_keys, key_path, elsewhere, others=parameter_names())
+    reader.unknown_keys(entry, real_keys, key_path, elsewhere, further_names=parameter_names())
 
 
 def _note_duplicates(reader: DocumentReader, models: tuple[ModelInput, ...], key_path: KeyPath) -> None:
@@ -177,9 +183,12 @@ def _layer_range(reader: DocumentReader, entry: Value, key_path: KeyPath) -> tup
         reader.refuse("recipe.slice.range", at, "needs two whole numbers", hint)
         return None
     start, stop = numbers
-    if not 0 <= start < stop:
+    if not 0 <= start <= stop:
         reader.refuse("recipe.slice.range", at, f"[{start}, {stop}] holds no layer", hint)
         return None
+    if start == stop:
+        meaning = "a first or last slice still says which models the tensors around the layers are of"
+        reader.notice("recipe.slice.empty", at, f"[{start}, {stop}] holds no layer", meaning)
     return start, stop
 
 
@@ -217,8 +226,8 @@ def _module(context: EntryContext, name: str, value: Value, key_path: KeyPath) -
     inner = context.within(parameters)
     content = [key for key in ("models", "slices") if value.get(key)]
     if len(content) != 1:
-        found = "both" if content else "neither"
-        reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {found}")
+        present_keys = "both" if content else "neither"
+        reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {present_keys}")
         return None
     where = reader.source.where(*key_path)
     if content == ["models"]:

@@ -89,6 +89,11 @@ class Inputs:
                 yield from ((self.role(index), leaf, source) for _, leaf, source in made.inputs.leaves())
 
     @property
+    def leaf_models(self) -> list[ModelInput]:
+        """The models that are read, as the recipe names them."""
+        return [model for _, model, _ in self.leaves()]
+
+    @property
     def base(self) -> Checkpoint:
         """The model that lends configuration and tokenizer, and the deltas' base where there is one for all."""
         return self.checkpoints[0]
@@ -193,8 +198,8 @@ def _opened(
             return intermediates[i].checkpoint
         return open_model(store, models[i], base, as_weights=models[i].key in whole)
 
-    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as each:
-        checkpoints = (base, *each(opened, range(1, len(models))))
+    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
+        checkpoints = (base, *map_all(opened, range(1, len(models))))
     alignment = None
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)

@@ -163,8 +163,8 @@ class BucketWriter:
 
     def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
         """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
-        known = {"e_tag": facts.etag, "version": facts.version}
-        self._put(facts.key, content, digest, {name: value for name, value in known.items() if value})
+        conditions = {"e_tag": facts.etag, "version": facts.version}
+        self._put(facts.key, content, digest, {name: value for name, value in conditions.items() if value})
 
     def look(self, key: str) -> ObjectFacts | None:
         """Describe an object; None where there is none."""
@@ -228,7 +228,7 @@ def open_bucket(location: Location, stall_seconds: float = STALL_SECONDS) -> Obj
 
 
 def _opened(location: Location, stall_seconds: float, retries: Mapping[str, Any]) -> ObjectClient:
-    _obstore(location.scheme)
+    _obstore(location)
     try:
         return _OPENERS[location.scheme](location.root, _Connections(stall_seconds, retries))
     except MergePipeError:
@@ -267,13 +267,13 @@ def _failures() -> Iterator[None]:
         raise RequestFailed(failure_of(error)) from None
 
 
-def _obstore(scheme: str = "s3") -> Any:
+def _obstore(place: Location | None = None) -> Any:
     try:
         import obstore
         import obstore.store
     except ImportError as error:
-        message = f"reading {scheme}:// needs obstore, which is not installed"
-        raise UnsupportedError.of("storage.extra", "", message, "install mergepipe[remote]") from error
+        message = "object stores need obstore, which is not installed"
+        raise UnsupportedError.of("storage.extra", place or "", message, "install mergepipe[remote]") from error
     module: ModuleType = obstore
     return module
 
@@ -361,7 +361,7 @@ def _open_google(bucket: str, connections: _Connections) -> ObjectClient:
         or (Path.home() / ".config/gcloud/application_default_credentials.json").exists()
         or _has_metadata_service()
     )
-    return ObjectClient(_obstore("gs").store.GCSStore(bucket, **settings, skip_signature=is_anonymous), None)
+    return ObjectClient(_obstore().store.GCSStore(bucket, **settings, skip_signature=is_anonymous), None)
 
 
 _GOOGLE_CREDENTIALS: Final = (
@@ -379,7 +379,7 @@ def _open_azure(container: str, connections: _Connections) -> ObjectClient:
     settings = _options(endpoint, connections) | ({"endpoint": endpoint} if endpoint else {})
     has_credentials = _env(*_AZURE_CREDENTIALS) or _is_set("AZURE_USE_AZURE_CLI") or _has_metadata_service()
     is_anonymous = _is_set("AZURE_SKIP_SIGNATURE") or not has_credentials
-    store = _obstore("az").store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
+    store = _obstore().store.AzureStore(container, **settings, account_name=account, skip_signature=is_anonymous)
     return ObjectClient(store, None)
 
 

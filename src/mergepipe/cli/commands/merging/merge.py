@@ -12,7 +12,6 @@ from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
     BUDGET_PANEL,
-    PUBLISHING_PANEL,
     WORK_PANEL,
     AllowDropped,
     ClusterFlags,
@@ -22,6 +21,7 @@ from mergepipe.cli.options import (
     NoReuse,
     PackPath,
     PlanFlags,
+    PublishingFlags,
     ReportFlags,
     Resume,
     RunFlags,
@@ -35,7 +35,7 @@ from mergepipe.cli.printing import print_merge_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 from mergepipe.cli.sizes import optional_size
-from mergepipe.options import MergeOptions, PathStyle
+from mergepipe.options import MergeOptions
 from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
@@ -81,25 +81,6 @@ Overlay = Annotated[
         "--overlay", help="Store only blocks that differ from the base; `materialise` makes the whole model from them."
     ),
 ]
-Paths = Annotated[
-    str,
-    typer.Option(
-        "--paths",
-        metavar="STYLE",
-        help="How the output's files name local inputs: relative or absolute.",
-        rich_help_panel=PUBLISHING_PANEL,
-    ),
-]
-BaseModelId = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--base-model-id",
-        metavar="ID",
-        help="A base model on the Hub for the model card: org/name, or MODEL=org/name. May be given several times.",
-        rich_help_panel=PUBLISHING_PANEL,
-        show_default=False,
-    ),
-]
 _FOR_BUDGETS = ("select", "where_omitted", "min_density", "block_elements", "request_cost", "no_probe")
 EXAMPLES = (
     "mergepipe merge recipe.yml merged/",
@@ -122,8 +103,6 @@ class RecipeFlags:
     keep_sums: KeepSums = False
     overlay: Overlay = False
     pack: PackPath = None
-    paths: Paths = PathStyle.RELATIVE.value
-    base_model_id: BaseModelId = None
 
 
 def register(app: typer.Typer) -> None:
@@ -141,6 +120,7 @@ def merge(
     shard_size: ShardSize = None,
     settings: RecipeFlags,
     planning: PlanFlags,
+    publishing: PublishingFlags,
     strict: Strict = False,
     lenient: Lenient = False,
     no_catalog: NoCatalog = False,
@@ -170,8 +150,8 @@ def merge(
         keep_sums=settings.keep_sums,
         overlay=settings.overlay,
         pack=settings.pack,
-        paths=settings.paths,
-        base_model_ids=tuple(settings.base_model_id or ()),
+        paths=publishing.paths,
+        base_model_ids=publishing.base_model_ids,
         allow_dropped=tuple(settings.allow_dropped or ()),
         strict=strict,
         lenient=lenient,
@@ -185,7 +165,8 @@ def merge(
         if plan is not None:
             return api.run(
                 plan, target, force=force, shard_bytes=options.shard_bytes, resume=resume, executor=options.executor,
-                address=options.address, options=run_options, on_progress=on_progress,
+                address=options.address, paths=options.paths, base_model_ids=options.base_model_ids,
+                options=run_options, on_progress=on_progress,
             )  # fmt: skip
         return api.merge(
             recipe, target, budget=settings.budget, target_error=settings.target_error, force=force,

@@ -14,6 +14,7 @@ from mergepipe.cli.options import (
     Force,
     NoCatalog,
     OutPath,
+    PublishingFlags,
     ReportFlags,
     Resume,
     RunFlags,
@@ -69,6 +70,7 @@ def run(
     *,
     parts: PartFlags,
     cluster: ClusterFlags,
+    publishing: PublishingFlags,
     no_catalog: NoCatalog = False,
     resume: Resume = None,
     machine: RunFlags,
@@ -95,7 +97,8 @@ def run(
         if not is_part:
             report = api.run(
                 plan, out, force=force, shard_bytes=shard_bytes, resume=resume, executor=cluster.executor_name,
-                address=cluster.address, options=options, on_progress=on_progress,
+                address=cluster.address, paths=publishing.paths, base_model_ids=publishing.base_model_ids,
+                options=options, on_progress=on_progress,
             )  # fmt: skip
             part_report = None
         else:
@@ -103,7 +106,8 @@ def run(
 
             part_report = api.run_part(
                 plan, out, None if parts.part is None else parse_part(parts.part), finish=parts.finish, force=force,
-                shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES, resume=resume, options=options, on_progress=on_progress,
+                shard_bytes=shard_bytes or DEFAULT_SHARD_BYTES, resume=resume, paths=publishing.paths,
+                base_model_ids=publishing.base_model_ids, options=options, on_progress=on_progress,
             )  # fmt: skip
     if part_report is None:
         print_merge_report(report, as_json=printing.as_json, quiet=printing.quiet)
