@@ -1,0 +1,132 @@
+"""Command that plans a merge of 405 B parameters in parts, over files that hold holes instead of tensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import mergepipe
+from mergepipe.engine.work import split
+from mergepipe.options import DEFAULT_SHARD_BYTES
+from mergepipe.planning.plan import Plan
+from mergepipe.runs.parts import open_output
+from mergepipe.storage.ledger import Purpose
+from mergepipe.storage.stores import Stores
+
+HIDDEN, INTERMEDIATE, VOCAB, KEYS = 16384, 53248, 128256, 1024
+FILE_BYTES = 5 * 10**9
+T = TypeVar("T")
+
+
+def tensors(n_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name the tensors of a model of this width, as those of Llama 3.1 405B are named, with their shapes."""
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    for layer in range(n_layers):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (HIDDEN,)
+        for name, rows in (("q", HIDDEN), ("k", KEYS), ("v", KEYS), ("o", HIDDEN)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, HIDDEN)
+        yield prefix + "post_attention_layernorm.weight", (HIDDEN,)
+        for name, shape in (("gate", (INTERMEDIATE, HIDDEN)), ("up", (INTERMEDIATE, HIDDEN))):
+            yield f"{prefix}mlp.{name}_proj.weight", shape
+        yield prefix + "mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+    yield "model.norm.weight", (HIDDEN,)
+    yield "lm_head.weight", (VOCAB, HIDDEN)
+
+
+def write_model(folder: Path, n_layers: int) -> Path:
+    """Write sound headers and an index; the tensors are holes."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": n_layers}))
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    in_file = 0
+    for name, shape in tensors(n_layers):
+        nbytes = 2 * _product(shape)
+        if in_file + nbytes > FILE_BYTES and files[-1]:
+            files.append({})
+            in_file = 0
+        files[-1][name] = shape
+        in_file += nbytes
+    index: dict[str, str] = {}
+    for number, shapes in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_holes(folder / name, shapes)
+        index.update(dict.fromkeys(shapes, name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def _product(shape: Sequence[int]) -> int:
+    n_elements = 1
+    for length in shape:
+        n_elements *= length
+    return n_elements
+
+
+def _write_holes(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        stop = offset + 2 * _product(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + offset)
+
+
+def timed(what: str, call: Callable[[], T]) -> T:
+    """Call, and print the seconds that it took, on the wall and of the processor."""
+    started, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    print(f"{what}: {time.perf_counter() - started:.1f} s, {time.process_time() - cpu:.1f} s of the processor")
+    return result
+
+
+def show_parts(plan: Plan, n_parts: int) -> None:
+    """Print what a worker reads before it begins, and how evenly the parts are dealt out."""
+    store = Stores()
+    planned = timed("a worker opens plan and inputs", lambda: open_output(plan, DEFAULT_SHARD_BYTES, store))
+    n_files = sum(len(checkpoint.files) for checkpoint in planned.inputs.checkpoints)
+    metadata = store.ledger.usage()[Purpose.METADATA]
+    print(f"headers and indices of {n_files} files: {metadata / 1e6:.1f} MB")
+    parts = split(planned.output, n_parts)
+    sizes = [sum(planned.output.shards[shard].file_bytes for shard in part.shards) for part in parts]
+    print(f"{len(planned.output.shards)} output files, parts of {max(sizes) / 1e9:.1f} to {min(sizes) / 1e9:.1f} GB")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the figures of `docs/internals/scale.md`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=126)
+    parser.add_argument("--experts", type=int, default=20)
+    parser.add_argument("--parts", type=int, default=64)
+    parser.add_argument("--work", type=Path, default=None)
+    chosen = parser.parse_args(arguments)
+    work = Path(tempfile.mkdtemp(dir=chosen.work))
+    try:
+        names = ("base", *(f"expert-{e}" for e in range(1, chosen.experts + 1)))
+        base, *experts = (write_model(work / name, chosen.layers) for name in names)
+        lines = [f"  - {{model: {expert}, parameters: {{weight: 0.05, density: 0.2}}}}" for expert in experts]
+        recipe = work / "recipe.yml"
+        recipe.write_text("\n".join(["merge_method: ties", f"base_model: {base}", "models:", *lines]))
+        plan = timed("plan --all", lambda: mergepipe.plan(recipe, everything=True, home=work / "home", reuse=False))
+        print(f"to be read of experts: {plan.planned_bytes / 1e12:.2f} TB")
+        print(f"plan file: {len(plan.to_json()) / 1e6:.1f} MB")
+        show_parts(plan, chosen.parts)
+        print(f"memory at its peak: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
