@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mergepipe.cli.completion import choices
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import (
     BUDGET_HELP,
@@ -86,6 +87,7 @@ Paths = Annotated[
     typer.Option(
         "--paths",
         metavar="STYLE",
+        autocompletion=choices("relative", "absolute"),
         help="How the output's files name local inputs: relative or absolute.",
         rich_help_panel=PUBLISHING_PANEL,
     ),
