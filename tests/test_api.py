@@ -93,7 +93,7 @@ CALLS = {
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
     "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
-    "pack": ("base experts out", "replace threads on_progress"),
+    "pack": ("base experts out", "replace threads home on_progress"),
     "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),
     "unpack": ("path out", "base threads on_progress"),
     "list_snapshots": ("", "home"),

@@ -220,3 +220,35 @@ def test_only_one_module_changes_what_is_stored() -> None:
         and str(path.relative_to(SRC / "mergepipe")) not in OWN_PLACES
     }
     assert users == set()
+
+
+VAGUE_NAMES = {"asked", "each", "found", "given"}
+"""Names that say nothing of what they hold: `tensor`, `entries`, `requested_bytes` do."""
+
+
+def test_local_names__say_what_they_hold() -> None:
+    vague = {
+        f"{path.relative_to(SRC)}:{line} {name}"
+        for path in sources()
+        for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name in VAGUE_NAMES
+    }
+    assert vague == set()
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """List the variables and parameters that a syntax tree binds, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name is not None:
+            yield node.name, node.lineno
+
+
+def test_bound_names__sees_parameters_loops_comprehensions_and_patterns() -> None:
+    tree = ast.parse(
+        "def f(a, *, b):\n    for c in a:\n        d = [e for e in c if (g := e)]\nmatch h:\n    case [i]:\n        j"
+    )
+    assert {name for name, _ in bound_names(tree)} == set("abcdegi")

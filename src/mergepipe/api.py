@@ -192,7 +192,7 @@ def analyze(
     if any(not 0.0 < density <= 1.0 for density in densities):
         raise RecipeError.of("option.density", "--density", "a density is in (0, 1]", "give shares such as 0.2")
     if pack is not None and probe_fraction:
-        message = "packs what is read in full: it does not go with --probe, which reads parts"
+        message = "cannot be combined with --probe: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     from mergepipe.jobs.analyze import AnalysisRequest, run_analysis
     from mergepipe.operators.statistics import COMMON_DENSITIES
@@ -543,7 +543,9 @@ def extract_lora(
         MergePipeError: see `mergepipe.errors`.
     """
     if rank is None and energy is None:
-        raise RecipeError.of("option.rank", "--rank", "nothing says how much is kept", "give --rank 32 or --energy 0.9")
+        raise RecipeError.of(
+            "option.rank", "--rank", "neither a rank nor an energy is given", "give --rank 32 or --energy 0.9"
+        )
     if energy is not None and not 0.0 < energy <= 1.0:
         raise RecipeError.of("option.energy", "--energy", f"{energy:g} was given", "give a share in (0, 1]")
     if rank is not None:

@@ -54,6 +54,7 @@ KEYWORD_OF_OPTION = {
     "--no-reuse": "reuse=False",
     "--overlay": "overlay=True",
     "--pack": "pack",
+    "--paths": "paths",
     "--part": "part",
     "--parts": "n_parts",
     "--price": "price",
@@ -69,6 +70,7 @@ KEYWORD_OF_OPTION = {
     "--select": "select",
     "--shard-size": "shard_bytes",
     "--state-from": "state_from",
+    "--statistics": "statistics=True",
     "--storage-speed": "storage_speed",
     "--strategy": "strategy",
     "--strict": "strict=True",
@@ -209,12 +211,12 @@ class InterruptedRunError(MergePipeError):
     exit_code = 130
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, candidates: Sequence[str]) -> str:
     """Return `"did you mean 'x'?"` for the nearest known name, else a list of what is known (shortened)."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    near = get_close_matches(name, candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
-    shown = ", ".join(sorted(known)[:12])
-    return f"known: {shown}" + (", ..." if len(known) > 12 else "")
+    shown = ", ".join(sorted(candidates)[:12])
+    return f"known: {shown}" + (", ..." if len(candidates) > 12 else "")

@@ -31,14 +31,14 @@ MAX_BLOCK_ELEMENTS = 1 << 40
 
 
 class ExecutorName(StrEnum):
-    """Who makes the files of an output."""
+    """The executors of a merge: threads of this process, or tasks of a Ray cluster."""
 
     THREADS = "threads"  # of this process
     RAY = "ray"  # tasks of a Ray cluster
 
 
 class PathStyle(StrEnum):
-    """How the files of a snapshot name local inputs."""
+    """The form in which the files of a snapshot name local inputs."""
 
     RELATIVE = "relative"
     ABSOLUTE = "absolute"
@@ -195,7 +195,7 @@ class MergeOptions(_CommonOptions):
         if self.overlay:
             _refuse_with_overlay({"--keep-sums": self.keep_sums, "--resume": bool(self.resume)})
         if self.pack is not None and self.resume:
-            message = "packs what is read in full: it does not go with --resume, which reads what is left"
+            message = "cannot be combined with --resume, which does not read all of an expert again"
             raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
 
     @property
@@ -277,7 +277,7 @@ def choice(option: str, value: str, choices: type[C]) -> C:
     try:
         return choices(value)
     except ValueError:
-        hint = did_you_mean(value, [each.value for each in choices])
+        hint = did_you_mean(value, [member.value for member in choices])
         raise RecipeError.of("option.choice", option, f"'{value}' was given", hint) from None
 
 
@@ -306,7 +306,7 @@ def needed_home(options: RunOptions, call: str) -> Path:
 
 def _check_strictness(*, strict: bool, lenient: bool) -> None:
     if strict and lenient:
-        message = "refuses what has no effect, and --lenient takes more of it"
+        message = "contradicts --lenient: it refuses entries without effect, which --lenient accepts"
         raise RecipeError.of("option.pair", "--strict", message, "give one of the two")
 
 
@@ -322,9 +322,9 @@ def executor_of(executor: str, address: str | None) -> ExecutorName:
     return name
 
 
-def _refuse_on_ray(given: dict[str, bool]) -> None:
+def _refuse_on_ray(is_given_by_option: dict[str, bool]) -> None:
     """Refuse options for which one process must see all that is read."""
-    for option in (option for option, is_given in given.items() if is_given):
+    for option in (option for option, is_given in is_given_by_option.items() if is_given):
         message = "one process has to see the whole merge for it, and tasks of Ray each see a part"
         raise RecipeError.of("option.pair", option, message, "merge without --executor")
 
@@ -333,14 +333,14 @@ def _check_storage_speed(storage_speed: str, price: Price) -> None:
     from mergepipe.planning.budget import parse_speed
 
     if price is Price.BYTES:
-        message = "by bytes no speed is looked at"
+        message = "has no effect with --price bytes"
         raise RecipeError.of("option.pair", "--storage-speed", message, "add --price time")
     parse_speed(storage_speed)
 
 
-def _refuse_with_overlay(given: dict[str, bool]) -> None:
+def _refuse_with_overlay(is_given_by_option: dict[str, bool]) -> None:
     """Refuse options that an overlay gives no meaning."""
-    for option in (option for option, is_given in given.items() if is_given):
+    for option in (option for option, is_given in is_given_by_option.items() if is_given):
         message = "has no meaning for an overlay, which holds no sums and is made at once or not at all"
         raise RecipeError.of("option.pair", option, message, "merge without --overlay")
 

@@ -174,7 +174,7 @@ def test_read_header__dtypes_below_a_byte_are_unsupported(dtype: str) -> None:
         ("offsets narrower than the shape", ["'w'", "8 bytes", "give 4"]),
         ("length beyond the file", ["truncated", "11 bytes", "has 10"]),
         ("data cut short", ["truncated", "the file has"]),
-        ("data left over", ["1 bytes belong to nothing"]),
+        ("data left over", ["1 bytes are in no tensor"]),
         ("git LFS pointer", ["git LFS pointer"]),
         ("zip archive", ["PyTorch file"]),
         ("escape sequence in name", [r"\x1b[2J"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mergepipe.planning.plan import Plan
 from support.budgets import AWKWARD, make_budget_models
 from support.disk_families import read_snapshot, weights_digest, write_family
 from support.oracle import MergeCase
+from support.slow_cases import slow_unless
 
 Each = tuple[dict[str, float], dict[str, float], dict[str, float]]
 NOTHING: Each = ({}, {}, {})
@@ -33,6 +35,7 @@ METHODS: dict[str, tuple[Each, dict[str, float | bool]]] = {
     "sce": (NOTHING, {"select_topk": 0.3}),
     "ramplus_tl": (NOTHING, {}),
 }
+BUDGETS = ("0", "30%", "70%")
 
 
 def make_method_setting(folder: Path, method: str) -> Setting:
@@ -77,8 +80,10 @@ def test_budget__that_holds_everything_gives_the_full_merge_by_any_method(tmp_pa
         setting.analyze()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("budget", ["0", "30%", "70%"])
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    slow_unless(set(zip(METHODS, BUDGETS * 2, strict=True)).__contains__, product(METHODS, BUDGETS)),
+)
 def test_budgeted_merge__by_any_method_requests_no_more_than_was_planned(
     tmp_path: Path, method: str, budget: str
 ) -> None:
@@ -99,7 +104,7 @@ def test_budgeted_merge__by_any_method_requests_no_more_than_was_planned(
         assert merged[name].tobytes() == full[name].tobytes()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_unless({"model_stock", "della"}.__contains__, METHODS))
 def test_budgeted_merge__by_a_method_that_looks_at_whole_tensors_reads_them_whole(tmp_path: Path, method: str) -> None:
     setting = make_method_setting(tmp_path, method)
     setting.analyze()

@@ -34,6 +34,7 @@ from support.budgets import (
     tensor_plans,
 )
 from support.disk_families import DiskFamily, write_recipe, write_sharded
+from support.slow_cases import slow_unless
 
 BUDGETS = ("0", "8192B", "7%", "35%", "80%", "100%")
 
@@ -125,7 +126,10 @@ def _metadata_bytes(file: Path) -> int:
     return _header_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size
 
 
-@pytest.mark.parametrize("name", ["linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp"])
+OPERATORS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp")
+
+
+@pytest.mark.parametrize("name", slow_unless({"linear", "dare_ties", "slerp"}.__contains__, OPERATORS))
 def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, server: TracedServer, name: str) -> None:
     number = list(CASES).index(name)
     setting = make_setting(tmp_path, CASES[name], layout=number)
@@ -149,7 +153,9 @@ def test_budgeted_merge__requests_no_more_than_was_planned(tmp_path: Path, serve
     assert spent > 0
 
 
-@pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_linear"])
+@pytest.mark.parametrize(
+    "name", slow_unless({"task_arithmetic", "ties"}.__contains__, ("task_arithmetic", "ties", "dare_linear"))
+)
 def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
     tmp_path: Path, server: TracedServer, name: str
 ) -> None:
@@ -183,7 +189,7 @@ def test_budgeted_merge__of_packed_experts_requests_no_more_than_was_planned(
         assert traced.answer["error"] is None
 
 
-@pytest.mark.parametrize("name", ["task_arithmetic", "ties", "dare_ties"])
+@pytest.mark.parametrize("name", slow_unless({"dare_ties"}.__contains__, ("task_arithmetic", "ties", "dare_ties")))
 def test_budgeted_merge__of_cold_files_reads_no_more_from_the_disk(
     tmp_path: Path, server: TracedServer, name: str
 ) -> None:
@@ -237,7 +243,7 @@ def _resident_pages(file: Path) -> int:
         return round(resident_fraction(stream.fileno(), size) * -(-size // PAGE_BYTES))
 
 
-@pytest.mark.parametrize("name", ["linear", "ties", "dare_ties"])
+@pytest.mark.parametrize("name", slow_unless({"ties"}.__contains__, ("linear", "ties", "dare_ties")))
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["warm", "cold"])
 def test_budgeted_merge__whose_read_fails_stays_within_the_plan(
     tmp_path: Path, server: TracedServer, name: str, cold: bool

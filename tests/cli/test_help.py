@@ -39,9 +39,9 @@ def test_help__lists_options_in_sections(run: Runner) -> None:
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
         "Arguments:", "Options:", "Under a budget:", "Catalog and earlier work:",
-        "What the output says of its inputs:", "Machine:", "Printing:", "Examples:",
+        "What the output says of its inputs:", "Machine:", "Many machines:", "Printing:", "Examples:",
     ]  # fmt: skip
-    assert lines[-1] == "  mergepipe merge --plan plan.json merged/"
+    assert lines[-1] == "  mergepipe merge recipe.yml /shared/merged --executor ray"
 
 
 @pytest.mark.parametrize("columns", [80, 200])

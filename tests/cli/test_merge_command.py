@@ -14,7 +14,7 @@ from command_line import Runner, Workplace, file_bytes, make_workplace
 
 import mergepipe
 from mergepipe import api, errors
-from mergepipe.options import MergeOptions, PlanOptions, default_memory_bytes
+from mergepipe.options import DEFAULT_SHARD_BYTES, MergeOptions, PlanOptions, default_memory_bytes
 from mergepipe.reports import MergeReport
 
 
@@ -152,7 +152,7 @@ def test_merge__hands_every_option_on(monkeypatch: pytest.MonkeyPatch, run: Runn
 
 def test_merge__help_states_the_defaults_of_the_options(run: Runner) -> None:
     text = " ".join(run("merge", "--help").out.split())  # lines break where the widest option lets them
-    assert MergeOptions().shard_bytes == 5_000_000_000
+    assert DEFAULT_SHARD_BYTES == 5_000_000_000
     assert "[default: 5GB]" in text
     assert "4GiB, or half of" in text
     assert default_memory_bytes() <= 4 << 30

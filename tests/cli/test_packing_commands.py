@@ -121,7 +121,7 @@ def test_merge__with_pack_says_what_it_packed_and_what_not_before_it_merges(work
 def test_merge__with_pack_refuses_a_budget(work: Workplace, run: Runner) -> None:
     ran = run("merge", work.recipe, work.out, "--pack", work.root / "stores", "--budget", "50%")
     assert ran.exit_code == 2
-    assert "--pack: packs what is read in full: it does not go with --budget" in ran.err
+    assert "--pack: cannot be combined with --budget" in ran.err
     assert work.names() == {"family", "recipe.yml"}
 
 

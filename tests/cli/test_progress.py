@@ -20,7 +20,7 @@ from mergepipe.cli.progress import (
     choose_display,
     progress_bar,
 )
-from mergepipe.kernels.compilation.listeners import compiling, listening
+from mergepipe.kernels.compilation.listeners import listen_to_compilation, mark_compilation
 from mergepipe.reports import Progress
 
 
@@ -135,9 +135,9 @@ def test_line_display__tells_retries_once_there_are_any() -> None:
 
 def test_line_display__says_once_that_kernels_are_compiled() -> None:
     stream = io.StringIO()
-    with LineDisplay(stream, FakeClock()) as display, listening(display.compile):
+    with LineDisplay(stream, FakeClock()) as display, listen_to_compilation(display.compile):
         for _ in range(2):
-            with compiling(), compiling():
+            with mark_compilation(), mark_compilation():
                 pass
     assert stream.getvalue() == "compiling the inner loops once (about 10 s)\n"
 
@@ -148,10 +148,10 @@ def test_bar_display__shows_no_share_while_kernels_are_compiled(monkeypatch: pyt
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     clock = FakeClock()
-    with BarDisplay(clock) as display, listening(display.compile):
+    with BarDisplay(clock) as display, listen_to_compilation(display.compile):
         display.update(Progress("merge", 4, 5))
         before = len(terminal.getvalue())
-        with compiling():
+        with mark_compilation():
             clock.now += 1
             display.update(Progress("merge", 4, 5))
         while_compiling = terminal.getvalue()[before:]
@@ -198,7 +198,7 @@ def test_notebook__one_bar_is_replaced_and_goes_at_the_end(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     with progress_bar() as on_progress:
         on_progress(Progress("merge", 1, 4, ("resuming at <25%>",)))
-        with compiling():
+        with mark_compilation():
             pass
     assert 'value="0.250"' in shown[0]
     assert "resuming at &lt;25%&gt;" in shown[0]

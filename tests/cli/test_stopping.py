@@ -38,27 +38,35 @@ print("now", flush=True)
 sys.exit(main(sys.argv[1:]))
 """
 
+# The fast form stops at one import of each kind and at each kind of file; the slow one at the others too.
 BEFORE_PUBLISHING = [
-    ("import", "typer"),
+    pytest.param("import", "typer", marks=pytest.mark.slow),
     ("import", "mergepipe.cli.app"),
-    ("import", "mergepipe.api"),
-    ("import", "mergepipe.recipes.parse.recipe_files"),
+    pytest.param("import", "mergepipe.api", marks=pytest.mark.slow),
+    pytest.param("import", "mergepipe.recipes.parse.recipe_files", marks=pytest.mark.slow),
     ("import", "numpy"),
-    ("import", "numba"),
-    (("import", "mergepipe.engine.pipeline.pipeline")),
-    ("open", "recipe.yml"),
+    pytest.param("import", "numba", marks=pytest.mark.slow),
+    ("import", "mergepipe.engine.pipeline.pipeline"),
+    pytest.param("open", "recipe.yml", marks=pytest.mark.slow),
     ("open", "base/model.safetensors"),
-    ("open", "expert-2/model.safetensors"),
+    pytest.param("open", "expert-2/model.safetensors", marks=pytest.mark.slow),
     ("os.mkdir", ".out.mergepipe-"),
-    ("open", ".out.mergepipe-"),
+    pytest.param("open", ".out.mergepipe-", marks=pytest.mark.slow),  # so do other tests of this file
     ("open", "/model.safetensors"),
 ]
-# The fast form sends one of the signals at each time, in turn; the slow one sends the other.
+# The fast form sends each signal at one time; the slow one both at every time.
 _TIMES, _NUMBERS = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9), (signal.SIGINT, signal.SIGTERM)
+_FAST_MOMENTS = ((0.1, signal.SIGTERM), (0.5, signal.SIGTERM), (0.7, signal.SIGINT))
 MOMENTS = [
-    pytest.param(number, seconds, marks=() if i % 2 == j else pytest.mark.slow)
-    for i, seconds in enumerate(_TIMES)
-    for j, number in enumerate(_NUMBERS)
+    pytest.param(number, seconds, marks=() if (seconds, number) in _FAST_MOMENTS else pytest.mark.slow)
+    for seconds in _TIMES
+    for number in _NUMBERS
+]
+OTHER_SIGNALS = [
+    (signal.SIGTERM, "import", "numpy"),
+    (signal.SIGHUP, "open", ".out.mergepipe-"),
+    pytest.param(signal.SIGHUP, "import", "numpy", marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, "open", ".out.mergepipe-", marks=pytest.mark.slow),
 ]
 
 
@@ -83,8 +91,7 @@ def test_merge__stopped_before_it_is_done_it_leaves_nothing(work: Workplace, eve
     assert work.names() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("event", "about"), [("import", "numpy"), ("open", ".out.mergepipe-")])
+@pytest.mark.parametrize(("number", "event", "about"), OTHER_SIGNALS)
 def test_merge__other_signals_stop_it_the_same_way(
     work: Workplace, number: signal.Signals, event: str, about: str
 ) -> None:

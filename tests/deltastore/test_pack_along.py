@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from mergepipe.storage.location import Location
 from support.delta_checkpoints import write_delta
 from support.disk_families import weights_digest
 from support.flat_options import call_flat
+from support.slow_cases import slow_unless
 
 PAGE_BYTES = 4096
 SAMPLE_BYTES = 256 << 10
@@ -48,8 +50,9 @@ def merge(family: PackFamily, place: Path, operator: str = "task_arithmetic", **
     return call_flat(mergepipe.merge, recipe, place / "out", home=place / "home", **options)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("memory", [TIGHT, 512 << 20])
+@pytest.mark.parametrize(
+    ("memory", "threads"), slow_unless({(TIGHT, 3), (512 << 20, 1)}.__contains__, product((TIGHT, 512 << 20), (1, 3)))
+)
 @pytest.mark.parametrize(
     ("operator", "options"),
     [

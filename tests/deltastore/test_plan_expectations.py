@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from mergepipe.planning.plan import Plan
 from support.disk_families import DiskFamily, read_snapshot, write_family, write_recipe
 from support.oracle import MergeCase
 from support.rounding import decode, encode
+from support.slow_cases import slow_unless
 
 SIZES = {"layers.0.up": 3 * BLOCK_ELEMENTS, "layers.1.up": BLOCK_ELEMENTS + 9001, "layers.2.up": 2 * BLOCK_ELEMENTS}
 STDS = (4e-4, 2e-4, 6e-4, 3e-4)
@@ -28,6 +30,7 @@ CASES = {
     "ties-sum": MergeCase("ties", WEIGHTS, (0.2, 0.2, 0.2, 0.2), normalize=False),
     "dare_ties": MergeCase("dare_ties", WEIGHTS, (0.5, 0.3, 0.5, 0.4), normalize=True),
 }
+FAST = {("ties", "12%", "norm"), ("ties-sum", "35%", "random"), ("dare_ties", "70%", "norm")}
 
 
 @pytest.fixture(name="family", scope="module")
@@ -66,9 +69,10 @@ def measured(family: DiskFamily, recipe: Path, plan: Plan, folder: Path) -> floa
     return float(np.sqrt(left / whole))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("budget", ["12%", "35%", "70%"])
-@pytest.mark.parametrize("policy", ["norm", "random"])
+@pytest.mark.parametrize(
+    ("name", "budget", "policy"),
+    slow_unless(FAST.__contains__, product(CASES, ("12%", "35%", "70%"), ("norm", "random"))),
+)
 def test_plan__of_an_election_expects_what_comes(
     family: DiskFamily, tmp_path: Path, name: str, budget: str, policy: str
 ) -> None:

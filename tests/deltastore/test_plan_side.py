@@ -150,7 +150,7 @@ def test_merge__under_a_budget_that_holds_no_index_is_the_base_and_reads_no_inde
 
 def test_plan__for_an_error_needs_every_index(family: DiskFamily, tmp_path: Path) -> None:
     recipe = recipe_of(family, "average", tmp_path)
-    with pytest.raises(Exception, match="nothing is known") as refusal:
+    with pytest.raises(Exception, match="without statistics") as refusal:
         mergepipe.plan(recipe, "5000B", target_error=0.5, home=tmp_path)
     assert refusal.value.code == "plan.target-unknown"  # type: ignore[attr-defined]
 

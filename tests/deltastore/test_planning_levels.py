@@ -278,7 +278,7 @@ def test_cli__plan_and_merge_take_a_target_error(
     assert main(["plan", recipe, *asked]) == 0
     assert "error expected" in capsys.readouterr().out
     assert main(["plan", recipe]) != 0
-    assert "nothing says what may be read" in capsys.readouterr().err
+    assert "no budget is given" in capsys.readouterr().err
 
 
 def test_plan__mixes_a_store_a_raw_expert_and_an_adapter(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ CALLS = [
 ]
 
 
-FEW = 25  # the fast form looks at about so many calls of each function, the slow one at every
+FEW = 9  # the fast form looks at about so many calls of each function, the slow one at every
 
 
 @pytest.mark.parametrize("most", [FEW, pytest.param(sys.maxsize, marks=pytest.mark.slow)], ids=["few", "every"])

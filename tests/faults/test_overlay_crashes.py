@@ -41,8 +41,9 @@ def root(tmp_path: Path) -> Path:
     """Inputs, an overlay, and the whole snapshot as it should be."""
     write_family(tmp_path / "family", TINY, 2)
     (tmp_path / "recipe.yml").write_text(RECIPE)
+    (tmp_path / "made").mkdir()
     merge(tmp_path, tmp_path / "wanted", overlay=False)
-    merge(tmp_path, tmp_path / "overlay", overlay=True)
+    merge(tmp_path, tmp_path / "made" / "overlay", overlay=True)  # as deep as its copies: it names inputs relatively
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -96,7 +97,7 @@ def test_materialise__killed_at_any_operation_loses_nothing(root: Path, place: s
 
     def prepare() -> None:
         shutil.rmtree(out.parent)
-        shutil.copytree(root / "overlay", source)
+        shutil.copytree(root / "made" / "overlay", source)
 
     def complete() -> None:
         if is_overlay(read_manifest_value(LocalStore(), Location.local(source))):

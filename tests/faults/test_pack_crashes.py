@@ -23,7 +23,7 @@ from support.crashes import Death, count_operations, run_killed
 from support.faults import Fault, open_descriptors, replaced, system_error, worker_threads
 from support.safetensors_bytes import file_bytes
 
-FEW = 17  # the fast form looks at every 17th operation, the slow one at every
+FEW = 17  # the fast form looks at every 17th operation and at one kind of death, the slow one at all
 SIZES = (5000, BLOCK_ELEMENTS + 100, 300, 2 * BLOCK_ELEMENTS)
 
 
@@ -102,9 +102,8 @@ def expected(case: PackCase, name: str) -> dict[str, bytes]:
     return {path.removeprefix(f"{name}/"): raw for path, raw in case.wanted.items() if path.startswith(f"{name}/")}
 
 
-@pytest.mark.parametrize("death", list(Death))
-def test_pack__killed_at_any_operation_goes_on(case: PackCase, death: Death) -> None:
-    crashes, resumed, operations = crash_everywhere(case, step=FEW, death=death)
+def test_pack__killed_at_any_operation_goes_on(case: PackCase) -> None:
+    crashes, resumed, operations = crash_everywhere(case, step=FEW, death=Death.TORN)
     print(f"{operations} operations, {crashes} crashes, {resumed} went on")
     assert crashes > 0.7 * operations / FEW
     assert resumed > crashes // 3

@@ -181,7 +181,7 @@ def test_run_part__refuses_what_it_cannot_do(cases: Cases, tmp_path: Path) -> No
         run_part(plan, out, 0, 3)
     with pytest.raises(NotFoundError, match="no part of it is made"):
         mergepipe.run_part(plan, out, shard_bytes=SHARD_BYTES, options=OPTIONS)
-    with pytest.raises(NotFoundError, match="nothing of it is made"):
+    with pytest.raises(NotFoundError, match="no part of it was made"):
         mergepipe.parts_status(plan, out)
     run_part(plan, out, 1, 3)
     with pytest.raises(NotFoundError, match=r"of 5 shards are not made: model-0000"):

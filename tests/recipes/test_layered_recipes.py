@@ -167,7 +167,7 @@ def test_reload_recipe__does_not_forget_an_adapter(folder: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         reload_recipe(text, LocalStore(), {"b": str(folder / "b"), "a+lora": str(folder / "a")})
     assert str(caught.value.problems[0]) == (
-        "recipe:1 models[0].model: where the adapter of 'a+lora' lies is not known; merge again by the recipe"
+        "recipe:1 models[0].model: the location of the adapter of 'a+lora' is not recorded; merge again by the recipe"
     )
 
 

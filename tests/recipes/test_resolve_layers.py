@@ -305,8 +305,8 @@ def test_resolve__refuses_differences_in_place_of_weights() -> None:
     recipe = slicing("passthrough", piece((A, 0, 1)), piece((B, 0, 1)))
     found = problems(recipe, checkpoint(llama(1)), checkpoint(llama(1), CheckpointKind.DELTA))
     assert found == [
-        "UnsupportedError merge.base.delta | recipe.yml:1 b: './b' holds differences from a base and stands where "
-        "weights are needed; name it beside its base_model, with a method that has one"
+        "UnsupportedError merge.base.delta | recipe.yml:1 b: './b' holds differences from a base, but weights "
+        "are needed here; name it beside its base_model, with a method that has one"
     ]
 
 

@@ -110,13 +110,13 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (
             "a: 1\nb: 2\na: 3\n",
             "recipe.yaml.duplicate-key",
-            "recipe.yml:3 a: the key stands twice, first in line 1, with another value; "
+            "recipe.yml:3 a: the key occurs twice, first in line 1, with another value; "
             "remove one of the two (mergekit takes the last)",
         ),
         (
             "m:\n- x: 1\n  x: 2\n",
             "recipe.yaml.duplicate-key",
-            "recipe.yml:3 m[0].x: the key stands twice, first in line 2, with another value; "
+            "recipe.yml:3 m[0].x: the key occurs twice, first in line 2, with another value; "
             "remove one of the two (mergekit takes the last)",
         ),
         (

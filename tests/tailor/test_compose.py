@@ -322,7 +322,7 @@ def test_compose__refuses_what_an_incomplete_source_lacks(zero2: Pair) -> None:
     (zero2.folder / "old" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     error = refused(zero2, PARITY)
     assert error.code == "tailor.lacks"
-    assert any("exp_avg of model.embed_tokens.weight is there in parts only" in p.message for p in error.problems)
+    assert any("exp_avg of model.embed_tokens.weight is saved in part only" in p.message for p in error.problems)
 
 
 def test_compose__refuses_an_output_that_is_in_the_way(zero2: Pair) -> None:

@@ -83,10 +83,10 @@ class Catalog:
             UnsupportedError: `catalog.path-encoding`.
         """
         with self._database.write_transaction() as connection:
-            known = models.known_digests(connection, self._store, checkpoint)
-            digests = models.digests_of(self._store, known)
+            described = models.known_digests(connection, self._store, checkpoint)
+            digests = models.digests_of(self._store, described)
             contents.record_digests(connection, digests)
-            row = models.model_row(self._store, known, content_id)
+            row = models.model_row(self._store, described, content_id)
             registered = models.register(connection, row, digests)
             if row.content_digest is not None and registered.content_digest is None:
                 self._share(connection, registered, row.content_digest)
@@ -98,13 +98,13 @@ class Catalog:
         One that is known by its digests alone is registered.
         """
         with self._database.read_transaction() as connection:
-            known = models.known_digests(connection, self._store, checkpoint)
-            row = models.model_row(self._store, known, None)
+            described = models.known_digests(connection, self._store, checkpoint)
+            row = models.model_row(self._store, described, None)
             present = models.find(connection, row.id)
             if present is not None or row.content_digest is None:
                 return present
             is_known = contents.content_with_digest(connection, row.content_digest) is not None
-        return self.register_model(known) if is_known else None
+        return self.register_model(described) if is_known else None
 
     def twins(self, checkpoint: Checkpoint, content_id: str) -> tuple[ModelRow, ...]:
         """Return models of known digest that look like this checkpoint: headers, sizes and content id are equal.

@@ -51,9 +51,11 @@ def add_content(connection: sqlite3.Connection, model: ModelRow) -> int:
 
 def _free_id(connection: sqlite3.Connection, wanted: str) -> str:
     """Return the wanted id, with a number behind it while another content has it."""
-    taken = {str(row[0]) for row in connection.execute("SELECT id FROM contents WHERE id LIKE ? || '%'", (wanted,))}
-    numbered = (f"{wanted}.{number}" for number in range(len(taken)))
-    return wanted if wanted not in taken else next(each for each in numbered if each not in taken)
+    used_ids = {str(row[0]) for row in connection.execute("SELECT id FROM contents WHERE id LIKE ? || '%'", (wanted,))}
+    numbered = (f"{wanted}.{number}" for number in range(len(used_ids)))
+    return (
+        wanted if wanted not in used_ids else next(identifier for identifier in numbered if identifier not in used_ids)
+    )
 
 
 def content_with_digest(connection: sqlite3.Connection, digest: str) -> int | None:
@@ -77,7 +79,7 @@ def record_digests(connection: sqlite3.Connection, digests: Iterable[FileDigest]
     """Record the digests of files; what was known of the same version of a location is replaced."""
     connection.executemany(
         "INSERT OR REPLACE INTO file_digests (location, version, size_bytes, sha256) VALUES (?, ?, ?, ?)",
-        [(each.location, each.version, each.size_bytes, each.sha256) for each in digests],
+        [(digest.location, digest.version, digest.size_bytes, digest.sha256) for digest in digests],
     )
 
 
@@ -85,7 +87,7 @@ def forget_digests(connection: sqlite3.Connection, digests: Iterable[FileDigest]
     """Forget the digests of files."""
     connection.executemany(
         "DELETE FROM file_digests WHERE location = ? AND version = ?",
-        [(each.location, each.version) for each in digests],
+        [(digest.location, digest.version) for digest in digests],
     )
 
 

@@ -88,9 +88,9 @@ def known_digests(connection: sqlite3.Connection, store: Store, checkpoint: Chec
     digests = {}
     for file in checkpoint.files:
         if file.sha256 is None:
-            known = known_sha256(connection, _file_text(store, checkpoint, file), file.version, file.size_bytes)
-            if known is not None:
-                digests[file.name] = known
+            digest = known_sha256(connection, _file_text(store, checkpoint, file), file.version, file.size_bytes)
+            if digest is not None:
+                digests[file.name] = digest
     return with_digests(checkpoint, digests) if digests else checkpoint
 
 
@@ -173,14 +173,14 @@ def set_digest(connection: sqlite3.Connection, model: ModelRow, digest: str) -> 
     Returns the keys of the model's content and of that other one, in which it is to be merged. Contents whose content
     ids differ are not the same, whatever was said of their digests.
     """
-    own = _content_key(connection, model)
+    content = _content_key(connection, model)
     other = content_with_digest(connection, digest)
     if other is None:
-        connection.execute("UPDATE contents SET digest = ? WHERE pk = ? AND digest IS NULL", (digest, own))
+        connection.execute("UPDATE contents SET digest = ? WHERE pk = ? AND digest IS NULL", (digest, content))
         return None
     (other_id,) = connection.execute("SELECT content_id FROM contents WHERE pk = ?", (other,)).fetchone()
     is_other = None not in (model.content_id, other_id) and model.content_id != other_id
-    return None if other == own or is_other else (own, other)
+    return None if other == content or is_other else (content, other)
 
 
 def twins(connection: sqlite3.Connection, model: ModelRow, content_id: str) -> tuple[ModelRow, ...]:

@@ -35,13 +35,13 @@ def rebuild(home: Path, roots: Sequence[Path], *, timeout_seconds: float = LOCK_
         ConflictError, MismatchError, StorageError, UnsupportedError: as `Catalog.open`.
     """
     unreadable: list[Problem] = []
-    found = list(find_manifests(roots, unreadable))
+    manifest_paths = list(find_manifests(roots, unreadable))
     catalog, moved_aside = _open_sound(home, timeout_seconds)
     with catalog:
         dropped = catalog.drop_corrupt_statistics()
         salvaged, salvaged_paths = (0, ()) if moved_aside is None else salvage(moved_aside, catalog)
-        known = [snapshot.path for snapshot in catalog.snapshots()]
-        adopted = _adopt_all(catalog, [*found, *salvaged_paths, *known], unreadable)
+        registered_paths = [snapshot.path for snapshot in catalog.snapshots()]
+        adopted = _adopt_all(catalog, [*manifest_paths, *salvaged_paths, *registered_paths], unreadable)
         return RebuildReport(
             snapshots=len(adopted.recorded),
             missing=_still_missing(catalog, adopted.recorded, adopted.missing),

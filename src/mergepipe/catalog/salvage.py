@@ -130,6 +130,6 @@ def _store(catalog: Catalog, sound_rows: Salvage, batch: list[tuple[object, ...]
         with contextlib.suppress(CorruptError, UnsupportedError):
             statistics_by_pair[expert, base, evidence][name] = row.unpacked()
     for (expert, base, evidence), statistics in statistics_by_pair.items():
-        expert_row, base_row = (catalog.restore(sound_rows.contents[each][1]) for each in (expert, base))
+        expert_row, base_row = (catalog.restore(sound_rows.contents[content][1]) for content in (expert, base))
         catalog.put_many(expert_row, base_row, statistics, evidence=evidence)
     return sum(len(statistics) for statistics in statistics_by_pair.values())

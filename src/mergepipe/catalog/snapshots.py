@@ -68,14 +68,14 @@ def _earlier_records(connection: sqlite3.Connection, manifest_digest: str) -> tu
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM snapshots WHERE manifest_digest = ? ORDER BY created", (manifest_digest,)
     ).fetchall()
-    known = [_snapshot(connection, row) for row in rows]
+    earlier = [_snapshot(connection, row) for row in rows]
     sids = {
         position: source.sid
-        for snapshot in known
+        for snapshot in earlier
         for position, source in enumerate(snapshot.inputs)
         if source.sid is not None
     }
-    return sids, known[0].created if known else None
+    return sids, earlier[0].created if earlier else None
 
 
 def _insert(connection: sqlite3.Connection, snapshot_record: SnapshotRecord, path: Path, created: datetime) -> int:
@@ -135,8 +135,8 @@ def one_snapshot(connection: sqlite3.Connection, reference: str | Path) -> Snaps
 
 
 def _unknown(connection: sqlite3.Connection, reference: str | Path) -> MergePipeError:
-    known = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
-    hint = did_you_mean(str(reference), known) if known else "the catalog holds no snapshots"
+    references = [str(value) for row in connection.execute("SELECT sid, path FROM snapshots") for value in row]
+    hint = did_you_mean(str(reference), references) if references else "the catalog holds no snapshots"
     return NotFoundError.of("snapshot.unknown", reference, "no such snapshot in the catalog", hint)
 
 

@@ -238,7 +238,7 @@ def _check_version(fields: JsonFields, where: object) -> None:
 def _content(fields: JsonFields) -> PortableContent:
     kind, content_id = fields.text("kind"), fields.optional_text("content_id")
     if kind not in set(CheckpointKind):
-        fields.refuse("'kind' is none that is known")
+        fields.refuse("'kind' has an unknown value")
     if content_id is not None and not _is_hex(content_id, 32):
         fields.refuse("'content_id' is not 32 hex digits")
     content = PortableContent(CheckpointKind(kind), fields.each("files", _file), content_id)
@@ -252,7 +252,7 @@ def _file(fields: JsonFields) -> PortableFile:
         fields.text("sha256"), fields.size("size_bytes"), fields.text("header"), fields.flag("is_outside")
     )
     if not _is_hex(file.sha256, 64) or not _is_hex(file.header_digest, 32):
-        fields.refuse("a digest of a file is not one")
+        fields.refuse("the digest of a file is malformed")
     return file
 
 
@@ -275,7 +275,7 @@ class _RowCutter:
 def _pair(fields: JsonFields, digests: list[str], rows: _RowCutter) -> PortablePair:
     expert, base = fields.size("expert"), fields.size("base")
     if max(expert, base) >= len(digests):
-        fields.refuse("it names a content that is not there")
+        fields.refuse("it names a content that the file does not list")
     names, sizes, probes = fields.array("tensors"), fields.sizes("sizes"), set(fields.sizes("probes"))
     tensors = [name for name in names if isinstance(name, str)]
     if not len(set(tensors)) == len(names) == len(sizes) or any(number >= len(names) for number in probes):

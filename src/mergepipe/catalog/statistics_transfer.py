@@ -20,7 +20,7 @@ CONTENT_SCHEME: Final = "content"
 
 
 def is_transferred(model: ModelRow) -> bool:
-    """Whether a row stands for a content that a file of statistics told of, not for a model at a place."""
+    """Whether a row describes a content from a statistics file, not a model at a location."""
     return model.path.scheme == CONTENT_SCHEME
 
 

@@ -77,13 +77,13 @@ def _put_row(connection: sqlite3.Connection, pair: int, tensor: str, evidence: E
     ).rowcount
 
 
-def merge_contents(connection: sqlite3.Connection, own: int, other: int) -> None:
-    """Give the models and the statistics of content `own` to `other`, of the same digest, and remove it."""
-    pairs = connection.execute("SELECT pk, expert, base FROM pairs WHERE ? IN (expert, base)", (own,)).fetchall()
+def merge_contents(connection: sqlite3.Connection, duplicate: int, other: int) -> None:
+    """Give the models and the statistics of content `duplicate` to `other`, of the same digest, and remove it."""
+    pairs = connection.execute("SELECT pk, expert, base FROM pairs WHERE ? IN (expert, base)", (duplicate,)).fetchall()
     for pk, expert, base in pairs:
-        expert, base = (other if each == own else each for each in (expert, base))
+        expert, base = (other if key == duplicate else key for key in (expert, base))
         target = _pair_key(connection, expert, base)
-        expert_id, base_id = (_id_of_content(connection, each) for each in (expert, base))
+        expert_id, base_id = (_id_of_content(connection, content) for content in (expert, base))
         for row in list(_rows_where(connection, "s.pair = ?", (pk,))):
             if row.is_sound:
                 packed = pack(row.unpacked(), subject_of(expert_id, base_id, row.tensor))
@@ -93,10 +93,10 @@ def merge_contents(connection: sqlite3.Connection, own: int, other: int) -> None
         UPDATE contents SET content_id = coalesce(content_id, (SELECT content_id FROM contents WHERE pk = ?))
         WHERE pk = ?
         """,
-        (own, other),
+        (duplicate, other),
     )
-    connection.execute("UPDATE models SET content = ? WHERE content = ?", (other, own))
-    connection.execute("DELETE FROM contents WHERE pk = ?", (own,))
+    connection.execute("UPDATE models SET content = ? WHERE content = ?", (other, duplicate))
+    connection.execute("DELETE FROM contents WHERE pk = ?", (duplicate,))
 
 
 def _id_of_content(connection: sqlite3.Connection, key: int) -> str:

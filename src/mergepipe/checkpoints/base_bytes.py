@@ -25,7 +25,7 @@ class BaseBytes:
     def digest(self, start: int, stop: int) -> bytes:
         """BLAKE3-128 of the bytes `[start, stop)`, taken once."""
         with self._lock:  # who comes meanwhile would else take the same digest
-            known = self._digests.get((start, stop))
-            if known is None:
-                known = self._digests[start, stop] = blake3(self.stored[start:stop].data).digest(_DIGEST_BYTES)
-            return known
+            digest = self._digests.get((start, stop))
+            if digest is None:
+                digest = self._digests[start, stop] = blake3(self.stored[start:stop].data).digest(_DIGEST_BYTES)
+            return digest

@@ -179,8 +179,8 @@ class LeveledTensor(Protocol):
         """The same tensor read at a level; the same object for the same level."""
         ...
 
-    def exact_level(self, kept: int) -> int:
-        """The least level at which the `kept` largest |deltas| are exact, and all others smaller or exact too."""
+    def exact_level(self, n_kept: int) -> int:
+        """The least level at which the `n_kept` largest |deltas| are exact, and all others smaller or exact too."""
         ...
 
     def ladder(self, top: int) -> tuple[int, ...]:
@@ -205,8 +205,8 @@ class LeveledTensor(Protocol):
         """Processor time to decode each stretch of `cut_elements` at a level."""
         ...
 
-    def kept_with_ties(self, kept: int) -> int | None:
-        """Elements no smaller than the `kept`-th largest |delta|; None where levels do not tell these from others."""
+    def kept_with_ties(self, n_kept: int) -> int | None:
+        """Elements no smaller than the `n_kept`-th largest |delta|; None where levels do not tell these from others."""
         ...
 
 

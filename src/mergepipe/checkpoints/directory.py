@@ -65,10 +65,10 @@ def open_checkpoint(store: Store, path: Location) -> Checkpoint:
         return _open_directory(store, path)
     if not status.is_file:
         raise CorruptError.of("checkpoint.files.not_regular", path, "must be a directory or a regular file")
-    known = (*SAFETENSORS.suffixes, *TORCH.suffixes)
-    if path.suffix not in known:
+    suffixes = (*SAFETENSORS.suffixes, *TORCH.suffixes)
+    if path.suffix not in suffixes:
         raise UnsupportedError.of(
-            "checkpoint.path.format", path, f"a single file must end in one of {', '.join(known)}",
+            "checkpoint.path.format", path, f"a single file must end in one of {', '.join(suffixes)}",
             "convert it to safetensors",
         )  # fmt: skip
     return _checkpoint(path, path.parent, [read_weight_file(store, path.parent, path.name, status)], ())
@@ -178,17 +178,17 @@ def _weight_map(path: Location, document: Mapping[str, JsonValue]) -> dict[str, 
 def _read_shards(store: Store, root: Location, index_name: str, weight_map: Mapping[str, str]) -> list[WeightFile]:
     """Read the header of every shard, in the order of their names, and check them against the index."""
     shards = sorted(set(weight_map.values()))
-    with concurrent_map(store, [root]) as each:
-        stats = dict(zip(shards, each(lambda shard: stat_regular(store, root, shard), shards), strict=True))
-    missing = [shard for shard, found in stats.items() if found is None]
+    with concurrent_map(store, [root]) as map_all:
+        stats = dict(zip(shards, map_all(lambda shard: stat_regular(store, root, shard), shards), strict=True))
+    missing = [shard for shard, status in stats.items() if status is None]
     if missing:
         where = str(root / index_name)
         raise NotFoundError(
             *(Problem("checkpoint.index.shard_missing", where, f"the shard {shown(s)} is missing") for s in missing)
         )
-    present = [(shard, found) for shard, found in stats.items() if found is not None]
-    with concurrent_map(store, [root]) as each:
-        files = list(each(lambda pair: read_weight_file(store, root, *pair), present))
+    present = [(shard, status) for shard, status in stats.items() if status is not None]
+    with concurrent_map(store, [root]) as map_all:
+        files = list(map_all(lambda pair: read_weight_file(store, root, *pair), present))
     stored = {file.fingerprint.name: [entry.name for entry in file.entries] for file in files}
     _raise_capped(root / index_name, disagreements(weight_map, stored))
     return files

@@ -127,8 +127,8 @@ class _PassingDigest:
         """Return the digest, once all has passed by; None where too much would have to be read again."""
         self._is_busy = True
         self._go_on()
-        left = self._file.size_bytes - self._position - sum(map(len, self._waiting.values()))
-        if left > self._file.size_bytes * MOST_READ_AGAIN_FRACTION:
+        remaining_bytes = self._file.size_bytes - self._position - sum(map(len, self._waiting.values()))
+        if remaining_bytes > self._file.size_bytes * MOST_READ_AGAIN_FRACTION:
             return None
         while self._position < self._file.size_bytes:
             content = self._waiting.pop(self._position, None)

@@ -301,7 +301,7 @@ class PlanFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFlags:
-    """Who makes the files of an output."""
+    """The flags that choose the executor of a merge."""
 
     executor: Executor = None
     address: Address = None

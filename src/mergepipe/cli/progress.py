@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TimedProgress:
     """Progress with its phase's speed; `seconds_left` is None while there is no speed to tell it by."""
 
     phase: str
@@ -49,9 +49,9 @@ class Reading:
     def pace(self) -> list[str]:
         """Speed and time left, as far as they are known, and retries, if there were any."""
         speed = [format_rate(self.bytes_per_second)] if self.bytes_per_second > 0 else []
-        left = [f"{format_seconds(self.seconds_left)} left"] if self.seconds_left else []
+        time_left = [f"{format_seconds(self.seconds_left)} left"] if self.seconds_left else []
         retries = [f"{self.retries} retried"] if self.retries else []
-        return [*speed, *left, *retries]
+        return [*speed, *time_left, *retries]
 
 
 class Meter:
@@ -68,7 +68,7 @@ class Meter:
         """Forget the speed: the time since the last reading went into something else."""
         self._key = None
 
-    def read(self, progress: Progress, now: float) -> Reading:
+    def read(self, progress: Progress, now: float) -> TimedProgress:
         """Note `progress` at `now` (seconds) and return how it goes. Reads beyond the plan never show as over 100 %."""
         key = (progress.phase, progress.total_bytes, progress.earlier_bytes)
         if key != self._key or progress.done_bytes < self._samples[-1][1]:
@@ -80,9 +80,11 @@ class Meter:
         done = min(progress.done_bytes, progress.total_bytes)
         fraction = done / progress.total_bytes if progress.total_bytes else 1.0
         steady = self._speed(now, STEADY_SECONDS)
-        left = (progress.total_bytes - done) / steady if steady > 0 else None
+        seconds_left = (progress.total_bytes - done) / steady if steady > 0 else None
         speed = self._speed(now, WINDOW_SECONDS)
-        return Reading(progress.phase, fraction, done, progress.total_bytes, speed, left, progress.retries)
+        return TimedProgress(
+            progress.phase, fraction, done, progress.total_bytes, speed, seconds_left, progress.retries
+        )
 
     def _speed(self, now: float, window_seconds: float) -> float:
         """Bytes a second since the first sample of the window; 0 before `SETTLING_SECONDS` of the phase."""
@@ -287,18 +289,18 @@ class NotebookDisplay(NoDisplay):
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
     """Show progress in a notebook, on a terminal or as lines; give it to a call as `on_progress`."""
-    from mergepipe.kernels.compilation.listeners import listening
+    from mergepipe.kernels.compilation.listeners import listen_to_compilation
 
-    with choose_display(silent=False) as display, listening(display.compile):
+    with choose_display(silent=False) as display, listen_to_compilation(display.compile):
         yield display.update
 
 
 @contextlib.contextmanager
 def progress_shown(session: Session, *, silent: bool) -> Iterator[Callable[[Progress], None]]:
     """Show progress while the context lasts; what it gives is called with each report, and is where a run can stop."""
-    from mergepipe.kernels.compilation.listeners import listening
+    from mergepipe.kernels.compilation.listeners import listen_to_compilation
 
-    with choose_display(silent=silent) as display, listening(display.compile):
+    with choose_display(silent=silent) as display, listen_to_compilation(display.compile):
 
         def on_progress(progress: Progress) -> None:
             session.interrupts.report()

@@ -52,7 +52,7 @@ def told_once(notices: Iterable[Notice]) -> tuple[Notice, ...]:
     first: dict[tuple[str, str, str, str], Notice] = {}
     for notice in notices:
         same = (notice.code, notice.file, notice.message, notice.elsewhere)
-        known = first.setdefault(same, notice)
-        if notice.line not in (known.line, *known.other_lines):
-            first[same] = replace(known, other_lines=(*known.other_lines, notice.line))
+        earlier = first.setdefault(same, notice)
+        if notice.line not in (earlier.line, *earlier.other_lines):
+            first[same] = replace(earlier, other_lines=(*earlier.other_lines, notice.line))
     return tuple(first.values())

@@ -72,7 +72,7 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     sizes: dict[str, int | None] = {PIECE_NAMES[piece]: None for piece in Piece}
     sizes[HEADERS_NAME] = sum(file.header_bytes for file in header.files)
     sizes |= {HEADER_NAME: len(raw), INDEX_NAME: n_rows * ROW_BYTES}
-    sizes |= {kept.name: kept.size_bytes for kept in header.kept}
+    sizes |= {file.name: file.size_bytes for file in header.kept}
     prints = tuple(_fingerprint(store, path, name, size, header) for name, size in sorted(sizes.items()))
     sizes_bytes = {file.name: file.size_bytes for file in prints}
     return OpenedStore(path, header, StoreIndexReader(store, path, header, sizes_bytes, read_index), prints)
@@ -90,7 +90,7 @@ def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     """
     opened = _read_header(store, path, as_expert)
     tensors: dict[str, Readable] = {entry.name: _readable(opened, entry, base) for entry in opened.header.tensors}
-    sidecars = tuple(sorted(kept.name for kept in opened.header.kept if kept.name in SIDECAR_NAMES))
+    sidecars = tuple(sorted(file.name for file in opened.header.kept if file.name in SIDECAR_NAMES))
     content_id = opened.header.content_id
     return Checkpoint(
         path, path, MappingProxyType(tensors), opened.fingerprints, sidecars,

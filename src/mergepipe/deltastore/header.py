@@ -154,7 +154,7 @@ def _check_version(format_name: str, path: Location) -> None:
 def _check_tensors(header: StoreHeader, path: Location) -> None:
     """Refuse duplicate names, tensors out of order, and files whose size is not that of their parts."""
     names = [tensor.name for tensor in header.tensors]
-    outputs = [file.name for file in header.files] + [kept.name for kept in header.kept]
+    outputs = [file.name for file in header.files] + [file.name for file in header.kept]
     if len(set(names)) != len(names) or len(set(outputs)) != len(outputs):
         raise corrupt(path, "two tensors, or two files, have the same name")
     row, file_number = 0, 0

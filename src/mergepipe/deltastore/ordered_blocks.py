@@ -38,7 +38,7 @@ class OrderedBlocks:
         self._on_written = on_written
         self._limit = early_bytes
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingBlock] = {}
         self._held_bytes = 0
         self._early = _EarlyFile(early)
         self._failure: BaseException | None = None
@@ -72,14 +72,14 @@ class OrderedBlocks:
             self._writer.append(waiting.row, self._taken_back(waiting))
         self._on_written(self._writer.n_rows)
 
-    def _set_aside(self, block: EncodedBlock, row: NDArray[np.void]) -> _Waiting:
+    def _set_aside(self, block: EncodedBlock, row: NDArray[np.void]) -> _PendingBlock:
         content = np.concatenate([np.empty(0, np.uint8), *(block.pieces[piece] for piece in sorted(block.pieces))])
         if self._held_bytes + len(content) > self._limit:
-            return _Waiting(row, None, self._early.append(content))
+            return _PendingBlock(row, None, self._early.append(content))
         self._held_bytes += len(content)
-        return _Waiting(row, content, 0)
+        return _PendingBlock(row, content, 0)
 
-    def _taken_back(self, waiting: _Waiting) -> Mapping[Piece, RawBytes]:
+    def _taken_back(self, waiting: _PendingBlock) -> Mapping[Piece, RawBytes]:
         lengths = [int(length) for length in waiting.row["lengths"][0]]
         if waiting.content is None:
             content = self._early.take_back(waiting.offset, sum(lengths))
@@ -95,7 +95,7 @@ class OrderedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingBlock:
     """A block before its turn: its pieces concatenated, in memory or (None) in the temporary file at `offset`."""
 
     row: NDArray[np.void]
@@ -115,16 +115,16 @@ class _EarlyFile:
     def append(self, content: RawBytes) -> int:
         """Write bytes at the end; return their offset."""
         start = self._end
-        rest = content.data
+        unwritten = content.data
         try:
             if self._descriptor < 0:
                 with contextlib.suppress(FileNotFoundError):  # left by a killed run
                     owned.remove_file(self._path)
                 self._descriptor = owned.create_file(self._path, flags=os.O_RDWR, mode=0o600)
-            while rest:
-                count = os.pwrite(self._descriptor, rest, self._end)
+            while unwritten:
+                count = os.pwrite(self._descriptor, unwritten, self._end)
                 self._end += count
-                rest = rest[count:]
+                unwritten = unwritten[count:]
         except OSError as error:
             raise os_error(error, self._path, f"writing {len(content)} bytes") from error
         self._left += len(content)

@@ -120,10 +120,10 @@ class PackedTensor:
         wanted = Level(level)
         return self if wanted is self.level else self.others.setdefault(wanted, replace(self, level=wanted))
 
-    def exact_level(self, kept: int) -> Level:
+    def exact_level(self, n_kept: int) -> Level:
         """See `LeveledTensor`; LOSSLESS where a lower level saves nothing."""
         for level, band in EXACT_BANDS.items():
-            if kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
+            if n_kept <= self.elements_above(band) and self.at_level(level).nbytes < self.nbytes:
                 return level
         return Level.LOSSLESS
 
@@ -174,10 +174,10 @@ class PackedTensor:
         seconds_B: NDArray[np.float64] = seconds_C[codec_B] * n_B
         return seconds_B
 
-    def kept_with_ties(self, kept: int) -> int | None:
+    def kept_with_ties(self, n_kept: int) -> int | None:
         """See `LeveledTensor`; known for the density of the second band's cut."""
-        if int(BAND_DENSITIES[0] * self.n_elements) == kept:
-            return max(kept, self.elements_above(1))
+        if int(BAND_DENSITIES[0] * self.n_elements) == n_kept:
+            return max(n_kept, self.elements_above(1))
         return None
 
     def elements_above(self, band: int) -> int:

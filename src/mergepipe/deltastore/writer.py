@@ -145,10 +145,10 @@ class _GrowingFile:
                 self._flush()
 
     def _flush(self) -> None:
-        rest = self._chunk.data[: self._filled]
+        unwritten = self._chunk.data[: self._filled]
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            while unwritten:
+                unwritten = unwritten[os.write(self._descriptor, unwritten) :]
         except OSError as error:
             raise os_error(error, self._path, f"writing at byte {self._written}") from error
         self._written += self._filled

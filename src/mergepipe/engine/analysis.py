@@ -11,7 +11,7 @@ from mergepipe.core.blocks import BlockGrid
 from mergepipe.engine.make_part import at_tap_cuts
 from mergepipe.engine.observer import Observer
 from mergepipe.engine.pipeline.jobs import Job, TensorWork
-from mergepipe.engine.pipeline.pipeline import Pipeline, Reading
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     JobShape,
@@ -56,7 +56,7 @@ def run_analysis(
 
     pipeline = Pipeline(
         work.tasks, files, pool, sizes.raw_bytes, _NoSink(), options.threads, lambda: observer.on_progress(None),
-        Reading.of(files, store, pool.limit), lambda: abort_requests(store),
+        ReadSettings.of(files, store, pool.limit), lambda: abort_requests(store),
     )  # fmt: skip
     pipeline.run(_jobs(work, plan_jobs(work.tasks, sizes, runs_of, cut_of), pool.limit, observer))
 

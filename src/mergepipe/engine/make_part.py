@@ -16,7 +16,7 @@ from mergepipe.checkpoints.open_files import open_pinned
 from mergepipe.core.blocks import DEFAULT_BLOCK_ELEMENTS, GRAIN_ELEMENTS
 from mergepipe.engine.observer import SILENT, Observer, Tap
 from mergepipe.engine.pipeline.jobs import Job
-from mergepipe.engine.pipeline.pipeline import Pipeline, Reading, SegmentSink
+from mergepipe.engine.pipeline.pipeline import Pipeline, ReadSettings, SegmentSink
 from mergepipe.engine.pipeline.segment_layout import Piece
 from mergepipe.engine.pipeline.segments import (
     BufferSizes,
@@ -66,22 +66,22 @@ def make_part(
     """
     layout = _layout(work, options.memory_bytes - CHUNK_BYTES, observer.tap)
     by_shard = work.output.tasks_by_shard()
-    own = OutputPlan(
+    part_output = OutputPlan(
         tuple(work.output.shards[shard] for shard in part.shards),
         tuple(task for shard in part.shards for task in by_shard[shard]),
     )
     n_done = len(progress.done) if progress else 0
-    tasks = own.tasks[n_done:]
+    tasks = part_output.tasks[n_done:]
     starts = {first - n_done for first in accumulate(len(by_shard[shard]) for shard in part.shards)}
     before = store.ledger.usage()
-    with open_pinned(store, work.files) as files, _writer(work, own, directory, store, progress) as writer:
+    with open_pinned(store, work.files) as files, _writer(work, part_output, directory, store, progress) as writer:
         sink = _OverlaySink(writer, tasks) if isinstance(writer, OverlayWriter) else _ShardSink(writer, tasks)
         shapes = plan_jobs(tasks, layout.sizes, layout.runs_of, layout.cut_of, starts)
         pool = BufferPool(layout.sizes.total_bytes, layout.pool_bytes)
         pipeline = Pipeline(
             tasks, files, pool, layout.sizes.raw_bytes, sink, options.threads,
             lambda: observer.on_progress(writer.progress),
-            Reading.of(files, store, pool.limit),
+            ReadSettings.of(files, store, pool.limit),
             lambda: abort_requests(store),
         )  # fmt: skip
         pipeline.run(_jobs(layout.work, tasks, shapes, pool.limit, observer))
@@ -95,13 +95,13 @@ def make_part(
 
 
 def _writer(
-    work: MergeWork, own: OutputPlan, directory: Path, store: Store, progress: DurableProgress | None
+    work: MergeWork, part_output: OutputPlan, directory: Path, store: Store, progress: DurableProgress | None
 ) -> ShardWriter | OverlayWriter:
     if work.overlay is None:
-        return ShardWriter(directory, own.shards, store.ledger, progress)
-    if own.shards != work.output.shards or (progress is not None and progress.done):
+        return ShardWriter(directory, part_output.shards, store.ledger, progress)
+    if part_output.shards != work.output.shards or (progress is not None and progress.done):
         raise ValueError("an overlay is one file: it is made whole")
-    return OverlayWriter(directory, own.shards, work.overlay.files, work.overlay.places, store.ledger)
+    return OverlayWriter(directory, part_output.shards, work.overlay.files, work.overlay.places, store.ledger)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class PlannedQuantities(NothingKnown):
         match request:
             case MagnitudeCut(kept_E):
                 is_open_E = [bits is None for bits in self._bits_E()]
-                open_E = tuple(kept if is_open else 0 for kept, is_open in zip(kept_E, is_open_E, strict=True))
+                open_E = tuple(n_kept if is_open else 0 for n_kept, is_open in zip(kept_E, is_open_E, strict=True))
                 return MagnitudeCut(open_E) if any(is_open_E) else None
             case InnerProducts():
                 return None if None not in self._products_E() else request
@@ -82,16 +82,19 @@ class PlannedQuantities(NothingKnown):
     def completed(self, reduced: Reduced) -> Reduced:
         """Join the reduced quantities with those that the plan holds, of all experts or of some."""
         bits_E, products_E = self._bits_E(), self._products_E()
-        known = Reduced(
+        recorded = Reduced(
             threshold_bits_E=None if None in bits_E else np.array(bits_E, np.uint32),
             products_E3=None if None in products_E else np.array(products_E, np.float64),
         )
-        if known.threshold_bits_E is not None or known.products_E3 is not None:
-            return reduced.joined(known)
+        if recorded.threshold_bits_E is not None or recorded.products_E3 is not None:
+            return reduced.joined(recorded)
         if reduced.threshold_bits_E is None:
             return reduced
         gathered_E = reduced.threshold_bits_E.tolist()
-        joined_E = [bits if known is None else known for known, bits in zip(bits_E, gathered_E, strict=True)]
+        joined_E = [
+            bits if recorded_bits is None else recorded_bits
+            for recorded_bits, bits in zip(bits_E, gathered_E, strict=True)
+        ]
         return replace(reduced, threshold_bits_E=np.array(joined_E, np.uint32))
 
     def _bits_E(self) -> list[int | None]:

@@ -32,10 +32,10 @@ def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -
     if not task.experts:
         return TensorWork(task, None, lambda _: operator.block_function(inputs, NOTHING_REDUCED))
     needs = _needs(work, task, inputs)
-    known, request = needs.next(NOTHING_REDUCED)
+    recorded, request = needs.next(NOTHING_REDUCED)
     gathers = work.access is None and task.name in work.statistics_of
     if not gathers and request is None:
-        return TensorWork(task, None, lambda _: operator.block_function(inputs, known))
+        return TensorWork(task, None, lambda _: operator.block_function(inputs, recorded))
     first: Reduction
     on_reduced = _nothing_to_report
     if gathers:
@@ -44,7 +44,7 @@ def tensor_work(work: MergeWork, task: MergeTask, on_statistics: OnStatistics) -
         on_reduced = reporter(task, summary, on_statistics)
     elif request is not None:
         first = make_reduction(request, inputs.n_elements, len(task.experts))
-    staged = StagedReduction(needs, first, len(task.experts), known)
+    staged = StagedReduction(needs, first, len(task.experts), recorded)
     return TensorWork(task, staged, lambda reduced: operator.block_function(inputs, reduced), on_reduced)
 
 

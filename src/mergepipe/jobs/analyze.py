@@ -161,14 +161,14 @@ def _subject(
     )
     row = catalog.register_model(checkpoint)
     if request.probe_fraction:
-        known = catalog.evidence(row, base_row)
-        missing = tuple(name for name in comparable if name not in known)
+        recorded_names = catalog.evidence(row, base_row)
+        missing = tuple(name for name in comparable if name not in recorded_names)
     else:
         missing = catalog.missing_statistics(row, base_row, comparable, request.block_elements, request.densities)
-    others = tuple(
+    incomparable = tuple(
         name for name, entry in base.tensors.items() if entry.dtype.kind is DTypeKind.FLOAT and name not in comparable
     )
-    return _Subject(checkpoint, row, comparable, others, missing)
+    return _Subject(checkpoint, row, comparable, incomparable, missing)
 
 
 def _can_compare(base: Readable, expert: Readable | None) -> bool:

@@ -28,8 +28,8 @@ def compare_snapshots(a: Path, b: Path, *, reads_tensors: bool, on_progress: Pro
     first, second = (read_manifest_value(store, Location.local(path)) for path in (a, b))
     changes, equal = _changes(first, second)
     measured = tuple(_measured(store, a, b, changes, on_progress)) if reads_tensors else tuple(changes)
-    known = [change for change in measured if change.norm is not None]
-    norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in known)) if reads_tensors else None
+    changes_with_norm = [change for change in measured if change.norm is not None]
+    norm = math.sqrt(sum((change.norm or 0.0) ** 2 for change in changes_with_norm)) if reads_tensors else None
     return SnapshotDiff(
         a=a,
         b=b,

@@ -66,7 +66,7 @@ class _Tensor:
         return joined((*contributing, *served))
 
 
-def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
+def explain_subject(subject_text: str, pattern: str | None, home: Path) -> Explanation:
     """Explain a snapshot (its directory, sid or prefix of the sid) or a stored plan.
 
     `pattern` chooses tensors that are told of block by block, by a shell pattern over their names.
@@ -75,11 +75,11 @@ def explain_subject(asked: str, pattern: str | None, home: Path) -> Explanation:
         NotFoundError: `explain.tensor`, no merged tensor matches; otherwise as `find_snapshot_path`.
         CorruptError, UnsupportedError: the plan or the manifest cannot be read.
     """
-    store, place = Stores(), Location.of(asked)
+    store, place = Stores(), Location.of(subject_text)
     if place.name != MANIFEST_NAME and is_file(store, place):
-        subject = _Subject(Path(asked), read_plan(store, place), None)
+        subject = _Subject(Path(subject_text), read_plan(store, place), None)
     else:
-        subject = _snapshot(store, find_snapshot_path(asked, home))
+        subject = _snapshot(store, find_snapshot_path(subject_text, home))
     return explanation_of(subject.path, subject.plan, subject.manifest, pattern)
 
 

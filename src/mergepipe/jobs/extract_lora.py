@@ -159,7 +159,7 @@ class _Extraction:
             elif changed is not None and tensor.dtype.kind is DTypeKind.FLOAT:
                 self._take(writer, name, tensor, changed)
             self._tick(tensor.nbytes + (0 if changed is None else changed.nbytes))
-        self.left.sort(key=lambda each: each.name)
+        self.left.sort(key=lambda skipped: skipped.name)
 
     def config(self, hub_id: str | None) -> bytes:
         """Write the adapter's configuration."""

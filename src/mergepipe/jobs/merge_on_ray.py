@@ -49,7 +49,7 @@ _TASK: Final = "mergepipe.jobs.merge_on_ray:make_part_of_plan"
 
 @dataclass(frozen=True, slots=True)
 class PartTask:
-    """What one task is told. The plan lies in the parts directory."""
+    """The arguments of one task. The plan is stored in the parts directory."""
 
     out: Path
     plan_digest: str

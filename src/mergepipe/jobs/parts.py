@@ -155,8 +155,8 @@ class _PartRun:
             if self.is_published():  # between looking and making the place
                 parts.remove()
                 return self.report((), (), is_published=True)
-            found = tuple(shard for shard in part.shards if parts.done(shard) is not None)
-            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in found)))
+            done_shards = tuple(shard for shard in part.shards if parts.done(shard) is not None)
+            made = self._make(planned, parts, Part(tuple(shard for shard in part.shards if shard not in done_shards)))
             if self._choice.publishes:
                 self._finish_if_complete(planned, parts)
         except (ConflictError, OutputError) as error:
@@ -165,7 +165,7 @@ class _PartRun:
             raise
         names = parts.job.shards
         return self.report(
-            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in found),
+            tuple(names[shard][0] for shard in made), tuple(names[shard][0] for shard in done_shards),
             is_published=self._merge is not None or self.is_published(),
         )  # fmt: skip
 
@@ -235,7 +235,7 @@ class _PartRun:
         if self._on_progress is not None:
             self._on_progress(Progress("merge", self._store.ledger.total_bytes(), self._total_bytes, (), 0))
 
-    def report(self, made: tuple[str, ...], found: tuple[str, ...], *, is_published: bool) -> PartReport:
+    def report(self, made: tuple[str, ...], reused: tuple[str, ...], *, is_published: bool) -> PartReport:
         """Report what this run did."""
         parts, usage = self._parts, self._store.ledger.usage()
         n_shards = len(parts.job.shards) if parts else 0
@@ -244,7 +244,7 @@ class _PartRun:
             out=self._out,
             part=str(self._choice),
             made_shards=made,
-            found_shards=found,
+            found_shards=reused,
             done_shards=done,
             n_shards=n_shards,
             base_bytes=usage[Purpose.BASE],
@@ -266,7 +266,7 @@ def parts_status(plan: Plan, out: Path | Location, n_parts: int | None) -> Parts
     published = is_snapshot_of(out, plan.digest)
     job = job_at(out, plan.digest)
     if job is None and not published:
-        message = "nothing of it is made by this plan"
+        message = "no part of it was made by this plan"
         raise NotFoundError.of("parts.none", out, message, "check PLAN and OUT, or make a part with `mergepipe run`")
     parts = None if job is None else parts_place(out, job, Path())
     readings = Readings() if parts is None else readings_in(parts)

@@ -101,7 +101,7 @@ def plan_request(
             raise RecipeError.of("option.pair", "--all", f"it reads everything, whatever {other} says", "give only one")
         budget, reuse, options = "100%", False, replace(options, probe=False)
     if budget is None and target_error is None:
-        raise RecipeError.of("budget.missing", "--budget", "nothing says what may be read", "give one, such as 25%")
+        raise RecipeError.of("budget.missing", "--budget", "no budget is given", "give one, such as 25%")
     density = options.min_density
     choices = PlanningChoices(
         OnOmit(options.where_omitted),
@@ -144,16 +144,16 @@ def make_plan(
         message = "a budget does not reach into what another document makes"
         raise UnsupportedError.of("plan.intermediate", name, message, "merge that document first, into a snapshot")
     beside = StatisticsBeside(store, link.notices)
-    known = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
+    facts = link.use(lambda catalog: _lookup_known(catalog, inputs, beside)) or _lookup_known(None, inputs, beside)
     if request.everything:
-        known = replace(known, statistics=({},) * len(inputs.expert_models))
-    described = zip(models, inputs.checkpoints, known.content_ids, strict=True)
-    block_elements = request.block_elements or _suitable_block(inputs, known)
+        facts = replace(facts, statistics=({},) * len(inputs.expert_models))
+    described = zip(models, inputs.checkpoints, facts.content_ids, strict=True)
+    block_elements = request.block_elements or _suitable_block(inputs, facts)
     request_bytes = request.pricing.request_bytes(inputs, store, link.home)
-    statistics, probe_bytes = known.statistics, (0,) * len(inputs.expert_models)
+    statistics, probe_bytes = facts.statistics, (0,) * len(inputs.expert_models)
     if prober is not None:
         probe = probe_unknown(
-            prober, inputs, known.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
+            prober, inputs, facts.statistics, request.budget, block_elements, link, max(request_bytes, default=0)
         )
         statistics, probe_bytes = probe.statistics, probe.cost_bytes
     problem = PlanningProblem(
@@ -173,7 +173,7 @@ def make_plan(
         rank_blocks(problem, request.budget, request.policy, request.choices), request, inputs, store
     )
     earlier = EarlierSnapshots(store, reuse_candidates(link, replaced) if request.reuse else (), link)
-    ids = {model: identity or "" for model, identity in enumerate(known.content_ids)}
+    ids = {model: identity or "" for model, identity in enumerate(facts.content_ids)}
     plan = ReusingPlanner(
         ranking, inputs, lambda made: with_parameters(inputs, made).resolution.tasks, ids, earlier
     ).plan()
@@ -255,9 +255,9 @@ def _refuse_starved(plan: Plan) -> None:
         raise LimitError(*problems)
 
 
-def _suitable_block(inputs: Inputs, known: _KnownFacts) -> int:
+def _suitable_block(inputs: Inputs, facts: _KnownFacts) -> int:
     """Choose larger blocks where all experts are packed and have no statistics: fewer partial pages are read."""
-    if any(known.statistics):
+    if any(facts.statistics):
         return DEFAULT_BLOCK_ELEMENTS
     experts = [inputs.checkpoints[model] for model in inputs.expert_models]
     are_packed = all(any(isinstance(t, LeveledTensor) for t in expert.tensors.values()) for expert in experts)
@@ -277,9 +277,9 @@ def _lookup_known(catalog: Catalog | None, inputs: Inputs, beside: StatisticsBes
     by_model: dict[int, dict[str, TensorStatistics]] = {model: {} for model in inputs.expert_models}
     for task in inputs.resolution.tasks:
         for slot, model in enumerate(task.expert_models):
-            found = pairs.of(task, slot)
-            if found is not None:
-                by_model[model][task.name] = found
+            statistics = pairs.of(task, slot)
+            if statistics is not None:
+                by_model[model][task.name] = statistics
     content_ids = tuple(pairs.content_id(model) for model in range(len(inputs.checkpoints)))
     return _KnownFacts(content_ids, tuple(by_model.values()))
 
@@ -334,14 +334,14 @@ def run_budgeted(
                 plan = make_plan(store, inputs, wanted, link, replaced, speeds, prober)
                 stop_reading()
             planned = store.ledger.usage()
-            merged, kept = with_parameters(inputs, plan), replace(settings, plan_key=key)
-            return publish_merge(merged, plan, out, kept, store, link, started, on_progress)
+            merged, keyed = with_parameters(inputs, plan), replace(settings, plan_key=key)
+            return publish_merge(merged, plan, out, keyed, store, link, started, on_progress)
 
     try:
         return attempt(request)
     except ConflictError as error:
         usage = store.ledger.usage()
-        if error.code != "plan.reuse-gone" or any(usage[each] > planned[each] for each in EXPERT_PURPOSES):
+        if error.code != "plan.reuse-gone" or any(usage[purpose] > planned[purpose] for purpose in EXPERT_PURPOSES):
             raise
     return attempt(replace(request, reuse=False))
 

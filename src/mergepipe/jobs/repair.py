@@ -115,7 +115,7 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
     placed = {tensor.name: (file, tensor) for file in examination.layout.files for tensor in file.tensors}
     wrong = [name for name, made in rebuilt.items() if made.digest.root != placed[name][1].root]
     if wrong:
-        message = "made again from the inputs it is not what the manifest says: an input has other values by now"
+        message = "recomputed from the inputs, it differs from the manifest: an input has changed"
         raise ConflictError(*(Problem("repair.differs", name, message, "put the inputs back") for name in wrong))
     for damage in examination.damages:
         if damage.kind == "block" and damage.stop > damage.start:

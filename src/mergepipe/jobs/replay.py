@@ -74,7 +74,7 @@ def _check_same(recorded: Manifest, made: Manifest, out: Path | Location) -> Non
 def _blame(recorded: Manifest, made: Manifest) -> str:
     if recorded.version != made.version:
         return f"it was made by version {recorded.version}, this is {made.version}"
-    return "an input has other values than it had"
+    return "the values of an input have changed"
 
 
 def _touched(before: InputRecord, after: InputRecord) -> list[Problem]:

@@ -139,9 +139,9 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
     for entry in header.tensors:
         name = header.files[entry.file].name
         yield _Check(name, entry.name, entry.nbytes, partial(reader.read, files, entry, lambda _: None))
-    for kept in header.kept:
-        parts = _kept_parts(reader.opened, kept.name, kept.size_bytes, kept.blake3, store)
-        yield _Check(kept.name, "", 0, partial(deque, parts, 0))
+    for file in header.kept:
+        parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
+        yield _Check(file.name, "", 0, partial(deque, parts, 0))
 
 
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
@@ -159,7 +159,7 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Chec
 
 
 def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Location]:
-    sidecars = {kept.name for kept in opened.header.kept}
+    sidecars = {file.name for file in opened.header.kept}
     yield from (opened.root / file.name for file in opened.fingerprints if file.name not in sidecars)
     yield from (base.root / file.name for file in base.files)
 
@@ -248,9 +248,9 @@ def _write_weights(
 
 
 def _write_kept(opened: OpenedStore, directory: Path, store: Store) -> None:
-    for kept in opened.header.kept:
-        parts = _kept_parts(opened, kept.name, kept.size_bytes, kept.blake3, store)
-        write_kept(store, directory / kept.name, parts, kept.size_bytes, "writing it")
+    for file in opened.header.kept:
+        parts = _kept_parts(opened, file.name, file.size_bytes, file.blake3, store)
+        write_kept(store, directory / file.name, parts, file.size_bytes, "writing it")
 
 
 def _kept_parts(opened: OpenedStore, name: str, size_bytes: int, blake3_hex: str, store: Store) -> Iterator[bytes]:

@@ -136,7 +136,7 @@ def examine(directory: Location, threads: int, on_progress: ProgressCallback | N
     small = tuple(_small_damages(store, directory, manifest))
     if is_overlay(manifest):
         scan, overlay_damages = _scan_overlay(store, directory, manifest, layout, table, threads, advance)
-        damages.extend(damage for damage in overlay_damages if damage.file not in {known.file for known in small})
+        damages.extend(damage for damage in overlay_damages if damage.file not in {reported.file for reported in small})
     else:
         scan = scan_snapshot(store, directory, layout, threads, advance)
         for file in layout.files:
@@ -267,12 +267,12 @@ def _sum_damages(store: Store, directory: Location, manifest: Manifest, threads:
     place = find_sums(store, directory, manifest.sid)
     if not _kept_sums(manifest) or store.stat(place) is None:
         return
-    kept = read_totals(store, directory, manifest)
-    if kept is None:
+    sums = read_totals(store, directory, manifest)
+    if sums is None:
         yield _damage("small-file", str(place), 0, 0, "the kept sums are not what was written")
         return
-    for name in kept.damaged(set(kept.entries), Ledger(), threads):
-        entry = kept.entries[name]
+    for name in sums.damaged(set(sums.entries), Ledger(), threads):
+        entry = sums.entries[name]
         message = f"the kept sum of '{name}' is not what was written"
         yield _damage("small-file", str(place), entry.offset, entry.offset + entry.nbytes, message)
 
@@ -309,11 +309,11 @@ def _index_trouble(store: Store, path: Location, manifest: Manifest) -> str:
 
 def _strangers(store: Store, directory: Location, manifest: Manifest) -> Iterator[str]:
     """List files that the merge did not write."""
-    known = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
-    known |= {MANIFEST_NAME, manifest.blocks.name}
-    known |= {OVERLAY_NAME} if is_overlay(manifest) else set()
+    listed = {file.name for file in manifest.files} | {record.name for record in manifest.sidecars}
+    listed |= {MANIFEST_NAME, manifest.blocks.name}
+    listed |= {OVERLAY_NAME} if is_overlay(manifest) else set()
     for name in sorted(files_below(store, directory), key=lambda name: PurePosixPath(name).parts):
-        if name not in known:
+        if name not in listed:
             yield f"{name}: is not part of the snapshot"
 
 
@@ -334,6 +334,6 @@ def _replayed(
         for made in rebuild_tensors(store, examination.manifest, names, Path(work), engine):
             file, tensor = by_name[made.digest.name]
             if made.digest.root != tensor.root:
-                message = "made again from the inputs it is another"
+                message = "recomputed from the inputs, it differs"
                 start, stop = tensor.offset, tensor.offset + tensor.nbytes
                 yield _damage("replay", file.name, start, stop, message, tensor.name)

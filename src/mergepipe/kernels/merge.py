@@ -160,8 +160,8 @@ def _keep_random(
     lead = first_element - first_group * GROUP_ELEMENTS
     element_words = words[lead : lead + n]
     for i in range(n):
-        kept = scale * delta[i]
-        delta[i] = kept if element_words[i] < cut else np.float32(0.0)
+        scaled = scale * delta[i]
+        delta[i] = scaled if element_words[i] < cut else np.float32(0.0)
 
 
 @kernel

@@ -77,6 +77,6 @@ def equal_shares(n_experts: int) -> Influence:
 
 
 def unknown_influence(n_experts: int) -> Influence:
-    """For operators that do not say what a part of a delta does: planned by whole tensors of an expert."""
+    """Return the influence of an operator that does not state the effect of a part of a delta: plan whole tensors."""
     ones_E = np.ones(n_experts)
     return Influence(ones_E, ones_E.copy(), is_known=False)

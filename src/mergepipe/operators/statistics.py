@@ -94,13 +94,13 @@ class TensorStatistics:
         """Whether a probe made them: its cuts are estimates, and its norms bound nothing."""
         return not np.isfinite(self.products_3).any()
 
-    def estimated_cut(self, kept: int) -> CutEstimate | None:
-        """Estimate the cut that keeps `kept` elements from the shares on record around it; None if they are far off.
+    def estimated_cut(self, n_kept: int) -> CutEstimate | None:
+        """Estimate the cut that keeps `n_kept` elements from the shares on record around it; None if they are far off.
 
         Between two cuts of neighbouring histogram bins the lower one is taken, which keeps ties as the exact cut does;
         between others the logarithm of the magnitude is interpolated.
         """
-        share = kept / max(1, self.grid.n_elements)
+        share = n_kept / max(1, self.grid.n_elements)
         above = int(np.searchsorted(self.densities_D, share))
         if not 0 < above < len(self.densities_D):
             return None

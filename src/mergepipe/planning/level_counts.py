@@ -26,10 +26,10 @@ def level_name(level: int) -> str:
 
 def blocks_by_level(accesses: Iterable[Access]) -> tuple[tuple[str, int], ...]:
     """Count blocks by level, lowest first; `whole` are those read unencoded."""
-    found = Counter[str]()
+    blocks = Counter[str]()
     for access in accesses:
-        found[WHOLE] += access.n_blocks
+        blocks[WHOLE] += access.n_blocks
         for start, stop, level in access.levels:
-            found[level_name(level)] += stop - start
-            found[WHOLE] -= stop - start
-    return tuple((name, found[name]) for name in NAMES if found[name])
+            blocks[level_name(level)] += stop - start
+            blocks[WHOLE] -= stop - start
+    return tuple((name, blocks[name]) for name in NAMES if blocks[name])

@@ -214,7 +214,7 @@ class Plan(Displayed):
 
     def __post_init__(self) -> None:
         experts = sum(model.role == "expert" for model in self.models)
-        if any(len(each.saved_bytes) != experts or min(each.saved_bytes) < 0 for each in self.reuse):
+        if any(len(reused.saved_bytes) != experts or min(reused.saved_bytes) < 0 for reused in self.reuse):
             raise ValueError(f"reuse saves bytes of each of {experts} experts, and no less than none")
         if not 0 <= self.planned_bytes <= self.budget_bytes:
             raise ValueError(f"planned {self.planned_bytes} bytes of a budget of {self.budget_bytes}")
@@ -237,7 +237,7 @@ class Plan(Displayed):
         content = _without(_content(self), ("recipe_notices",))
         content["models"] = [_without(_model_content(model), _MACHINE_KEYS) for model in self.models]
         if self.reuse:
-            content["reuse"] = [_without(_reused_content(each), _MACHINE_KEYS) for each in self.reuse]
+            content["reuse"] = [_without(_reused_content(reused), _MACHINE_KEYS) for reused in self.reuse]
         return digest_of(content)
 
     @property
@@ -248,7 +248,7 @@ class Plan(Displayed):
     @property
     def saved_bytes(self) -> int:
         """Expert bytes that are not read because an earlier snapshot holds the result."""
-        return sum(sum(each.saved_bytes) for each in self.reuse)
+        return sum(sum(reused.saved_bytes) for reused in self.reuse)
 
     @property
     def expected_error(self) -> float | None:
@@ -259,7 +259,7 @@ class Plan(Displayed):
         """Return the plan of the same result from the inputs alone, ignoring the budget."""
         if not self.reuse:
             return self
-        saved = iter([sum(column) for column in zip(*(each.saved_bytes for each in self.reuse), strict=True)])
+        saved = iter([sum(column) for column in zip(*(reused.saved_bytes for reused in self.reuse), strict=True)])
         planned_bytes = self.planned_bytes + self.saved_bytes
         return replace(
             self,
@@ -287,8 +287,8 @@ def expected_error_of(accesses: Iterable[Access]) -> float | None:
     energy = energy_of(accesses)
     if energy is None:
         return None
-    left, whole = energy
-    return math.sqrt(left / whole) if whole > 0 else 0.0
+    lost, whole = energy
+    return math.sqrt(lost / whole) if whole > 0 else 0.0
 
 
 def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
@@ -296,7 +296,7 @@ def energy_of(accesses: Iterable[Access]) -> tuple[float, float] | None:
     energies = [access.energy for access in accesses if access.energy is not None]
     if not energies:
         return None
-    return math.fsum(left for left, _ in energies), math.fsum(whole for _, whole in energies)
+    return math.fsum(lost for lost, _ in energies), math.fsum(whole for _, whole in energies)
 
 
 def _check_shared(runs: SharedRuns, kind: str) -> None:
@@ -345,7 +345,7 @@ def _content(plan: Plan) -> dict[str, object]:
     bound = plan.bound
     optional: dict[str, object] = {}
     if plan.reuse:
-        optional["reuse"] = [_reused_content(each) for each in plan.reuse]
+        optional["reuse"] = [_reused_content(reused) for reused in plan.reuse]
     if plan.vocabulary is not None:
         optional["vocabulary"] = plan.vocabulary
     if plan.price is not None:
@@ -401,7 +401,7 @@ def _scalars(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def _tensor_content(tensor: PlannedTensor, parameters: int, n_experts: int) -> dict[str, object]:
-    access = [_access_content(each) for each in tensor.access]
+    access = [_access_content(access_row) for access_row in tensor.access]
     content = {"name": tensor.name, "n_elements": tensor.n_elements, "parameters": parameters, "access": access}
     if tensor.models != tuple(range(n_experts)):
         content["models"] = list(tensor.models)
@@ -433,7 +433,9 @@ def _price_content(price: TimePrice) -> dict[str, object]:
     speeds, duration = price.speeds, price.duration
     return {
         "storage_bytes_per_second": speeds.storage_bytes_per_second,
-        "decoding_nanoseconds": {kind: list(each) for kind, each in sorted(speeds.decoding.nanoseconds.items())},
+        "decoding_nanoseconds": {
+            kind: list(by_level) for kind, by_level in sorted(speeds.decoding.nanoseconds.items())
+        },
         "threads": speeds.threads,
         "source": speeds.source,
         "reading_seconds": duration.reading_seconds,

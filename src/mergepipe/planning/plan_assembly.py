@@ -174,11 +174,11 @@ def whole_tensor_fallbacks(
     return tuple(
         Fallback(
             f"expert '{problem.experts[e].text}'",
-            f"{len(found)} of {len(columns.tasks)} tensors are read whole or not at all, from "
-            f"'{columns.tasks[found[0]].name}' on",
+            f"{len(places)} of {len(columns.tasks)} tensors are read whole or not at all, from "
+            f"'{columns.tasks[places[0]].name}' on",
             reason,
         )
-        for (e, reason), found in tensors.items()
+        for (e, reason), places in tensors.items()
     )
 
 
@@ -204,7 +204,9 @@ def estimate_fallbacks(
     notices = []
     for e, model in enumerate(problem.experts):
         of_tensors = [problem.statistics[e].get(task.name) for task in columns.tasks]
-        is_estimate_T = np.array([known is not None and known.is_estimate for known in of_tensors], np.bool_)
+        is_estimate_T = np.array(
+            [statistics is not None and statistics.is_estimate for statistics in of_tensors], np.bool_
+        )
         sampled_T = known_statistics.known_ET[e] & is_estimate_T
         spread_T = known_statistics.known_ET[e] & ~known_statistics.exact_ET[e] & ~sampled_T
         errors = {t: error for (expert, t), error in rules.cut_errors.items() if expert == e}
@@ -226,13 +228,13 @@ def estimate_fallbacks(
 
 def unread_fallbacks(problem: PlanningProblem, budget_bytes: int) -> tuple[Fallback, ...]:
     """Build one notice for each expert whose index does not fit the budget."""
-    found = []
+    fallbacks = []
     for e in sorted(problem.unread) if budget_bytes else ():
         model = problem.experts[e]
         cost = 0 if model.checkpoint.encoded is None else model.checkpoint.encoded.cost_bytes
         reason = f"its index costs {cost} bytes, which the budget of {budget_bytes} bytes does not hold as well"
-        found.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
-    return tuple(found)
+        fallbacks.append(Fallback(f"expert '{model.text}'", NOTHING_READ, reason))
+    return tuple(fallbacks)
 
 
 def starved_fallbacks(

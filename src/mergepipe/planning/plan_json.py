@@ -63,13 +63,13 @@ def parse_runs(text: str) -> Runs:
 
 
 def _parse_shared(text: str) -> SharedRuns:
-    found = []
+    shared_runs = []
     for part in text.split(","):
         run, at, source = part.partition("@")
         if not at or not _is_index(source):
             raise ValueError(f"'{part[:40]}' is not a run of shared blocks")
-        found.append((*_run_of(run), int(source)))
-    return tuple(found)
+        shared_runs.append((*_run_of(run), int(source)))
+    return tuple(shared_runs)
 
 
 def _run_of(text: str) -> tuple[int, int]:
@@ -107,18 +107,18 @@ def _plan_of(top: JsonFields) -> Plan:
     names = ("block_elements", "budget_bytes", "planned_bytes", "full_cost_bytes")
     numbers = {name: top.size(name) for name in names}
     seed = top.integer("seed")
-    models = tuple(_model_of(each) for each in top.objects("models"))
+    models = tuple(_model_of(row) for row in top.objects("models"))
     n_experts = sum(model.role == "expert" for model in models)
-    tensors = tuple(_tensor_of(each, rows, n_experts) for each in top.objects("tensors"))
-    fallbacks = tuple(_fallback_of(each) for each in top.objects("fallbacks"))
-    adjustments = tuple(_fallback_of(each) for each in top.objects("adjustments"))
+    tensors = tuple(_tensor_of(row, rows, n_experts) for row in top.objects("tensors"))
+    fallbacks = tuple(_fallback_of(row) for row in top.objects("fallbacks"))
+    adjustments = tuple(_fallback_of(row) for row in top.objects("adjustments"))
     bound = _bound_of(top)
-    reuse = tuple(_reused_of(each) for each in top.objects("reuse")) if top.has("reuse") else ()
+    reuse = tuple(_reused_of(row) for row in top.objects("reuse")) if top.has("reuse") else ()
     vocabulary = top.text("vocabulary") if top.has("vocabulary") else None
     price = _price_of(top.object("price")) if top.has("price") else None
     error_is_least = top.flag("error_is_least") if top.has("error_is_least") else False
     outlook = _outlook_of(top.object("outlook")) if top.has("outlook") else None
-    notices = tuple(_notice_of(each) for each in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
+    notices = tuple(_notice_of(row) for row in top.objects("recipe_notices")) if top.has("recipe_notices") else ()
     top.done()
     try:
         return Plan(
@@ -148,13 +148,13 @@ def _plan_of(top: JsonFields) -> Plan:
 
 
 def _parameters_of(row: JsonFields) -> _Parameters:
-    found = (
+    parameters = (
         row.object("globals").scalars(),
         row.object("anchor").scalars(),
-        tuple(each.scalars() for each in row.objects("experts")),
+        tuple(expert.scalars() for expert in row.objects("experts")),
     )
     row.done()
-    return found
+    return parameters
 
 
 def _notice_of(fields: JsonFields) -> Notice:
@@ -193,7 +193,7 @@ def _model_of(model: JsonFields) -> PlannedModel:
         path=model.text("path"),
         identity=model.text("identity"),
         content_id=model.optional_text("content_id"),
-        files=tuple(_file_of(each) for each in model.objects("files")),
+        files=tuple(_file_of(file) for file in model.objects("files")),
         full_cost_bytes=model.size("full_cost_bytes"),
         planned_bytes=model.size("planned_bytes"),
     )
@@ -209,7 +209,7 @@ def _price_of(price: JsonFields) -> TimePrice:
     kinds = price.object("decoding_nanoseconds")
     names = kinds.remaining()
     try:
-        found = TimePrice(
+        parsed = TimePrice(
             Speeds(
                 storage_bytes_per_second=price.number("storage_bytes_per_second"),
                 decoding=DecodingPrices({kind: kinds.numbers(kind) for kind in names}),
@@ -221,28 +221,28 @@ def _price_of(price: JsonFields) -> TimePrice:
     except ValueError as error:
         price.refuse(str(error))
     price.done()
-    return found
+    return parsed
 
 
 def _reused_of(reused: JsonFields) -> ReusedSnapshot:
-    found = ReusedSnapshot(reused.text("sid"), reused.text("path"), reused.integers("saved_bytes"))
+    parsed = ReusedSnapshot(reused.text("sid"), reused.text("path"), reused.integers("saved_bytes"))
     reused.done()
-    return found
+    return parsed
 
 
 def _file_of(file: JsonFields) -> FileBinding:
-    found = FileBinding(
+    parsed = FileBinding(
         file.text("name"), file.size("size_bytes"), file.text("version"), file.text("header_digest"),
         file.text("sha256") if "sha256" in file.remaining() else None,
     )  # fmt: skip
     file.done()
-    return found
+    return parsed
 
 
 def _fallback_of(fallback: JsonFields) -> Fallback:
-    found = Fallback(fallback.text("where"), fallback.text("decision"), fallback.text("reason"))
+    parsed = Fallback(fallback.text("where"), fallback.text("decision"), fallback.text("reason"))
     fallback.done()
-    return found
+    return parsed
 
 
 def _tensor_of(tensor: JsonFields, rows: Sequence[_Parameters], n_experts: int) -> PlannedTensor:
@@ -250,7 +250,7 @@ def _tensor_of(tensor: JsonFields, rows: Sequence[_Parameters], n_experts: int) 
     if index >= len(rows):
         tensor.refuse(f"there is no set of parameters {index}")
     shared, anchor, experts = rows[index]
-    access = tuple(_access_of(each) for each in tensor.objects("access"))
+    access = tuple(_access_of(entry) for entry in tensor.objects("access"))
     models = tensor.integers("models") if tensor.has("models") else tuple(range(n_experts))
     try:
         reused = _parse_shared(tensor.text("reused")) if tensor.has("reused") else ()
@@ -275,7 +275,7 @@ def _access_of(access: JsonFields) -> Access:
             access.refuse(f"{len(numbers)} energies, 2 are needed")
         energy = (numbers[0], numbers[1])
     try:
-        found = Access(
+        parsed = Access(
             blocks=parse_runs(access.text("read")) if access.has("read") else (),
             free=parse_runs(access.text("free")) if access.has("free") else (),
             shared=_parse_shared(access.text("shared")) if access.has("shared") else (),
@@ -287,4 +287,4 @@ def _access_of(access: JsonFields) -> Access:
     except ValueError as error:
         access.refuse(str(error))
     access.done()
-    return found
+    return parsed

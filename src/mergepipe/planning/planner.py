@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.errors import LimitError, RecipeError, UnsupportedError
 from mergepipe.operators.registry import operator_named
-from mergepipe.operators.regridding import on_grid
 from mergepipe.operators.statistics import TensorStatistics
+from mergepipe.operators.statistics_grid import on_grid
 from mergepipe.planning.budget import BudgetRequest
 from mergepipe.planning.candidates.block_columns import Columns, lay_out_columns, read_costs
 from mergepipe.planning.candidates.content_id_cost import sample_cost_bytes
@@ -139,7 +139,7 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
         cost_EB[e, inside] += 0 if step == 1 else step
     for (e, t), ladder in ladders.items():
         cost_EB[e, columns.of_tensor(t)] = ladder.cost_KB[-1]
-    decoding_EB = _decoding(columns, ladders, pricing)
+    decoding_EB = _decode_seconds_EB(columns, ladders, pricing)
     candidates = replace(
         find_candidates(columns, cost_EB, known_statistics, whole_ET, ladders, pricing, decoding_EB),
         request_bytes_E=np.array(problem.request_bytes or np.zeros(columns.n_experts), np.int64),
@@ -150,7 +150,7 @@ def _planning_data(problem: PlanningProblem) -> _PlanningData:
     return _PlanningData(columns, known_statistics, rules, candidates, reasons, unknown, sample_E, side_E, full_E)
 
 
-def _decoding(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[np.float64] | None:
+def _decode_seconds_EB(columns: Columns, ladders: Ladders, pricing: Pricing) -> NDArray[np.float64] | None:
     """Compute the seconds to decode each block in full, by expert; None where reads are priced in bytes."""
     if not pricing.is_time:
         return None
@@ -345,7 +345,7 @@ class Ranking:
         unknown_E = (~data.known_statistics.informed_ET & ~silent_ET).any(axis=1)
         if unknown_E.any() or target is None:
             name = self.problem.experts[int(np.flatnonzero(unknown_E)[0])].text
-            message = "has tensors of which nothing is known, so that no error can be expected"
+            message = "has tensors without statistics, so that its error cannot be estimated"
             raise UnsupportedError.of("plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it")
         error_by_bytes: dict[int, float] = {}
         error = self._error(self.budget_bytes, error_by_bytes)
@@ -490,7 +490,7 @@ def _bound(
         return None, ()
     present_EB = selection.read_EB | selection.served_EB | data.known_statistics.free_EB
     left_EB = norms_left(data.candidates, selection)
-    found = omission_bound(data.columns, data.known_statistics, data.rules, present_EB, left_EB, on_omit, cosine_TEE)
-    if isinstance(found, NoBound):
-        return None, (Fallback("omission bound", "none is given", found.reason),)
-    return found, ()
+    bound = omission_bound(data.columns, data.known_statistics, data.rules, present_EB, left_EB, on_omit, cosine_TEE)
+    if isinstance(bound, NoBound):
+        return None, (Fallback("omission bound", "none is given", bound.reason),)
+    return bound, ()

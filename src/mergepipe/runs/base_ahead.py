@@ -25,15 +25,15 @@ def base_read_ahead(inputs: Inputs, store: Stores, engine: EngineOptions, shard_
     merge holds a tensor that takes more than the rest, it comes on top.
     """
     is_dear = store.terms(inputs.base.path).request_cost_bytes > 0
-    ranges, left = [], engine.memory_bytes // SHARE_OF_MEMORY if is_dear else 0
+    ranges, remaining_bytes = [], engine.memory_bytes // SHARE_OF_MEMORY if is_dear else 0
     for task in plan_output(inputs.resolution.tasks, shard_bytes).tasks:
-        if isinstance(task.base, TensorEntry) and task.base_model == 0 and left:
-            nbytes = min(task.base.nbytes, left)
+        if isinstance(task.base, TensorEntry) and task.base_model == 0 and remaining_bytes:
+            nbytes = min(task.base.nbytes, remaining_bytes)
             ranges.append(FileRange(task.base.file, task.base.offset, task.base.offset + nbytes))
-            left -= nbytes
+            remaining_bytes -= nbytes
     workers = engine.remote.connections // CONNECTIONS_FOR_EACH_WORKER if ranges else 0
     ahead = ReadAhead(store.open, ranges, Purpose.BASE, workers)
-    with store.serving(ahead):
+    with store.serve_read_ahead(ahead):
         ahead.start()
         try:
             yield ahead

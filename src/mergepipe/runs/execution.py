@@ -60,7 +60,7 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """What a merge reuses of earlier snapshots: blocks and sums; the running totals, and whether it keeps its own."""
+    """The reused blocks and sums of earlier snapshots, the running totals, and whether this merge keeps its own."""
 
     reuse: Reuse
     kept: Mapping[str, KeptSum]
@@ -68,9 +68,9 @@ class _Matched:
     keeps_sums: bool
 
 
-def _earlier_files(reuse: Reuse, kept: Mapping[str, KeptSum]) -> set[Location]:
+def _earlier_files(reuse: Reuse, sums: Mapping[str, KeptSum]) -> set[Location]:
     """The files of earlier snapshots that a merge reads."""
-    return reuse.files | {kept_sum.entry.file for kept_sum in kept.values()}
+    return reuse.files | {kept_sum.entry.file for kept_sum in sums.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +103,30 @@ class Execution:
         if sources.keeps_accumulators or sources.continues_sums:
             totals = running_totals(work, tasks, names)
         if sources.keeps_accumulators:
-            reuse = Reuse({name: known for name, known in reuse.known.items() if name not in totals})
+            reuse = Reuse({name: tensor for name, tensor in reuse.known.items() if name not in totals})
         else:
             totals = {name: total for name, total in totals.items() if name not in reuse.known}
-        kept: Mapping[str, KeptSum] = find_kept_sums(
+        sums: Mapping[str, KeptSum] = find_kept_sums(
             totals, sources.snapshots, self.store.ledger, self.threads,
             lambda earlier: running_totals(work, tasks, names.as_recorded(earlier.inputs)),
         )  # fmt: skip
         while True:
-            reuse, kept, pinned = self._unchanged(sources.snapshots, reuse, kept)
-            matched = _Matched(reuse, kept, totals, sources.keeps_accumulators)
+            reuse, sums, pinned = self._unchanged(sources.snapshots, reuse, sums)
+            matched = _Matched(reuse, sums, totals, sources.keeps_accumulators)
             try:
                 return self._merge(_with_files(work, pinned), matched, keys, progress)
             except ConflictError as error:
                 # An earlier snapshot can be replaced between this look and its opening, before anything is written.
-                lost = {path for path in _earlier_files(reuse, kept) if str(path) in {p.where for p in error.problems}}
+                lost = {path for path in _earlier_files(reuse, sums) if str(path) in {p.where for p in error.problems}}
                 if error.code != "input.changed" or not lost:
                     raise
-                reuse, kept = self._without(lost, reuse, kept)
+                reuse, sums = self._without(lost, reuse, sums)
 
     def _merge(self, work: MergeWork, matched: _Matched, keys: NamedKeys, progress: DurableProgress) -> MergeResult:
         """Merge with what was matched in earlier snapshots, and write the sums to keep."""
-        totals, kept = matched.totals, matched.kept
+        totals, sums = matched.totals, matched.kept
         replaced: Replaced = {
-            t.name: continuation_task(t, totals[t.name], kept[t.name]) for t in work.output.tasks if t.name in kept
+            t.name: continuation_task(t, totals[t.name], sums[t.name]) for t in work.output.tasks if t.name in sums
         }
         small = {KEYS_NAME: keys.own.to_bytes()}
         if matched.keeps_sums and totals:
@@ -135,28 +135,28 @@ class Execution:
             work = _with_files(work, pin_files(self.store, {Location.local(self.directory / ACCUMULATORS_NAME)}))
         work = replace(work, reusable=matched.reuse.reusable)
         result = self._execute(work, work.output, replaced, progress)
-        continued = tuple({kept_sum.sid for kept_sum in kept.values()})
+        continued = tuple({kept_sum.sid for kept_sum in sums.values()})
         return MergeResult(result.digests, matched.reuse, small, continued, result.overlay)
 
     def _unchanged(
-        self, snapshots: EarlierSnapshots, reuse: Reuse, kept: Mapping[str, KeptSum]
+        self, snapshots: EarlierSnapshots, reuse: Reuse, sums: Mapping[str, KeptSum]
     ) -> tuple[Reuse, Mapping[str, KeptSum], tuple[PinnedFile, ...]]:
         """Pin the files of earlier snapshots; leave out those replaced or removed since they were matched."""
-        paths = _earlier_files(reuse, kept)
+        paths = _earlier_files(reuse, sums)
         gone = {path for path in paths if self.store.stat(path) is None}
         pinned = pin_files(self.store, paths - gone)
         lost = gone | changed_files(paths, snapshots)
-        reuse, kept = self._without(lost, reuse, kept)
-        return reuse, kept, tuple(file for file in pinned if file.location not in lost)
+        reuse, sums = self._without(lost, reuse, sums)
+        return reuse, sums, tuple(file for file in pinned if file.location not in lost)
 
     def _without(
-        self, lost: Collection[Location], reuse: Reuse, kept: Mapping[str, KeptSum]
+        self, lost: Collection[Location], reuse: Reuse, sums: Mapping[str, KeptSum]
     ) -> tuple[Reuse, Mapping[str, KeptSum]]:
         """Leave out what lies in some files; raises `plan.reuse-gone` where a plan relies on it."""
-        left = reuse.without(lost)
+        remaining = reuse.without(lost)
         if self.plan is not None and lost:
-            left = limit_to_plan(left, self.plan)
-        return left, {name: kept_sum for name, kept_sum in kept.items() if kept_sum.entry.file not in lost}
+            remaining = limit_to_plan(remaining, self.plan)
+        return remaining, {name: kept_sum for name, kept_sum in sums.items() if kept_sum.entry.file not in lost}
 
     def _accumulate(
         self, work: MergeWork, totals: Mapping[str, RunningTotal], replaced: Replaced

@@ -498,7 +498,7 @@ class _Run:
         return {**facts, BASE_MODEL_IDS_KEY: " ".join(stated)} if stated else facts
 
     def _input_records(self, ids: Mapping[int, str], usage: Usage) -> tuple[InputRecord, ...]:
-        known = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
+        content_ids = {id(self._inputs.checkpoints[index]): identity for index, identity in ids.items()}
         return tuple(
             InputRecord(
                 role=role,
@@ -508,7 +508,7 @@ class _Run:
                     FileRecord(file.name, file.size_bytes, file.version, file.header_digest, file.sha256)
                     for file in checkpoint.files
                 ),
-                content_id=known.get(id(checkpoint)) or None,
+                content_id=content_ids.get(id(checkpoint)) or None,
                 read_bytes=tensor_bytes_read(checkpoint, usage),
                 hub_id=self._hub_id(model),
             )

@@ -33,8 +33,12 @@ def with_inputs_found(manifest: Manifest, store: Store, home: Path | None) -> Ma
     return manifest
 
 
-def _at_one_of(record: InputRecord, known: str, store: Store) -> InputRecord:
-    return record if _is_there(record.path, store) or not _is_there(known, store) else replace(record, path=known)
+def _at_one_of(record: InputRecord, known_path: str, store: Store) -> InputRecord:
+    return (
+        record
+        if _is_there(record.path, store) or not _is_there(known_path, store)
+        else replace(record, path=known_path)
+    )
 
 
 def _is_there(reference: str, store: Store) -> bool:

@@ -31,6 +31,7 @@ from mergepipe.snapshots.shards import INDEX_NAME, DurableProgress, TensorDigest
 from mergepipe.snapshots.staging import Staging
 from mergepipe.storage import owned
 from mergepipe.storage.location import OBJECT_SCHEMES, Location
+from mergepipe.storage.regular import os_error
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import open_writer
 from mergepipe.storage.remote.retry import Failure, FailureKind, RequestFailed
@@ -65,7 +66,10 @@ class FolderPublication:
     def publish(self, manifest: Manifest) -> None:
         """Rename the staging directory, after the sums that are kept beside it; raises as `Staging.publish`."""
         sums, out = self._staging.path / ACCUMULATORS_NAME, self._staging.out
-        keeps_sums = owned.is_there(sums)
+        try:
+            keeps_sums = owned.is_there(sums)
+        except OSError as error:
+            raise os_error(error, sums, "looking for the kept sums") from error
         if keeps_sums:
             move_sums(sums, out, manifest.sid)
         self._staging.publish()

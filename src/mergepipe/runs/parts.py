@@ -266,12 +266,12 @@ def shard_shares(plan: Plan, work: MergeWork, shared_bytes: int) -> tuple[int, .
     """
     by_shard = work.output.tasks_by_shard()
     costs = [planned_cost(plan, tasks) for tasks in by_shard]
-    left = max(0, plan.planned_bytes - shared_bytes - sum(costs))
+    remaining_bytes = max(0, plan.planned_bytes - shared_bytes - sum(costs))
     shares = []
     for tasks, cost in zip(by_shard, costs, strict=True):
-        more = min(left, sum(_row_pages(plan, work, task) for task in tasks))
+        more = min(remaining_bytes, sum(_row_pages(plan, work, task) for task in tasks))
         shares.append(cost + more)
-        left -= more
+        remaining_bytes -= more
     return tuple(shares)
 
 

@@ -146,7 +146,7 @@ def check_with_budget(options: MergeOptions, *, planned_by: str | None) -> None:
         RecipeError: `option.pair`.
     """
     if options.pack is not None and planned_by is not None:
-        message = f"packs what is read in full: it does not go with {planned_by}, which reads parts"
+        message = f"cannot be combined with {planned_by}: only experts that are read in full are packed"
         raise RecipeError.of("option.pair", "--pack", message, "run `mergepipe pack` by itself")
     if options.keep_sums and planned_by is not None:
         message = "only full merges keep sums and build on them"

@@ -53,9 +53,9 @@ def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
     """
     recipe, models, alignment = inputs.recipe, inputs.checkpoints, inputs.alignment
     lender = models[alignment.lender if alignment else 0]
-    own = read_sidecars(models[0], store)
-    lent = own if lender is models[0] else read_sidecars(lender, store)
-    contents = {name: content for name, content in own.items() if not _is_tokenizers(name)}
+    first_files = read_sidecars(models[0], store)
+    lent = first_files if lender is models[0] else read_sidecars(lender, store)
+    contents = {name: content for name, content in first_files.items() if not _is_tokenizers(name)}
     contents |= {name: content for name, content in lent.items() if _is_tokenizers(name)}
     if CONFIG_NAME in contents:
         parse_config(contents[CONFIG_NAME], models[0].root / CONFIG_NAME)
@@ -137,20 +137,20 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
         CorruptError: `storage.too-large`, one of them or all together.
         NotFoundError, StorageError: one cannot be read.
     """
-    left = SIDECARS_BYTES
+    remaining_bytes = SIDECARS_BYTES
     for name in model.sidecars:
-        left -= min(store.size_bytes(model.root / name), sidecar_limit(name))  # reading refuses one beyond its limit
-        if left < 0:
-            message = (
-                f"its small files up to {name} have {SIDECARS_BYTES - left} bytes, at most {SIDECARS_BYTES} are read"
-            )
+        # reading refuses one beyond its limit
+        remaining_bytes -= min(store.size_bytes(model.root / name), sidecar_limit(name))
+        if remaining_bytes < 0:
+            nbytes = SIDECARS_BYTES - remaining_bytes
+            message = f"its small files up to {name} have {nbytes} bytes, at most {SIDECARS_BYTES} are read"
             raise CorruptError.of("storage.too-large", model.root, message, "remove those that loaders do not need")
 
     def read(name: str) -> bytes:
         return store.read_small(model.root / name, sidecar_limit(name))
 
-    with concurrent_map(store, [model.root]) as each:
-        return dict(zip(model.sidecars, each(read, model.sidecars), strict=True))
+    with concurrent_map(store, [model.root]) as map_all:
+        return dict(zip(model.sidecars, map_all(read, model.sidecars), strict=True))
 
 
 def _is_tokenizers(name: str) -> bool:

@@ -100,9 +100,9 @@ def layout_of(manifest: Manifest, where: object, block_elements: int = DEFAULT_B
     by_file: dict[str, list[tuple[int, OutputTensor]]] = {file.name: [] for file in manifest.files}
     names = [*by_file, *(sidecar.name for sidecar in manifest.sidecars), BLOCKS_NAME, MANIFEST_NAME]
     if len(set(names)) < len(manifest.files) + len(manifest.sidecars) + 2 or not all(map(_is_contained, names)):
-        refuse("its files stand twice, or outside of the snapshot")
+        refuse("a file is listed twice, or is outside of the snapshot")
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
-        refuse("a tensor stands twice")
+        refuse("a tensor is listed twice")
     for index, tensor in enumerate(manifest.tensors):
         if tensor.file not in by_file or tensor.dtype not in DTYPES:
             refuse(f"'{tensor.name}' is {tensor.dtype} in {tensor.file}")

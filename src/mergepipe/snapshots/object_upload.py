@@ -219,16 +219,16 @@ class ObjectUpload:
     def _check_empty(self) -> None:
         """Refuse a prefix under which something else lies."""
         listing = self._folder.list_all()
-        others = [name for name in listing if name != MARKER_NAME and not name.startswith(_PROBE_PREFIX)]
-        if not others:
+        strangers = [name for name in listing if name != MARKER_NAME and not name.startswith(_PROBE_PREFIX)]
+        if not strangers:
             return
         self._folder.delete(MARKER_NAME)
-        if self._record_name in others:
+        if self._record_name in strangers:
             raise self._exists()
         raise OutputError.of(
             "output.not-ours",
             self._folder.location,
-            f"holds {len(others)} objects that are no unfinished output, {others[0]} among them",
+            f"holds {len(strangers)} objects that are no unfinished output, {strangers[0]} among them",
             "choose another prefix",
         )
 
@@ -333,8 +333,8 @@ def find_uploads(folder: BucketFolder) -> Iterator[LeftUpload]:
         if marker is None:
             continue
         is_published = marker.record_name in within
-        others = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
-        names = tuple(key for key in others if _is_ours(place, key))
+        object_names = () if is_published else (key for key in _own_names(within) if key != MARKER_NAME)
+        names = tuple(key for key in object_names if _is_ours(place, key))
         owner = marker.owner if marker.may_be_alive(_silent_seconds(within)) else None
         nbytes = sum(within[key].size_bytes for key in names)
         yield LeftUpload(place, names, nbytes, owner, marker.record_name, is_published)

@@ -79,15 +79,15 @@ class PartsBucket(PartsPlace):
 
     def _check_unused(self) -> None:
         """Refuse a prefix at which something lies that is not of this job."""
-        own = f"{self.path.name}/"
-        others = [name for name in self._output.list_all() if not name.startswith(own)]
-        if not others:
+        prefix = f"{self.path.name}/"
+        strangers = [name for name in self._output.list_all() if not name.startswith(prefix)]
+        if not strangers:
             return
-        if MARKER_NAME in others and MANIFEST_NAME not in others:
+        if MARKER_NAME in strangers and MANIFEST_NAME not in strangers:
             hint = "wait for it, or choose another prefix"
             raise ConflictError.of("output.busy", self.out, "another process makes an output there", hint)
-        message = f"holds {len(others)} objects that are not of this job, {others[0]} among them"
-        if MANIFEST_NAME in others:
+        message = f"holds {len(strangers)} objects that are not of this job, {strangers[0]} among them"
+        if MANIFEST_NAME in strangers:
             message = "holds a snapshot already, and one in a bucket is never replaced"
             raise OutputError.of("output.exists", self.out, message, "choose another prefix")
         raise OutputError.of("output.not-ours", self.out, message, "choose another prefix")
@@ -187,7 +187,7 @@ class JobUpload(ObjectUpload):
         return self
 
     def _check_empty(self) -> None:
-        """Its job has made sure that nothing else is there."""
+        """Do nothing: the job has made sure that nothing else is there."""
 
     def _leave(self, error: BaseException) -> None:
         """After a failure, let another process finish at once."""
@@ -244,8 +244,8 @@ def find_parts(folder: BucketFolder, abandoned_seconds: float) -> Iterator[LeftP
         is_published = MANIFEST_NAME in within
         is_ended = f"{PARTS_MARK}{digest}/{JOB_NAME}" not in records
         if is_published or is_ended or _silent_seconds(records) > abandoned_seconds:
-            left = records if is_published else within
-            nbytes = sum(facts.size_bytes for facts in left.values())
+            objects = records if is_published else within
+            nbytes = sum(facts.size_bytes for facts in objects.values())
             yield LeftParts(folder.below(parent.rstrip("/")), digest, is_published, nbytes)
 
 

@@ -31,7 +31,7 @@ _CODES = FieldCodes("parts.record", "parts.record", "parts.record", "remove the 
 
 @dataclass(frozen=True, slots=True)
 class PartsJob:
-    """What a place is for: all workers must agree on it. `shards` are names and sizes of the output's weight files."""
+    """The job of a place; all workers must agree on it. `shards` are names and sizes of the output's weight files."""
 
     out: str
     version: str
@@ -69,7 +69,7 @@ class PartsPlace(ABC):
     @property
     @abstractmethod
     def path(self) -> Path | Location:
-        """Where the records lie."""
+        """The location of the records."""
 
     @property
     @abstractmethod

@@ -127,14 +127,14 @@ def _check_replaceable(out: Path) -> None:
             "remove it yourself, or choose another name",
         )
     listed = {MANIFEST_NAME, *_recorded_files(out / MANIFEST_NAME)}
-    others = [name for name in held if name not in listed]
-    if others:
-        more = f" and {len(others) - _SHOWN_FILES} more" if len(others) > _SHOWN_FILES else ""
+    strangers = [name for name in held if name not in listed]
+    if strangers:
+        more = f" and {len(strangers) - _SHOWN_FILES} more" if len(strangers) > _SHOWN_FILES else ""
         raise OutputError.of(
             "output.unlisted-files",
             out,
             f"holds files that its {MANIFEST_NAME} does not list, and --force would remove them: "
-            f"{', '.join(others[:_SHOWN_FILES])}{more}",
+            f"{', '.join(strangers[:_SHOWN_FILES])}{more}",
             "move them away, or choose another name",
         )
 
@@ -375,8 +375,8 @@ def find_staging(parent: Path) -> Iterator[LeftStaging]:
     for directory in sorted(parent.glob(f".*{owned.STAGING_SUFFIX}")):
         if _may_be_removed(directory):
             with _probed(directory) as owner:
-                left = LeftStaging(directory, owner)
-            yield left
+                leftover = LeftStaging(directory, owner)
+            yield leftover
 
 
 def is_dead(directory: Path) -> bool:

@@ -113,7 +113,7 @@ class Ledger:
             self.charge(file, purpose, nbytes)
 
     def _admit_expert_bytes(self, file: str, nbytes: int) -> None:
-        used = sum(self._by_purpose[each] for each in EXPERT_PURPOSES)
+        used = sum(self._by_purpose[purpose] for purpose in EXPERT_PURPOSES)
         if self.expert_limit_bytes is not None and used + nbytes > self.expert_limit_bytes:
             message = f"{nbytes} more bytes were asked for, {used} of {self.expert_limit_bytes} are used"
             raise LimitError.of("budget.exceeded", file, message, "report this: the plan was unsound")

@@ -131,12 +131,12 @@ class LocalStore:
         path = location.local_path
         try:
             with os.scandir(path) as entries:
-                found = [Entry(entry.name, _kind_listed(entry)) for entry in entries]
+                listed = [Entry(entry.name, _kind_listed(entry)) for entry in entries]
         except (FileNotFoundError, NotADirectoryError, ValueError) as error:
             raise NotFoundError.of("storage.not-found", path, "no such folder", "check the path") from error
         except OSError as error:
             raise StorageError.of("storage.list", path, f"cannot be listed: {error.strerror}") from error
-        return tuple(sorted(found, key=lambda entry: entry.name))
+        return tuple(sorted(listed, key=lambda entry: entry.name))
 
     def real_path(self, location: Location) -> Location | None:
         """Return the target of a location once all links are followed; see `Store.real_path`."""
@@ -197,7 +197,7 @@ class LocalStore:
 
 
 def _not_looked_at(error: OSError, path: Path) -> MergePipeError:
-    return StorageError.of("storage.stat", path, f"cannot be looked at: {error.strerror}")
+    return StorageError.of("storage.stat", path, f"its status cannot be read: {error.strerror}")
 
 
 def _kind_of(mode: int) -> FileKind:

@@ -70,11 +70,11 @@ def is_parts_name(name: str) -> bool:
 def _split(path: Path, root: Path | None) -> tuple[Path, tuple[str, ...]]:
     """The folder that may lie behind links, and the names to be walked below it."""
     absolute = path.absolute()
-    own = _staging_root(absolute) if root is None else root.absolute()
-    anchor = absolute.parent if own is None else own.parent
+    work_root = _staging_root(absolute) if root is None else root.absolute()
+    anchor = absolute.parent if work_root is None else work_root.parent
     names = absolute.relative_to(anchor).parts
     if not names or ".." in names:
-        raise ValueError(f"{path} does not lie in {own}")
+        raise ValueError(f"{path} does not lie in {work_root}")
     return anchor, names
 
 

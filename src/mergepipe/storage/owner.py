@@ -181,7 +181,7 @@ def living_owner(directory: Path, *, is_locked: bool | None) -> Owner | None:
 
 
 def newest_change(directory: Path) -> float:
-    """When a file in a directory was changed last, in seconds since 1970; 0 if there is none."""
+    """Return when a file in a directory was last changed, in seconds since 1970; 0 if there is none."""
     newest = 0.0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -200,10 +200,10 @@ def _start_time(pid: int) -> str:
     """Return the start of a process, in ticks since the boot; empty if there is none of that number."""
     with contextlib.suppress(OSError):
         return (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
-    return "" if (_PROCESSES / "self").exists() else _running(pid)
+    return "" if (_PROCESSES / "self").exists() else _existence_mark(pid)
 
 
-def _running(pid: int) -> str:
+def _existence_mark(pid: int) -> str:
     """Return a stand-in for the time of start where the system tells none: only whether there is such a process."""
     try:
         os.kill(pid, 0)

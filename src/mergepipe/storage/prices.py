@@ -25,14 +25,14 @@ class DecodingPrices:
     nanoseconds: Mapping[str, tuple[float, ...]]
 
     def __post_init__(self) -> None:
-        for kind, each in self.nanoseconds.items():
-            if not 0 < len(each) <= _MOST_LEVELS or not all(0 <= value < math.inf for value in each):
-                raise ValueError(f"{kind}: not what decoding takes at its levels: {each}")
+        for kind, by_level in self.nanoseconds.items():
+            if not 0 < len(by_level) <= _MOST_LEVELS or not all(0 <= value < math.inf for value in by_level):
+                raise ValueError(f"{kind}: not decoding times of its levels: {by_level}")
 
     def seconds(self, kind: str, level: int) -> float:
-        """To decode one element of a kind of block at a level; 0 for a kind that is not known, or level 0."""
-        each = self.nanoseconds.get(kind)
-        return each[min(level, len(each)) - 1] / _NANOSECONDS if each and level else 0.0
+        """Return the seconds to decode one element of a kind of block; 0 for an unknown kind or level 0."""
+        by_level = self.nanoseconds.get(kind)
+        return by_level[min(level, len(by_level)) - 1] / _NANOSECONDS if by_level and level else 0.0
 
 
 NO_DECODING = DecodingPrices({})

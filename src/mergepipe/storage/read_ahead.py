@@ -94,12 +94,12 @@ class ReadAhead:
 
     def _next_piece(self) -> _Piece | None:
         with self._lock:
-            asked = None if self._is_stopped else next(self._unrequested, None)
-            if asked is None:
+            request = None if self._is_stopped else next(self._unrequested, None)
+            if request is None:
                 return None
-            nbytes = asked.stop - asked.start
-            piece = _Piece(asked, aligned_buffer(round_up(nbytes, PAGE_BYTES))[:nbytes], nbytes)
-            self._requested[asked.location].append(piece)
+            nbytes = request.stop - request.start
+            piece = _Piece(request, aligned_buffer(round_up(nbytes, PAGE_BYTES))[:nbytes], nbytes)
+            self._requested[request.location].append(piece)
             return piece
 
     def piece_from(self, location: Location, position: int, purpose: Purpose) -> _Piece | None:

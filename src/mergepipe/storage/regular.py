@@ -52,12 +52,12 @@ def regular_status(path: Path) -> os.stat_result:
         StorageError: `storage.not-a-file`, or the operating system refused.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:
         raise _refused(error, path, "looking it up") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise not_a_file(path, found.st_mode)
-    return found
+    if not stat.S_ISREG(status.st_mode):
+        raise not_a_file(path, status.st_mode)
+    return status
 
 
 def open_regular(path: Path) -> int:
@@ -75,9 +75,9 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         raise os_error(error, path, "opening it") from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise not_a_file(path, found.st_mode)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise not_a_file(path, status.st_mode)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     except OSError as error:
         os.close(descriptor)

@@ -117,7 +117,7 @@ class Stores:
         return file if self._ahead is None else self._ahead.over(file)
 
     @contextmanager
-    def serving(self, ahead: ReadAhead) -> Iterator[None]:
+    def serve_read_ahead(self, ahead: ReadAhead) -> Iterator[None]:
         """Serve what was read ahead to the files that are opened while the context lasts."""
         self._ahead = ahead
         try:
@@ -139,9 +139,9 @@ def _opener(location: Location) -> OpenStore:
     """The function that makes the store of a location; its module is imported here, so that only users of it wait."""
     opener = _OPENERS.get(location.scheme)
     if opener is None:
-        known = sorted(scheme for scheme in _OPENERS if scheme)
+        schemes = sorted(scheme for scheme in _OPENERS if scheme)
         message = f"no store is known for '{location.scheme}://'"
-        raise RecipeError.of("location.scheme", location, message, did_you_mean(location.scheme, known))
+        raise RecipeError.of("location.scheme", location, message, did_you_mean(location.scheme, schemes))
     if not isinstance(opener, str):
         return opener
     module, _, function = opener.partition(":")

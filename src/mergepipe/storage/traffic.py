@@ -102,7 +102,7 @@ def store_notices(store: Store) -> tuple[str, ...]:
 def concurrent_map(store: Store, locations: Iterable[Location]) -> Iterator[Map]:
     """Give a `map` that makes as many calls at once as the stores of some locations take; one where they are free."""
     terms = [store.terms(location) for location in locations]
-    most_requests = max((each.most_requests for each in terms if each.request_cost_bytes), default=0)
+    most_requests = max((term.most_requests for term in terms if term.request_cost_bytes), default=0)
     if not most_requests:
         yield map
         return

@@ -131,10 +131,10 @@ def recipe(
     if (strategy is None) == (from_log is None):
         raise RecipeError.of("option.invalid", "--strategy", "give either --strategy or --from-log")
     if strategy is not None:
-        known = [item.value for item in Strategy]
-        if strategy not in known:
+        strategies = [item.value for item in Strategy]
+        if strategy not in strategies:
             raise RecipeError.of(
-                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, known)
+                "option.invalid", "--strategy", f"'{strategy}' is not known", did_you_mean(strategy, strategies)
             )
         return recipe_text(strategy, run, at=at, ends=ends, folder=folder)
     if from_log is None or at is None:

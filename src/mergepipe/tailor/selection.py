@@ -117,18 +117,18 @@ def select_parameters(selectors: Iterable[Selector], units: ModelUnits, where: s
     """Return the parameters that any of the selectors means, in the model's order. Aliases are not parameters.
 
     Raises:
-        RecipeError: a selector means nothing in this model.
+        RecipeError: a selector matches nothing in this model.
     """
     chosen: set[str] = set()
     for selector in selectors:
-        parameters = _matching(selector, units, where)
+        parameters = _matching_names(selector, units, where)
         if not parameters:
-            raise _nothing(selector, units, where)
+            raise _empty_selection(selector, units, where)
         chosen.update(parameters)
     return tuple(name for name in units.names if name in chosen)
 
 
-def _matching(selector: Selector, units: ModelUnits, where: str) -> list[str]:
+def _matching_names(selector: Selector, units: ModelUnits, where: str) -> list[str]:
     if isinstance(selector, ParameterNames):
         return [name for name in units.names if fnmatchcase(name, selector.pattern)]
     if isinstance(selector, TheseLayers):
@@ -149,17 +149,17 @@ def _means(selector: OneUnit | EveryLayer | TheseLayers | OtherUnits, unit: Unit
 
 
 def _require_layers(selector: TheseLayers, units: ModelUnits, where: str) -> None:
-    known = {unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER}
-    beyond = [index for index in selector.indices if index not in known]
+    indices = {unit.index for unit in units.parameters if unit.kind is UnitKind.LAYER}
+    beyond = [index for index in selector.indices if index not in indices]
     if beyond:
         raise RecipeError.of(
             "tailor.units.no_layer", where, f"{selector.text!r}: the model has no layer {_shown(beyond)}",
-            f"its layers are {min(known)} to {max(known)}" if known else "it has no layers",
+            f"its layers are {min(indices)} to {max(indices)}" if indices else "it has no layers",
         )  # fmt: skip
 
 
-def _nothing(selector: Selector, units: ModelUnits, where: str) -> MergePipeError:
-    message = f"{selector.text!r} means nothing in this model"
+def _empty_selection(selector: Selector, units: ModelUnits, where: str) -> MergePipeError:
+    message = f"{selector.text!r} matches nothing in this model"
     if isinstance(selector, OneUnit) and selector.unit == LM_HEAD and units.tied:
         alias, owner = next(iter(units.tied.items()))
         hint = f"'{alias}' is tied to '{owner}': take {units.unit_of(owner)} instead"

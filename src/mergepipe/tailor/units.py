@@ -115,7 +115,7 @@ def _unit_of(name: str, main_stack: str | None) -> Unit:
             return layer(int(match["index"]))
         return Unit(UnitKind.OTHER, name=f"{match['stack']}.{int(match['index'])}")
     words = name.split(".")[:-1]
-    for unit, known in ((LM_HEAD, _HEAD_WORDS), (EMBED, _EMBED_WORDS), (NORM, _NORM_WORDS)):
-        if any(word in known for word in words):
+    for unit, unit_words in ((LM_HEAD, _HEAD_WORDS), (EMBED, _EMBED_WORDS), (NORM, _NORM_WORDS)):
+        if any(word in unit_words for word in words):
             return unit
     return Unit(UnitKind.OTHER, name=".".join(words) or name)

@@ -63,7 +63,7 @@ class StateReader:
             read_exact(self._open(piece.file), offset, offset + nbytes, Purpose.ANALYSIS, out[at : at + nbytes])
             done += nbytes
         if done != out.size:
-            raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is there in parts only")
+            raise CorruptError.of("tailor.gap", state.parameter, f"{state.kind} is saved in part only")
         return out
 
     def _open(self, path: Location) -> RangeFile:

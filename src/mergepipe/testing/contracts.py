@@ -66,11 +66,11 @@ def _setting(
     defaults: dict[Scope, dict[str, Scalar]] = {scope: {} for scope in Scope}
     for p in operator.spec.parameters:
         defaults[p.scope][p.name] = 0.5 if p.default is None else p.default
-    each = models or [{}] * n_experts
+    model_parameters = models or [{}] * n_experts
     inputs = OperatorInput(
         {**defaults[Scope.GLOBAL], **shared},
         {},
-        tuple({**defaults[Scope.MODEL], **own} for own in each),
+        tuple({**defaults[Scope.MODEL], **parameters} for parameters in model_parameters),
         n,
         _STREAM_KEYS[:n_experts],
         shape=shape,

@@ -131,7 +131,7 @@ def test_merge__a_mark_that_makes_no_sense_is_refused(root: Path, model: object,
 def test_merge__differences_are_no_base(root: Path) -> None:
     recipe = marked_recipe(root, {"path": "full", "delta": True}, method="linear")
     recipe.write_text(recipe.read_text().replace(f"base_model: {root / 'base'}\n", ""))
-    with pytest.raises(UnsupportedError, match="is a delta, and stands where full weights are needed"):
+    with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
         mergepipe.check(recipe)
 
 

@@ -46,7 +46,7 @@ def test_open_model__a_delta_is_bound_to_its_base(tmp_path: Path) -> None:
     other = opened(write_model(tmp_path / "other", {"a.weight": W + 1, "b.weight": W}))
     with pytest.raises(MismatchError, match=f"holds differences from the base {mark.base}, .*other is"):
         opened(path, other)
-    with pytest.raises(UnsupportedError, match="is a delta, and stands where full weights are needed"):
+    with pytest.raises(UnsupportedError, match="is a delta, but full weights are needed here"):
         opened(path)
     with pytest.raises(UnsupportedError, match="holds differences from a base; an adapter applies to weights only"):
         opened(path, base, adapter=tmp_path / "adapter")

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from mergepipe.kernels.compilation.listeners import compiling, listening
+from mergepipe.kernels.compilation.listeners import listen_to_compilation, mark_compilation
 
 SOURCE = """
 from mergepipe.kernels.compilation.compiled import kernel
@@ -32,19 +32,19 @@ def test_kernels__are_announced_when_compiled_and_not_when_loaded(tmp_path: Path
     path.write_text(SOURCE, encoding="utf-8")
     heard: list[list[bool]] = [[], [], []]
     first, again = import_kernels(path), import_kernels(path)
-    with listening(heard[0].append):
+    with listen_to_compilation(heard[0].append):
         assert first.doubled(2) == 4
-    with listening(heard[1].append):
+    with listen_to_compilation(heard[1].append):
         assert first.doubled(3) == 6
-    with listening(heard[2].append):
+    with listen_to_compilation(heard[2].append):
         assert again.doubled(4) == 8
     assert heard == [[True, False], [], []]
 
 
-def test_listening__hears_a_nested_compilation_once_and_nothing_after_its_end() -> None:
+def test_listen_to_compilation__hears_a_nested_compilation_once_and_nothing_after_its_end() -> None:
     heard: list[bool] = []
-    with listening(heard.append), compiling(), compiling():
+    with listen_to_compilation(heard.append), mark_compilation(), mark_compilation():
         pass
-    with compiling():
+    with mark_compilation():
         pass
     assert heard == [True, False]

@@ -31,11 +31,11 @@ def base_names(wanted: Sequence[str], base: Collection[str], where: object) -> d
         MismatchError: there is no such change, or more than one that takes equally little away.
     """
     renamed = {name: name for name in wanted if name in base}
-    others = [name for name in wanted if name not in base]
-    if not others:
+    changed_names = [name for name in wanted if name not in base]
+    if not changed_names:
         return renamed
-    prefix = _common_prefix(others, base, where)
-    for name in others:
+    prefix = _common_prefix(changed_names, base, where)
+    for name in changed_names:
         other = prefix.applied(name) if prefix else None
         if other is None:
             candidates = [base_name for base_name in base if base_name.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -61,8 +61,8 @@ def _common_prefix(names: Sequence[str], base: Collection[str], where: object) -
 
 def _most_alike(prefixes: list[Prefix]) -> list[Prefix]:
     """Return the prefix changes that keep most words: `model.language_model.` is no `vision_tower.encoder.`."""
-    kept = [len({*prefix.removed.split(".")} & {*prefix.added.split(".")} - {""}) for prefix in prefixes]
-    return [prefix for prefix, count in zip(prefixes, kept, strict=True) if count == max(kept)]
+    n_shared = [len({*prefix.removed.split(".")} & {*prefix.added.split(".")} - {""}) for prefix in prefixes]
+    return [prefix for prefix, count in zip(prefixes, n_shared, strict=True) if count == max(n_shared)]
 
 
 def _candidates(name: str, base: Collection[str]) -> Iterator[list[Prefix]]:

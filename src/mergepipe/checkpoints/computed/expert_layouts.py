@@ -101,8 +101,8 @@ def _replaced(
     tensors: Mapping[str, Readable], spare: Mapping[str, Readable], made: Mapping[str, Readable], used: set[Piece]
 ) -> dict[str, Readable]:
     """Replace the tensors that were used up by those that were assembled, in storage order."""
-    kept = (t for name, t in tensors.items() if name not in spare or not _is_used_up(t, used))
-    return {tensor.name: tensor for tensor in sorted([*kept, *made.values()], key=_place)}
+    unused = (t for name, t in tensors.items() if name not in spare or not _is_used_up(t, used))
+    return {tensor.name: tensor for tensor in sorted([*unused, *made.values()], key=_place)}
 
 
 def _is_used_up(tensor: Readable, used: set[Piece]) -> bool:

@@ -58,12 +58,12 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of one module's factors."""
-        return _matching(self.ranks, module, self.rank)
+        return _pattern_value(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of one module's product: alpha / r, or alpha / sqrt(r) for rsLoRA."""
         rank = self.rank_of(module)
-        return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        return _pattern_value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 def read_adapter_config(store: Store, path: Location) -> AdapterConfig:
@@ -127,18 +127,18 @@ def _check_pattern(pattern: str, key: str, path: Location) -> None:
     is_bounded = (repeats == 0 and groups <= 1) or (repeats <= _MAX_REPEATS and choices == 0)
     if len(pattern) > _MAX_PATTERN or not is_bounded or not _PATTERN.fullmatch(pattern):
         raise UnsupportedError.of(
-            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is too intricate to be tried",
+            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is too complex to be matched",
             "name the modules one by one",
         )  # fmt: skip
     try:
         re.compile(pattern)
     except re.error as error:
         raise CorruptError.of(
-            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is none: {error}"
+            "adapter.config.pattern", path, f"the pattern {shown(pattern)} of '{key}' is no regular expression: {error}"
         ) from error
 
 
-def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
+def _pattern_value(patterns: Mapping[str, T], module: str, default: T) -> T:
     """The value of the first pattern that matches the end of the module's name at a dot."""
     for pattern, value in patterns.items():
         if len(module) <= _MAX_NAME and re.match(rf"(.*\.)?({pattern})$", module):

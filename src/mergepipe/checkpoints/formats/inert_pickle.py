@@ -102,9 +102,9 @@ class _Machine:
         end = self.position + nbytes
         if nbytes < 0 or end > len(self.pickled):
             raise self.corrupt(f"{nbytes} bytes are announced, {len(self.pickled) - self.position} are left")
-        taken = self.pickled[self.position : end]
+        content = self.pickled[self.position : end]
         self.position = end
-        return taken
+        return content
 
     def number(self, form: struct.Struct) -> int:
         (value,) = form.unpack_from(self.pickled, self.position)

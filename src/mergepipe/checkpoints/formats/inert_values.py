@@ -103,8 +103,8 @@ def resolve_global(module: str, name: str, where: str) -> Global:
         UnsupportedError: the name is not on the list.
     """
     qualified_name = (module, name)
-    known = qualified_name in _RECORDS or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
-    if not (known or _is_torch_constant(module, name)):
+    is_listed = qualified_name in _RECORDS or qualified_name in _CONSTRUCTORS or qualified_name in _TYPES
+    if not (is_listed or _is_torch_constant(module, name)):
         shown = f"{module[:80]}.{name[:80]}"
         raise UnsupportedError.of(
             "pickle.global", where, f"the pickle names {shown!r}, which is not on the list of inert types",

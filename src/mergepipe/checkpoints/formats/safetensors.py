@@ -231,5 +231,5 @@ def _check_tiling(path: Location, entries: tuple[TensorEntry, ...], data_start: 
     if end < size_bytes:
         raise CorruptError.of(
             "checkpoint.header.data_trailing", path,
-            f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes belong to nothing",
+            f"the header describes {end} bytes, the file has {size_bytes}: {size_bytes - end} bytes are in no tensor",
         )  # fmt: skip

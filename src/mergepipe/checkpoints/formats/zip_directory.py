@@ -105,11 +105,13 @@ class _Directory:
         end = _END.unpack(self._read(end_offset, _END.size))
         if end[0] != b"PK\x05\x06" or end[7] != 0:
             raise self._corrupt("end", "the file does not end with a zip directory; it is cut, or bytes follow it")
-        _, disk, first_disk, here, count, nbytes, start, _ = end
+        _, disk, first_disk, disk_count, count, nbytes, start, _ = end
         stop = end_offset
         if self._has_end64(end_offset):
-            stop, disk, first_disk, here, count, nbytes, start = self._end64(end_offset, (here, count, nbytes, start))
-        if disk or first_disk or here != count:
+            stop, disk, first_disk, disk_count, count, nbytes, start = self._end64(
+                end_offset, (disk_count, count, nbytes, start)
+            )
+        if disk or first_disk or disk_count != count:
             raise UnsupportedError.of("zip.volumes", self._window.path, "the archive has several volumes")
         if start + nbytes != stop or nbytes > ZIP_DIRECTORY_BYTES or count * _CENTRAL.size > nbytes:
             raise self._corrupt("directory", f"a directory of {nbytes} bytes at {start} does not end at {stop}")
@@ -125,16 +127,16 @@ class _Directory:
         _, disk, at, disks = _LOCATOR64.unpack(self._read(locator_offset, _LOCATOR64.size))
         if at + _END64.size != locator_offset or disk or disks > 1:
             raise self._corrupt("end", "the zip64 end record is not where its locator says")
-        signature, size, _, _, disk, first_disk, here, count, nbytes, start = _END64.unpack(
+        signature, size, _, _, disk, first_disk, disk_count, count, nbytes, start = _END64.unpack(
             self._read(at, _END64.size)
         )  # fmt: skip
         if signature != b"PK\x06\x06" or size != _END64.size - 12:
             raise self._corrupt("end", "the zip64 end record is malformed")
         limits = (_ALL_ONES_16, _ALL_ONES_16, _ALL_ONES_32, _ALL_ONES_32)
-        for value, full, limit in zip(short, (here, count, nbytes, start), limits, strict=True):
+        for value, full, limit in zip(short, (disk_count, count, nbytes, start), limits, strict=True):
             if value not in (full, limit):
                 raise self._corrupt("end", f"the two end records disagree: {value} and {full}")
-        return at, disk, first_disk, here, count, nbytes, start
+        return at, disk, first_disk, disk_count, count, nbytes, start
 
     def listed(self, start: int, stop: int, count: int) -> list[_Listed]:
         """Parse the central directory, which must hold exactly `count` entries."""

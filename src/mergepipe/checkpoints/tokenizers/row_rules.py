@@ -106,8 +106,8 @@ def model_rows(
 def of_sources(rows: RowMap, model: int) -> tuple[RowMap, tuple[int, ...]]:
     """Restrict the map's sources to the models it uses, `model` first; return it with those models in order."""
     is_mean_R = rows.origin_R <= mean_origin(0)
-    kept, renumbered_R = np.unique(rows.origin_R[is_mean_R], return_inverse=True)
-    means = [rows.means[mean_origin(origin)] for origin in kept.tolist()]
+    origins, renumbered_R = np.unique(rows.origin_R[is_mean_R], return_inverse=True)
+    means = [rows.means[mean_origin(origin)] for origin in origins.tolist()]
     models = set(np.unique(rows.origin_R[rows.origin_R >= 0]).tolist())
     models |= {part.source for mean in means for part in mean}
     order = (model, *sorted(models - {model}))

@@ -32,12 +32,12 @@ def unaligned_notices(
     parsed. One that cannot be read is a notice, no error: nothing that is merged depends on it.
     """
     first = models[0]
-    others = [index for index in sorted(used) if index > 0 and models[index].kind is CheckpointKind.FULL]
-    compared = [first, *(models[index] for index in others)]
-    with concurrent_map(store, [model.root for model in compared]) as each:
-        own_files, *files = each(lambda model: _contents(model, store), compared)
+    experts = [index for index in sorted(used) if index > 0 and models[index].kind is CheckpointKind.FULL]
+    compared = [first, *(models[index] for index in experts)]
+    with concurrent_map(store, [model.root for model in compared]) as map_all:
+        own_files, *files = map_all(lambda model: _contents(model, store), compared)
     lines: list[str] = []
-    for index, theirs in zip(others, files, strict=True):
+    for index, theirs in zip(experts, files, strict=True):
         model, name = models[index], names[index]
         differ = own_files and theirs and own_files != theirs
         tokens = list(_model_notices(first, names[0], model, name, store)) if differ else []

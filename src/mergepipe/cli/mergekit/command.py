@@ -179,7 +179,7 @@ class NoticedFlags:
             "--multi-gpu": self.multi_gpu,
             "--gpu-rich": self.gpu_rich,
         }
-        others = {
+        explained_flags = {
             "--trust-remote-code": (self.trust_remote_code, "no code of a model is ever run, and none is needed"),
             "--allow-crimes": (
                 self.allow_crimes,
@@ -201,7 +201,7 @@ class NoticedFlags:
         }
         named = ", ".join(flag for flag, is_set in gpu.items() if is_set)
         on_gpu = (f"{named}: the processor merges, in bounded memory; no GPU is used",) if named else ()
-        return (*on_gpu, *(f"{flag}: {text}" for flag, (is_set, text) in others.items() if is_set))
+        return (*on_gpu, *(f"{flag}: {text}" for flag, (is_set, text) in explained_flags.items() if is_set))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ SHORT_SID = 12
 
 
 def snapshots_table(snapshots: Sequence[SnapshotReport]) -> str:
-    """One line a snapshot."""
+    """Return a table with one line for each snapshot."""
     if not snapshots:
         return "no snapshots"
     rows = [
@@ -37,7 +37,7 @@ def _place_text(snapshot: SnapshotReport) -> str:
 
 
 def snapshot_table(snapshot: SnapshotReport) -> str:
-    """One snapshot in full."""
+    """Return the facts of one snapshot."""
     inputs = [
         (source.role, f"{source.model} ({format_bytes(source.read_bytes)} read){_sid_text(source.sid)}")
         for source in snapshot.inputs

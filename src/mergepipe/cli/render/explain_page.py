@@ -82,10 +82,10 @@ def _bar(expert: ExpertShare, n_blocks: int) -> Bar:
         if count:
             parts.append(Part(use.style, round(start, 3), round(width, 3), f"{use.label}: {width:.3g} %"))
         start += width
-    taken = share_text(sum(counts[:3]), n_blocks)
+    read_share = share_text(sum(counts[:3]), n_blocks)
     nbytes = expert.realized_bytes if expert.realized_bytes is not None else expert.planned_bytes
     read = "" if nbytes is None else f", {format_bytes(nbytes)} read"
-    return Bar(f"{expert.model}: {taken} of its blocks{read}", tuple(parts))
+    return Bar(f"{expert.model}: {read_share} of its blocks{read}", tuple(parts))
 
 
 def layer_charts(explanation: Explanation) -> tuple[Chart, ...]:

@@ -21,7 +21,7 @@ def extraction_table(report: ExtractLoraReport) -> str:
             ("error", f"{report.relative_error:.2%} of the difference's norm is not in the adapter"),
             *worst_fact,
             *([("saved whole", ", ".join(report.saved_modules))] if report.saved_modules else []),
-            *(("not held", line) for line in grouped_names((each.reason, each.name) for each in report.left)),
+            *(("not held", line) for line in grouped_names((skipped.reason, skipped.name) for skipped in report.left)),
             ("base model", report.base_model_id or "unknown on the Hub; --base-model-id names it"),
             ("read", f"{format_bytes(report.base_bytes + report.model_bytes)} in {format_seconds(report.seconds)}"),
             ("adapter", f"{format_bytes(report.adapter_bytes)}, {report.out}"),

@@ -58,9 +58,9 @@ def grouped_layers(layers: Sequence[LayerShare], experts: Sequence[str]) -> list
     names = min(max((len(name) for name in experts), default=0), _MOST_NAME) + 2
     room = MOST_GROUPS if columns is None else (columns - max(names, _MOST_NAME)) // _GROUP_COLUMNS
     most = min(max(room, 2), MOST_GROUPS)
-    numbered, others = [x for x in layers if x.layer], [x for x in layers if not x.layer]
+    numbered, unnumbered = [x for x in layers if x.layer], [x for x in layers if not x.layer]
     size = max(1, -(-len(numbered) // (most - 1)))
-    return [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([others] if others else [])]
+    return [*(numbered[i : i + size] for i in range(0, len(numbered), size)), *([unnumbered] if unnumbered else [])]
 
 
 def layers_range(group: Sequence[LayerShare]) -> str:
@@ -74,7 +74,7 @@ def _joined(energies: Sequence[tuple[float, float] | None]) -> float | None:
     whole = sum(energy for _, energy in estimated)
     if not estimated:
         return None
-    return float((sum(left for left, _ in estimated) / whole) ** 0.5) if whole > 0 else 0.0
+    return float((sum(lost for lost, _ in estimated) / whole) ** 0.5) if whole > 0 else 0.0
 
 
 def price_facts(price: TimePrice | None) -> list[Fact]:

@@ -121,8 +121,8 @@ def _exported_text(report: ExportedStatistics) -> str:
 
 
 def _analyzed_text(expert: AnalyzedExpert) -> str:
-    known = expert.comparable_tensors - expert.analyzed_tensors
-    parts = [f"{expert.analyzed_tensors} read now", f"{known} known before"]
+    n_known = expert.comparable_tensors - expert.analyzed_tensors
+    parts = [f"{expert.analyzed_tensors} read now", f"{n_known} known before"]
     if expert.same_as is not None:
         source = expert.same_as if expert.same_as == IMPORTED_STATISTICS else f"statistics of {expert.same_as}"
         parts.append(f"known by content: {source} are used")
@@ -157,8 +157,8 @@ def shorten_names(names: Iterable[str]) -> str:
         _shorten(pattern) + (f" ({count})" if count > 1 else "")
         for pattern, count in list(patterns.items())[:MAX_PATTERNS]
     ]
-    rest = sum(list(patterns.values())[MAX_PATTERNS:])
-    return ", ".join(listed) + (f", and {rest} more" if rest else "")
+    n_more = sum(list(patterns.values())[MAX_PATTERNS:])
+    return ", ".join(listed) + (f", and {n_more} more" if n_more else "")
 
 
 def _model_text(model: str, tensors: int, nbytes: int) -> str:

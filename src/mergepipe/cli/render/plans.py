@@ -43,11 +43,13 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
     rows = []
     for e, model in enumerate(model for model in plan.models if model.role == "expert"):
         accesses = [access for tensor in plan.tensors if (access := tensor.access_of(e)) is not None]
-        taken = sum(access.n_blocks + sum(stop - start for start, stop, _ in access.shared) for access in accesses)
+        used_blocks = sum(
+            access.n_blocks + sum(stop - start for start, stop, _ in access.shared) for access in accesses
+        )
         free = sum(stop - start for access in accesses for start, stop in access.free)
         rows.append([
             model.model, format_bytes(model.planned_bytes), share_text(model.planned_bytes, model.full_cost_bytes),
-            share_text(taken, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
+            share_text(used_blocks, blocks), share_text(free, blocks), *([] if plan.expected_error is None else
             [levels_text(blocks_by_level(accesses)), error_text(expected_error_of(accesses))]),
         ])  # fmt: skip
     head = [
@@ -163,8 +165,8 @@ def _choices(label: str, choices: Iterable[_Choice]) -> list[Fact]:
     for choice in choices:
         groups[_NUMBER.sub("#", _before_name(choice.decision)), _NUMBER.sub("#", choice.reason)].append(choice)
     lines = [(label, _group_text(group)) for group in list(groups.values())[:MAX_GROUPS]]
-    rest = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
-    return [*lines, (label, f"and {rest} more: see the plan")] if rest else lines
+    n_more = sum(len(group) for group in list(groups.values())[MAX_GROUPS:])
+    return [*lines, (label, f"and {n_more} more: see the plan")] if n_more else lines
 
 
 def _before_name(text: str) -> str:

@@ -48,11 +48,11 @@ def damage_text(damage: Damage) -> str:
 
 def push_table(report: PushReport) -> str:
     """Show the published files and their place."""
-    kept = [("there already", format_bytes(report.kept_bytes))] if report.kept_bytes else []
+    kept_rows = [("there already", format_bytes(report.kept_bytes))] if report.kept_bytes else []
     return facts_text([
         ("snapshot", f"{report.sid} {report.snapshot}"),
         ("pushed", f"{plural(report.files, 'file')}, {format_bytes(report.total_bytes)}"),
-        *kept,
+        *kept_rows,
         ("time", format_seconds(report.seconds)),
         *([("commit", report.commit)] if report.commit else []),
         ("output", str(report.destination)),

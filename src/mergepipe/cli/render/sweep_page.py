@@ -50,7 +50,7 @@ def charts_of(report: SweepReport) -> tuple[Chart, ...]:
 
 
 def _level_lines(report: SweepReport) -> list[Line]:
-    """For each form, from the closest on, the share of blocks that are read in it or in a closer one."""
+    """Return for each form, closest first, the share of blocks that are read in it or in a closer one."""
     points = [point for point in report.points if point.policy == report.policy]
     used = [name for name in NAMES if any(name in dict(point.levels) for point in points)]
     most = max((sum(count for _, count in point.levels) for point in points), default=0)

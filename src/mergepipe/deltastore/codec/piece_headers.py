@@ -61,10 +61,10 @@ POSITION, END, FAULT, FOUND, NEEDED = range(CURSOR_FIELDS)
 
 
 @kernel
-def set_fault(cursor: Counts, fault: int, found: int, needed: int) -> None:
+def set_fault(cursor: Counts, fault: int, actual: int, needed: int) -> None:
     """Record a fault, unless one was recorded before."""
     if cursor[FAULT] == 0:
-        cursor[FAULT], cursor[FOUND], cursor[NEEDED] = fault, found, needed
+        cursor[FAULT], cursor[FOUND], cursor[NEEDED] = fault, actual, needed
 
 
 @kernel

@@ -80,7 +80,7 @@ class PackJob:
 
     @classmethod
     def of(
-        cls, base: Checkpoint, expert: Checkpoint, out: Path, place: Location, kept: tuple[FileFingerprint, ...]
+        cls, base: Checkpoint, expert: Checkpoint, out: Path, place: Location, kept_files: tuple[FileFingerprint, ...]
     ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
         places: list[Place] = []
@@ -90,7 +90,7 @@ class PackJob:
                 raise TypeError(f"not one byte range: {entry!r}")
             places.append(Place(entry, _matching_tensor(base, entry), numbers[entry.file], row))
             row += places[-1].n_rows
-        return cls(base, expert, out, place, kept, tuple(places))
+        return cls(base, expert, out, place, kept_files, tuple(places))
 
     @property
     def n_rows(self) -> int:
@@ -111,9 +111,9 @@ class PackJob:
     def key(self) -> str:
         """A digest of everything that must be unchanged to resume another run's unfinished store."""
         roots = [str(checkpoint.path.absolute()) for checkpoint in (self.base, self.expert)]
-        kept = [[file.name, file.size_bytes, file.version] for file in self.kept]
+        kept_files = [[file.name, file.size_bytes, file.version] for file in self.kept]
         fingerprints = [_fingerprints_of(self.base), _fingerprints_of(self.expert)]
-        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept])
+        return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files])
 
     def check_unchanged(self, store: Store) -> None:
         """Refuse inputs that are not those that were opened.
@@ -293,10 +293,10 @@ class StoreBuilder:
             raise ValueError(f"{self.job.out}: {self._blocks.n_written} of {self.job.n_rows} blocks were put")
         if self._upload is not None:  # what is packed is not packed again if the upload fails
             self._note()
-        kept = tuple(self._keep(file.name) for file in self.job.kept)
+        kept_files = tuple(self._keep(file.name) for file in self.job.kept)
         with open_files(self._store, self._content_id.missing_files, (self.job.expert,)) as files:
             content_id = self._content_id.value(files)
-        self._writer.finish(self._header(kept, content_id))
+        self._writer.finish(self._header(kept_files, content_id))
         self.job.check_unchanged(self._store)
 
     def read(self) -> OpenedStore:
@@ -314,7 +314,7 @@ class StoreBuilder:
         else:
             self._upload.send_all(portable_store(self._store, self.read()))
 
-    def _header(self, kept: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
+    def _header(self, kept_files: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
         job = self.job
         return StoreHeader(
             base=str(job.base.path.absolute()),
@@ -326,7 +326,7 @@ class StoreBuilder:
                 PackedFile(file.name, file.size_bytes, file.version, self._header_bytes(file), file.header_digest)
                 for file in job.expert.files
             ),
-            kept=kept,
+            kept=kept_files,
             tensors=tuple(self._entry(number, place) for number, place in enumerate(job.places)),
             content_id=content_id,
         )

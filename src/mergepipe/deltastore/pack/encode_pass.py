@@ -117,9 +117,9 @@ def _groups(builders: Sequence[StoreBuilder], wanted: Callable[[Place], bool]) -
                 continue
             same_name = [(first, number)]
             if place.base is not None:
-                others = ((e, numbers[e].get(place.entry.name)) for e in range(first + 1, len(builders)))
+                sharers = ((e, numbers[e].get(place.entry.name)) for e in range(first + 1, len(builders)))
                 same_name += [
-                    (e, n) for e, n in others if n is not None and builders[e].job.places[n].base is place.base
+                    (e, n) for e, n in sharers if n is not None and builders[e].job.places[n].base is place.base
                 ]
             seen.update(same_name)
             yield from _cut([(builders[e], n) for e, n in same_name])
@@ -130,15 +130,15 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
     builder, number = tensors[0]
     place = builder.job.places[number]
     entry = place.entry
-    left = [max(builder.n_done - builder.job.places[n].first_row, 0) for builder, n in tensors]
+    first_blocks = [max(builder.n_done - builder.job.places[n].first_row, 0) for builder, n in tensors]
     most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // block_bytes(entry))
-    block = min(left)
+    block = min(first_blocks)
     while block < place.n_rows:
-        later = [start for start in left if start > block]
+        later = [start for start in first_blocks if start > block]
         stop = min(block + most, place.n_rows, *later)
         members = tuple(
             (builder, n, builder.job.places[n].entry)
-            for (builder, n), start in zip(tensors, left, strict=True)
+            for (builder, n), start in zip(tensors, first_blocks, strict=True)
             if start <= block
         )
         span = Span(block * BLOCK_ELEMENTS, min(stop * BLOCK_ELEMENTS, entry.n_elements))

@@ -121,15 +121,15 @@ def _kept_files(store: Store, expert: Checkpoint) -> tuple[FileFingerprint, ...]
     if expert.path != expert.root:
         return ()
     weights = {file.name for file in expert.files}
-    kept = []
+    fingerprints = []
     for name in sorted(name for name in _walk(store, expert.root) if name not in weights):
         if name in OWN_NAMES:
             raise UnsupportedError.of(
                 "pack.file", expert.root / name, "has a name that delta stores use", "rename the file"
             )
         status = stat_present(store, expert.root, name)
-        kept.append(FileFingerprint(name, status.size_bytes, status.version, ""))
-    return tuple(kept)
+        fingerprints.append(FileFingerprint(name, status.size_bytes, status.version, ""))
+    return tuple(fingerprints)
 
 
 def _walk(store: Store, root: Location, prefix: str = "") -> Iterator[str]:

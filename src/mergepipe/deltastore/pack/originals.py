@@ -34,15 +34,15 @@ from mergepipe.storage.ranges import read_exact
 def differing_kept_file(store: Store, opened: OpenedStore, job: PackJob) -> Location | None:
     """Find the first file, other than weights, that differs from its copy in the store; reads all of them."""
     present = {file.name: file.size_bytes for file in job.kept}
-    kept = {file.name: file for file in opened.header.kept}
-    for name in sorted(present.keys() | kept.keys()):
+    kept_files = {file.name: file for file in opened.header.kept}
+    for name in sorted(present.keys() | kept_files.keys()):
         path = job.expert.root / name
-        if name not in present or name not in kept or present[name] != kept[name].size_bytes:
+        if name not in present or name not in kept_files or present[name] != kept_files[name].size_bytes:
             return path
         hasher = blake3()
         for part in file_parts(store, path, present[name]):
             hasher.update(part)
-        if hasher.hexdigest(16) != kept[name].blake3:
+        if hasher.hexdigest(16) != kept_files[name].blake3:
             return path
     return None
 
@@ -173,7 +173,7 @@ def _check_version(expert: Checkpoint, file: FileFingerprint, removed: set[tuple
     try:
         status = path.lstat()
     except OSError as error:
-        raise os_error(error, path, "looking at it before it is removed") from error
+        raise os_error(error, path, "checking it before its removal") from error
     is_known = (status.st_dev, status.st_ino) in removed or version_of(path, status) == file.version
     if not stat.S_ISREG(status.st_mode) or status.st_size != file.size_bytes or not is_known:
         raise ConflictError.of(

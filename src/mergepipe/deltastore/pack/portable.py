@@ -45,5 +45,5 @@ def _digest(header: StoreHeader, name: str) -> str:
     """Identify the bytes of a file without reading it: the index has a checksum of every piece of the others."""
     if name == HEADERS_NAME:
         return digest_of([file.header_blake3 for file in header.files])
-    kept = next((file.blake3 for file in header.kept if file.name == name), None)
-    return kept or digest_of([header.index_blake3, name])
+    digest = next((file.blake3 for file in header.kept if file.name == name), None)
+    return digest or digest_of([header.index_blake3, name])

@@ -1,4 +1,4 @@
-"""The executor contract: who makes which part of a merge."""
+"""The executor contract: divide a merge into parts and make them."""
 
 from __future__ import annotations
 

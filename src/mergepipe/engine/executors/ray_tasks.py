@@ -37,7 +37,7 @@ OnOutcome = Callable[[Outcome | None], None]
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """What Ray reserves for one task."""
+    """The resources that Ray reserves for one task."""
 
     threads: int
     memory_bytes: int
@@ -45,7 +45,7 @@ class TaskShape:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """What a node of a cluster offers to tasks."""
+    """The resources that a node of a cluster offers to tasks."""
 
     threads: int
     memory_bytes: int

@@ -40,18 +40,18 @@ TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How much is read at once: `readers` requests, and so many buffers before the oldest job is done."""
+class ReadSettings:
+    """Limits of concurrent reads: `readers` requests, and the buffers that are filled before the oldest job is done."""
 
     readers: int = FEWEST_READERS
     lookahead_buffers: int = LOOKAHEAD_BUFFERS
 
     @classmethod
-    def of(cls, files: Iterable[Location], store: Store, most_buffers: int) -> Reading:
+    def of(cls, files: Iterable[Location], store: Store, most_buffers: int) -> ReadSettings:
         """Return what suits the most able store of some files, and the dearest: then 3/4 of all buffers at most."""
         terms = [store.terms(file) for file in files]
-        readers = max((each.most_requests for each in terms), default=FEWEST_READERS)
-        if not any(each.request_cost_bytes for each in terms):
+        readers = max((term.most_requests for term in terms), default=FEWEST_READERS)
+        if not any(term.request_cost_bytes for term in terms):
             return cls(readers)
         return cls(readers, min(REMOTE_LOOKAHEAD_BUFFERS, max(LOOKAHEAD_BUFFERS, most_buffers * 3 // 4)))
 
@@ -138,7 +138,7 @@ class Pipeline:
         sink: SegmentSink,
         threads: int,
         on_tick: Callable[[], None],
-        reading: Reading = Reading(),
+        reading: ReadSettings = ReadSettings(),
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks = tasks
@@ -237,7 +237,7 @@ class Pipeline:
             if buffer is None:
                 return False
             self._request(running, running.unread.popleft(), buffer)
-        return running.current.last_reads
+        return running.finished or running.current.last_reads
 
     def _may_read_on(self, running: _RunningJob) -> bool:
         """Whether one more buffer may be filled. A job that holds its tensor may use all once it is oldest."""
@@ -343,8 +343,8 @@ class Pipeline:
             self._events.put(_Failed(error))
 
     def _read_loop(self) -> None:
-        while (taken := self._read_queue.get()) is not None and not self._stopping.is_set():
-            filled, order = taken
+        while (entry := self._read_queue.get()) is not None and not self._stopping.is_set():
+            filled, order = entry
             if isinstance(order, Read):
                 _read(order, filled.buffer, self._files)
             else:

@@ -88,8 +88,10 @@ Levels = tuple[tuple[int, int], ...]
 def full_access(task_index: int, task: MergeTask, span: Span | None = None, levels: Levels = ()) -> tuple[Run]:
     """Return the run that reads every expert (in `span`), except those known not to change the tensor."""
     unchanged = tuple(e for e, source in enumerate(task.experts) if isinstance(source, Unchanged))
-    others = tuple(e for e in range(len(task.experts)) if e not in unchanged)
-    return (Run(task_index, span or Span(0, task.base.n_elements), others, others, unchanged, levels=levels),)
+    read_experts = tuple(e for e in range(len(task.experts)) if e not in unchanged)
+    return (
+        Run(task_index, span or Span(0, task.base.n_elements), read_experts, read_experts, unchanged, levels=levels),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +110,22 @@ class Reusable:
 def with_reuse(runs_of: RunsOf, reusable: Mapping[str, Reusable]) -> RunsOf:
     """Replace runs by reuse where the result is known."""
 
-    def reusing(task_index: int, task: MergeTask) -> Iterable[Run]:
-        known = reusable.get(task.name)
-        return runs_of(task_index, task) if known is None else _split(runs_of(task_index, task), known)
+    def runs_with_reuse(task_index: int, task: MergeTask) -> Iterable[Run]:
+        reused = reusable.get(task.name)
+        return runs_of(task_index, task) if reused is None else _split(runs_of(task_index, task), reused)
 
-    return reusing
+    return runs_with_reuse
 
 
-def _split(runs: Iterable[Run], known: Reusable) -> Iterator[Run]:
+def _split(runs: Iterable[Run], reusable: Reusable) -> Iterator[Run]:
     for run in runs:
         position = run.span.start
-        for span in known.spans:
+        for span in reusable.spans:
             start, stop = max(span.start, position), min(span.stop, run.span.stop)
             if start < stop:
                 if position < start:
                     yield replace(run, span=Span(position, start))
-                yield Run(run.task_index, Span(start, stop), (), (), reused=known.entry)
+                yield Run(run.task_index, Span(start, stop), (), (), reused=reusable.entry)
                 position = stop
         if position < run.span.stop or not run.span.n_elements:
             yield replace(run, span=Span(position, run.span.stop))

@@ -66,14 +66,14 @@ class ExpertQuantities:
         base, delta, mixed = statistics.products_3.tolist()
         return cls(statistics.grid.n_elements, tuple(cuts), (base, delta, mixed))
 
-    def cut(self, kept: int) -> int | None:
-        """Return the bits of the cut that keeps `kept` elements, if a recorded density keeps as many."""
-        if kept == 0:
+    def cut(self, n_kept: int) -> int | None:
+        """Return the bits of the cut that keeps `n_kept` elements, if a recorded density keeps as many."""
+        if n_kept == 0:
             return NOTHING_KEPT_BITS
-        if kept >= self.n_elements:
+        if n_kept >= self.n_elements:
             return 0
         for density, bits in self.cuts:
-            if rank_of_density(density, self.n_elements) == kept:
+            if rank_of_density(density, self.n_elements) == n_kept:
                 return bits
         return None
 
@@ -99,5 +99,5 @@ class RecordedQuantities(NothingKnown):
                 return None
 
     def _cuts(self, kept_E: Sequence[int]) -> NDArray[np.uint32] | None:
-        bits = [expert.cut(kept) for expert, kept in zip(self.experts, kept_E, strict=True)]
+        bits = [expert.cut(n_kept) for expert, n_kept in zip(self.experts, kept_E, strict=True)]
         return None if None in bits else np.array(bits, np.uint32)

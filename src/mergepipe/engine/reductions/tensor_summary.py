@@ -166,9 +166,9 @@ def merged_cuts(
 def _requested_ranks(request: ReductionRequest | None, n_experts: int) -> list[set[int]]:
     match request:
         case MagnitudeCut(kept_E):
-            return [{kept} for kept in kept_E]
+            return [{n_kept} for n_kept in kept_E]
         case MagnitudeBand(kept_E, dropped_E):
-            return [{kept, dropped} for kept, dropped in zip(kept_E, dropped_E, strict=True)]
+            return [{n_kept, n_dropped} for n_kept, n_dropped in zip(kept_E, dropped_E, strict=True)]
         case _:
             return [set() for _ in range(n_experts)]
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.kernels.compilation.compiler import njit
-from mergepipe.kernels.compilation.listeners import compiling
+from mergepipe.kernels.compilation.listeners import mark_compilation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +66,7 @@ def _announce_compiling(compiled: Any) -> None:
     compile_function = compiler.compile
 
     def announced(*arguments: Any) -> Any:
-        with compiling():
+        with mark_compilation():
             return compile_function(*arguments)
 
     compiler.compile = announced

@@ -13,11 +13,11 @@ Listener = Callable[[bool], None]
 
 _lock = threading.Lock()
 _listeners: list[Listener] = []
-_running = 0
+_n_compilations = 0
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def mark_compilation() -> Iterator[None]:
     """Mark that a kernel is being compiled; listeners are called when the first begins and when none is left."""
     _change(+1)
     try:
@@ -27,7 +27,7 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_compilation(listener: Listener) -> Iterator[None]:
     """Call `listener(True)` when compiling begins, `listener(False)` when it ends, from the thread that compiles."""
     with _lock:
         _listeners.append(listener)
@@ -39,9 +39,9 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def _change(step: int) -> None:
-    global _running
+    global _n_compilations
     with _lock:
-        before, _running = _running, _running + step
-        listeners = tuple(_listeners) if bool(before) != bool(_running) else ()
+        before, _n_compilations = _n_compilations, _n_compilations + step
+        listeners = tuple(_listeners) if bool(before) != bool(_n_compilations) else ()
     for listener in listeners:
         listener(step > 0)

@@ -69,7 +69,7 @@ class Ties(Plain):
 
     def reduction(self, inputs: OperatorInput, reduced: Reduced = NOTHING_REDUCED) -> ReductionRequest | None:
         kept_E = tuple(rank_of_density(float(p["density"]), inputs.n_elements) for p in inputs.experts)
-        if all(kept == inputs.n_elements for kept in kept_E):
+        if all(n_kept == inputs.n_elements for n_kept in kept_E):
             return None
         return MagnitudeCut(kept_E) if reduced.threshold_bits_E is None else _sums_to_rescale(inputs, reduced)
 
@@ -92,7 +92,7 @@ class _Band(Plain):
         if all(rank == (inputs.n_elements, 0) for rank in ranks):
             return None
         if reduced.threshold_bits_E is None or reduced.upper_bits_E is None:
-            return MagnitudeBand(tuple(kept for kept, _ in ranks), tuple(dropped for _, dropped in ranks))
+            return MagnitudeBand(tuple(n_kept for n_kept, _ in ranks), tuple(n_dropped for _, n_dropped in ranks))
         return _sums_to_rescale(inputs, reduced)
 
 

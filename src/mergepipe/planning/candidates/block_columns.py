@@ -107,10 +107,10 @@ def _slots(tasks: Sequence[MergeTask], expert_models: Sequence[int]) -> NDArray[
     return slot_ET
 
 
-def read_costs(columns: Columns, known: Collection[tuple[int, int]] = ()) -> NDArray[np.int64]:
+def read_costs(columns: Columns, known_pairs: Collection[tuple[int, int]] = ()) -> NDArray[np.int64]:
     """Compute `cost_EB`: bytes requested to read each block alone; a tensor read as a unit costs with its first block.
 
-    What is `known` already, by expert and tensor, is left at 0.
+    What is `known_pairs` already, by expert and tensor, is left at 0.
     """
     cost_EB = np.zeros((columns.n_experts, columns.n_columns), np.int64)
     for e in range(columns.n_experts):
@@ -125,7 +125,7 @@ def read_costs(columns: Columns, known: Collection[tuple[int, int]] = ()) -> NDA
         )
         cost_EB[e] = np.where(stored_T[tensor_B], costs_B, 0)
         for t, source in enumerate(sources):
-            if source is not None and not isinstance(source, TensorEntry) and (e, t) not in known:
+            if source is not None and not isinstance(source, TensorEntry) and (e, t) not in known_pairs:
                 _computed_costs(cost_EB[e, columns.of_tensor(t)], columns, t, source)
     return cost_EB
 

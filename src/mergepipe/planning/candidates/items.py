@@ -143,13 +143,13 @@ def make_items(candidates: Candidates, score_EB: NDArray[np.float64], known_ET: 
     single_EB = own_EB & ~candidates.whole_ET[:, columns.tensor_B]
     singles = _singles(candidates, score_EB, single_EB, known_ET)
     wholes = _whole_items(candidates, own_EB, score_EB, known_ET)
-    rest = np.array([each[:3] for each in wholes], np.int64).reshape(-1, 3)
+    whole_I3 = np.array([whole[:3] for whole in wholes], np.int64).reshape(-1, 3)
     levels = [_top_level(candidates, whole[1] // n_columns, whole[2]) for whole in wholes]
     return Items(
-        flat_I=np.concatenate([singles.flat_I, rest[:, 1]]),
-        cost_I=np.concatenate([singles.cost_I, rest[:, 0]]),
-        rate_I=np.concatenate([singles.rate_I, [each[3] for each in wholes]]),
-        tensor_I=np.concatenate([columns.tensor_B[singles.flat_I % n_columns], rest[:, 2]]),
+        flat_I=np.concatenate([singles.flat_I, whole_I3[:, 1]]),
+        cost_I=np.concatenate([singles.cost_I, whole_I3[:, 0]]),
+        rate_I=np.concatenate([singles.rate_I, [whole[3] for whole in wholes]]),
+        tensor_I=np.concatenate([columns.tensor_B[singles.flat_I % n_columns], whole_I3[:, 2]]),
         level_I=np.concatenate([singles.level_I, np.array(levels, np.int8)]),
         steepness_I=np.concatenate([singles.steepness_I, np.ones(len(wholes))]),
         n_single=len(singles.flat_I),
@@ -226,7 +226,7 @@ def _whole_items(
 
     Where nothing is known the rate leaves rounding to pages out, so that tensors of equal standing tie.
     """
-    columns, found, price_EB = candidates.columns, [], candidates.price_EB
+    columns, wholes, price_EB = candidates.columns, [], candidates.price_EB
     for e, t in np.argwhere(candidates.whole_ET).tolist():
         inside = columns.of_tensor(t)
         cost = int(candidates.cost_EB[e, inside][own_EB[e, inside]].sum())
@@ -236,8 +236,8 @@ def _whole_items(
             price = price_EB[e, inside][own_EB[e, inside]].sum()
             by_byte = nbytes * candidates.price_of_byte
             rate = float(score_EB[e, inside].sum() / price) if known_ET[e, t] else float(first / by_byte)
-            found.append((cost, e * columns.n_columns + inside.start, t, rate))
-    return sorted(found)
+            wholes.append((cost, e * columns.n_columns + inside.start, t, rate))
+    return sorted(wholes)
 
 
 def _nominal_prices(candidates: Candidates) -> NDArray[np.float64]:

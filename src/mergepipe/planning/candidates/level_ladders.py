@@ -84,7 +84,7 @@ def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pric
 
     Those of other grids are read in full or not at all, as anything else.
     """
-    found: dict[tuple[int, int], Ladder] = {}
+    ladders: dict[tuple[int, int], Ladder] = {}
     for t, task in enumerate(columns.tasks):
         if not task.base.n_elements:
             continue
@@ -94,8 +94,8 @@ def build_ladders(columns: Columns, operator: Operator, grid: int, pricing: Pric
             source = open_task.experts[slot]
             if isinstance(source, LeveledTensor) and grid % source.cut_elements == 0:
                 top = sufficient.get(slot, source.last_level)
-                found[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
-    return found
+                ladders[e, t] = _ladder(source, top, grid // source.cut_elements, pricing)
+    return ladders
 
 
 def _without_unread_experts(task: MergeTask, columns: Columns, t: int) -> MergeTask:
@@ -166,12 +166,12 @@ def ladder_steps(ladder: Ladder) -> Steps:
         best_B = n_levels - 1 - rate_KB[::-1].argmax(axis=0)  # of equals the highest
         ceiling_B = np.minimum(ceiling_B, rate_KB[best_B, every])
         open_B = np.flatnonzero(at_B < n_levels - 1)
-        taken = best_B[open_B]
-        level_S = np.array(ladder.levels_K, np.int8)[taken]
-        cost_S = np.maximum(ladder.cost_KB[taken, open_B] - cost_B[open_B], 0)
-        parts.append((open_B, level_S, cost_S, gain_KB[taken, open_B], np.maximum(ceiling_B[open_B], 0.0)))
-        at_B[open_B], cost_B[open_B] = taken, ladder.cost_KB[taken, open_B]
-        paid_B[open_B] = price_KB[taken, open_B]
+        level_of_open = best_B[open_B]
+        level_S = np.array(ladder.levels_K, np.int8)[level_of_open]
+        cost_S = np.maximum(ladder.cost_KB[level_of_open, open_B] - cost_B[open_B], 0)
+        parts.append((open_B, level_S, cost_S, gain_KB[level_of_open, open_B], np.maximum(ceiling_B[open_B], 0.0)))
+        at_B[open_B], cost_B[open_B] = level_of_open, ladder.cost_KB[level_of_open, open_B]
+        paid_B[open_B] = price_KB[level_of_open, open_B]
         left_B = np.where(at_B >= 0, ladder.left_KB[at_B, every], left_B)
     block_S, level_S, cost_S, gain_S, rate_S = (np.concatenate(column) for column in zip(*parts, strict=True))
     order_S = np.argsort(block_S, kind="stable")

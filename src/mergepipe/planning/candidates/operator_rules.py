@@ -62,13 +62,15 @@ class Rules:
     @property
     def elects(self) -> bool:
         """Whether the operator elects signs, so that its expected loss is computed from sampled elements."""
-        return any(each is not None for each in self.elections_T)
+        return any(election is not None for election in self.elections_T)
 
 
 def operator_input(task: MergeTask) -> OperatorInput:
     """Build the operator's input for a task, random streams excluded."""
-    given = task.parameters
-    return OperatorInput(given.globals, given.anchor, given.experts, task.base.n_elements, (), shape=task.shape)
+    parameters = task.parameters
+    return OperatorInput(
+        parameters.globals, parameters.anchor, parameters.experts, task.base.n_elements, (), shape=task.shape
+    )
 
 
 def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray[np.bool_]) -> Rules:
@@ -80,18 +82,18 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     shares: dict[tuple[int, int], float] = {}
     cut_errors: dict[tuple[int, int], float] = {}
     operator = operator_named(problem.operator)
-    influences = _Influences(operator)
-    found: list[Influence] = []
+    memo = _Influences(operator)
+    by_task: list[Influence] = []
     for t, task in enumerate(tasks):
         experts = columns.participants(t)
         statistics = {e: problem.statistics[e].get(task.name) if known_ET[e, t] else None for e in experts}
-        given = operator_input(task)
-        request = operator.reduction(given) if n_experts and task.base.n_elements else None
+        inputs = operator_input(task)
+        request = operator.reduction(inputs) if n_experts and task.base.n_elements else None
         match request:
             case MagnitudeCut(kept_E):
-                for e, kept in zip(experts, kept_E, strict=True):
-                    cut = known_cut(statistics[e], kept, task.base.n_elements)
-                    estimate = estimated_cut(statistics[e], kept) if cut == UNKNOWN else None
+                for e, n_kept in zip(experts, kept_E, strict=True):
+                    cut = known_cut(statistics[e], n_kept, task.base.n_elements)
+                    estimate = estimated_cut(statistics[e], n_kept) if cut == UNKNOWN else None
                     if estimate is not None:
                         cut, cut_errors[e, t] = estimate.bits, estimate.share_error
                     cut_bits_ET[e, t] = cut
@@ -101,64 +103,64 @@ def evaluate_rules(problem: PlanningProblem, columns: Columns, known_ET: NDArray
                     if cut == UNKNOWN and columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_CUT
             case InnerProducts():
-                for e, each in statistics.items():
-                    if each is not None and np.isfinite(each.products_3).all():
+                for e, record in statistics.items():
+                    if record is not None and np.isfinite(record.products_3).all():
                         products[e, t] = (
-                            float(each.products_3[0]),
-                            float(each.products_3[1]),
-                            float(each.products_3[2]),
+                            float(record.products_3[0]),
+                            float(record.products_3[1]),
+                            float(record.products_3[2]),
                         )
                     elif columns.source(e, t) is not None:
                         lacking[e, t] = REASON_NO_PRODUCTS
             case _:
                 pass
-        influence = influences.of(task, [products.get((e, t)) for e in experts])
+        influence = memo.of(task, [products.get((e, t)) for e in experts])
         why = (
-            whole_tensor_reason(operator, given, request, problem.block_elements)
+            whole_tensor_reason(operator, inputs, request, problem.block_elements)
             if influence.is_known
             else REASON_NOT_STATED
         )
         if why is not None:
             lacking.update({(e, t): why for e in experts if columns.source(e, t) is not None})
-        found.append(influence)
-    return replace(_rules(found, columns, cut_bits_ET, products, lacking), shares_kept=shares, cut_errors=cut_errors)
+        by_task.append(influence)
+    return replace(_rules(by_task, columns, cut_bits_ET, products, lacking), shares_kept=shares, cut_errors=cut_errors)
 
 
 def whole_tensor_reason(
-    operator: Operator, given: OperatorInput, request: ReductionRequest | None, block_elements: int
+    operator: Operator, inputs: OperatorInput, request: ReductionRequest | None, block_elements: int
 ) -> str | None:
     """Return why a tensor must be read whole or not at all even if `request` is answered; None if it need not."""
-    granularity = operator.granularity(given)
-    if granularity > 1 and block_elements % granularity and given.n_elements > block_elements:
+    granularity = operator.granularity(inputs)
+    if granularity > 1 and block_elements % granularity and inputs.n_elements > block_elements:
         return REASON_ROWS
-    nothing_E = np.zeros(len(given.experts), np.uint32)
+    nothing_E = np.zeros(len(inputs.experts), np.uint32)
     match request:
         case None:
             return None
         case MagnitudeCut():
-            known = Reduced(threshold_bits_E=nothing_E)
+            reduced = Reduced(threshold_bits_E=nothing_E)
         case InnerProducts():
-            known = Reduced(products_E3=np.zeros((len(given.experts), 3)))
+            reduced = Reduced(products_E3=np.zeros((len(inputs.experts), 3)))
         case _:
             return REASON_NOT_KEPT
-    return None if operator.reduction(given, known) is None else REASON_NOT_KEPT
+    return None if operator.reduction(inputs, reduced) is None else REASON_NOT_KEPT
 
 
-def known_cut(statistics: TensorStatistics | None, kept: int, n_elements: int) -> int:
-    """Return the bits of the `kept`-th largest |delta|, `UNKNOWN` if no recorded density has that rank."""
-    if kept == 0:
+def known_cut(statistics: TensorStatistics | None, n_kept: int, n_elements: int) -> int:
+    """Return the bits of the `n_kept`-th largest |delta|, `UNKNOWN` if no recorded density has that rank."""
+    if n_kept == 0:
         return NOTHING_KEPT_BITS
-    if kept >= n_elements:
+    if n_kept >= n_elements:
         return 0
     if statistics is None or statistics.is_estimate:
         return UNKNOWN
-    same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == kept)
+    same_D = np.flatnonzero(np.floor(statistics.densities_D * n_elements) == n_kept)
     return int(statistics.threshold_bits_D[same_D[0]]) if len(same_D) else UNKNOWN
 
 
-def estimated_cut(statistics: TensorStatistics | None, kept: int) -> CutEstimate | None:
+def estimated_cut(statistics: TensorStatistics | None, n_kept: int) -> CutEstimate | None:
     """Estimate a cut from the shares on record; None if there are none close enough."""
-    return None if statistics is None else statistics.estimated_cut(kept)
+    return None if statistics is None else statistics.estimated_cut(n_kept)
 
 
 def share_with_ties(statistics: TensorStatistics | None, cut_bits: int) -> float | None:
@@ -184,9 +186,9 @@ class _Influences:
         self._known: dict[int, Influence] = {}
 
     def of(self, task: MergeTask, products: list[_Products | None]) -> Influence:
-        known = [product for product in products if product is not None]
-        if known:
-            return self._operator.influence(operator_input(task), np.array(known, np.float64))
+        known_products = [product for product in products if product is not None]
+        if known_products:
+            return self._operator.influence(operator_input(task), np.array(known_products, np.float64))
         key = id(task.parameters)  # the tasks keep it alive
         if key not in self._known:
             self._known[key] = self._operator.influence(operator_input(task), None)
@@ -194,26 +196,28 @@ class _Influences:
 
 
 def _rules(
-    found: list[Influence],
+    influences: list[Influence],
     columns: Columns,
     cut_bits_ET: NDArray[np.int64],
     products: Mapping[tuple[int, int], _Products],
     lacking: Mapping[tuple[int, int], str],
 ) -> Rules:
-    shape = (len(found), columns.n_experts)
-    coefficient_TE = [columns.by_expert(t, each.coefficients_E, 0.0) for t, each in enumerate(found)]
-    factor_TE = [columns.by_expert(t, each.energy_factor_E, 1.0) for t, each in enumerate(found)]
+    shape = (len(influences), columns.n_experts)
+    coefficient_TE = [columns.by_expert(t, influence.coefficients_E, 0.0) for t, influence in enumerate(influences)]
+    factor_TE = [columns.by_expert(t, influence.energy_factor_E, 1.0) for t, influence in enumerate(influences)]
     return Rules(
         coefficient_ET=np.array(coefficient_TE, np.float64).reshape(shape).T,
         energy_factor_ET=np.array(factor_TE, np.float64).reshape(shape).T,
-        trims=any(each.trims for each in found),
-        is_additive=all(each.is_additive for each in found),
-        anchor_scale_T=np.array([each.anchor_scale for each in found], np.float64),
-        average_T=tuple(_average_over_all_experts(columns, t, each.average) for t, each in enumerate(found)),
+        trims=any(influence.trims for influence in influences),
+        is_additive=all(influence.is_additive for influence in influences),
+        anchor_scale_T=np.array([influence.anchor_scale for influence in influences], np.float64),
+        average_T=tuple(
+            _average_over_all_experts(columns, t, influence.average) for t, influence in enumerate(influences)
+        ),
         cut_bits_ET=cut_bits_ET,
         products=products,
         lacking=lacking,
-        elections_T=tuple(each.election for each in found),
+        elections_T=tuple(influence.election for influence in influences),
     )
 
 

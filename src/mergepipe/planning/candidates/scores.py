@@ -83,8 +83,8 @@ def _typical_energy(passing_EB: NDArray[np.float64], columns: Columns, known_sta
     if known_statistics.informed_ET.all():
         return 1.0  # not used
     counts_EB = known_statistics.informed_ET[:, columns.tensor_B] & ~known_statistics.free_EB
-    each = (passing_EB / columns.n_B)[counts_EB]
-    return float(np.median(each)) if len(each) else 1.0
+    energies = (passing_EB / columns.n_B)[counts_EB]
+    return float(np.median(energies)) if len(energies) else 1.0
 
 
 def amplitudes(score_EB: NDArray[np.float64], columns: Columns, rules: Rules) -> NDArray[np.float64]:

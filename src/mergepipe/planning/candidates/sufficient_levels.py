@@ -9,26 +9,26 @@ from mergepipe.operators.base import NOTHING_REDUCED, MagnitudeCut, Operator, Op
 from mergepipe.recipes.resolve.tasks import Action, MergeTask
 
 
-def sufficient_levels(operator: Operator, given: OperatorInput, task: MergeTask) -> tuple[tuple[int, int], ...]:
+def sufficient_levels(operator: Operator, inputs: OperatorInput, task: MergeTask) -> tuple[tuple[int, int], ...]:
     """Return (expert, level) for experts of which a lower level gives the same result; the lowest such level.
 
     That is so for rules that keep nothing but the largest deltas of each expert, if a level has all of these.
     """
     if task.action is Action.COPY or not any(isinstance(source, LeveledTensor) for source in task.experts):
         return ()
-    request = operator.reduction(given, NOTHING_REDUCED)
-    if not isinstance(request, MagnitudeCut) or not _trims_only(operator, given):
+    request = operator.reduction(inputs, NOTHING_REDUCED)
+    if not isinstance(request, MagnitudeCut) or not _trims_only(operator, inputs):
         return ()
-    found = []
-    for e, (source, kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
+    levels = []
+    for e, (source, n_kept) in enumerate(zip(task.experts, request.kept_E, strict=True)):
         if isinstance(source, LeveledTensor):
-            level = source.exact_level(kept)
+            level = source.exact_level(n_kept)
             if level < source.last_level:
-                found.append((e, level))
-    return tuple(found)
+                levels.append((e, level))
+    return tuple(levels)
 
 
-def _trims_only(operator: Operator, given: OperatorInput) -> bool:
+def _trims_only(operator: Operator, inputs: OperatorInput) -> bool:
     """Whether no value below the cuts matters, neither to other reductions."""
-    known = Reduced(threshold_bits_E=np.zeros(len(given.experts), np.uint32))
-    return operator.influence(given, None).trims and operator.reduction(given, known) is None
+    reduced = Reduced(threshold_bits_E=np.zeros(len(inputs.experts), np.uint32))
+    return operator.influence(inputs, None).trims and operator.reduction(inputs, reduced) is None

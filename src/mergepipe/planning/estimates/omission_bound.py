@@ -61,8 +61,8 @@ def omission_bound(
 
 def _present_weight(columns: Columns, rules: Rules, present_EB: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Compute `w_anchor + sum of the present w` per block, 1 where that is zero."""
-    anchor_T = np.array([0.0 if each is None else each.anchor_weight for each in rules.average_T])
-    weight_TE = np.array([[] if each is None else each.weights_E for each in rules.average_T])
+    anchor_T = np.array([0.0 if average is None else average.anchor_weight for average in rules.average_T])
+    weight_TE = np.array([[] if average is None else average.weights_E for average in rules.average_T])
     sum_B = anchor_T[columns.tensor_B]
     for e in range(len(present_EB)):
         sum_B += np.where(present_EB[e], weight_TE[columns.tensor_B, e], 0.0)
@@ -76,7 +76,7 @@ def _drift(
     full_B = rules.coefficient_ET[e][columns.tensor_B]
     if divisor_B is None:
         return np.where(present_B, 0.0, np.abs(full_B))
-    weight_T = np.array([0.0 if each is None else each.weights_E[e] for each in rules.average_T])
+    weight_T = np.array([0.0 if average is None else average.weights_E[e] for average in rules.average_T])
     planned_B = (weight_T[columns.tensor_B] / divisor_B).astype(np.float32).astype(np.float64)
     return np.asarray(np.abs(full_B - np.where(present_B, planned_B, 0.0)))
 

@@ -129,8 +129,8 @@ def expected_energies(
 
 def expected_error(energy_ET2: NDArray[np.float64]) -> float:
     """Compute the error relative to what the full merge changes."""
-    left, whole = energy_ET2.sum(axis=(0, 1))
-    return float(np.sqrt(left / whole)) if whole > 0 else 0.0
+    lost, whole = energy_ET2.sum(axis=(0, 1))
+    return float(np.sqrt(lost / whole)) if whole > 0 else 0.0
 
 
 def election_energies(
@@ -213,8 +213,8 @@ def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.flo
         if (e, t) in rules.shares_kept:
             kept_share_E[e] = rules.shares_kept[e, t]
         if source is not None and isinstance(source, LeveledTensor) and share_E[e] < 1:
-            kept = source.kept_with_ties(int(share_E[e] * n_elements))
-            kept_share_E[e] = kept_share_E[e] if kept is None else kept / n_elements
+            n_kept = source.kept_with_ties(int(share_E[e] * n_elements))
+            kept_share_E[e] = kept_share_E[e] if n_kept is None else n_kept / n_elements
     return kept_share_E
 
 

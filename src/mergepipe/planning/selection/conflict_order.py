@@ -31,14 +31,14 @@ def tensor_cosines(problem: PlanningProblem, columns: Columns, known_ET: NDArray
     n_experts = len(problem.experts)
     cosine_TEE = np.zeros((len(columns.tasks), n_experts, n_experts))
     for t, task in enumerate(columns.tasks):
-        known = np.flatnonzero(known_ET[:, t])
+        known_E = np.flatnonzero(known_ET[:, t])
         n_blocks = int(columns.first_T[t + 1] - columns.first_T[t])
-        if not len(known) or not n_blocks:
+        if not len(known_E) or not n_blocks:
             continue
         n_pooled = pooled_blocks(n_blocks)
         pooled = np.arange(n_pooled) * n_blocks // n_pooled
-        blocks_EBK = np.stack([problem.statistics[e][task.name].blocks_B["sketch"][pooled] for e in known.tolist()])
-        cosine_TEE[t][np.ix_(known, known)] = _cosines(blocks_EBK.reshape(len(known), -1))
+        blocks_EBK = np.stack([problem.statistics[e][task.name].blocks_B["sketch"][pooled] for e in known_E.tolist()])
+        cosine_TEE[t][np.ix_(known_E, known_E)] = _cosines(blocks_EBK.reshape(len(known_E), -1))
     return cosine_TEE
 
 
@@ -76,7 +76,9 @@ def conflict_order(
     columns = candidates.columns
     taking_part_EB = candidates.own_EB() & ~candidates.whole_ET[:, columns.tensor_B]
     amplitude_BE = np.where(taking_part_EB, _joint(candidates, amplitude_EB), 0.0).T.copy()
-    price_BE = np.where(taking_part_EB, candidates.price_EB, 1.0).T  # what is closed may cost nothing
+    # What is closed may cost nothing, and a block with levels whose pages others need: `_steps` rates it as at price 1.
+    has_price_EB = taking_part_EB & (candidates.price_EB > 0)
+    price_BE = np.where(has_price_EB, candidates.price_EB, 1.0).T
     rate_BE = _greedy_rates(amplitude_BE, price_BE, taking_part_EB.T, shrink_cosines(cosine_TEE, columns), columns)
     rate_I = items.rate_I.copy()
     single = slice(0, items.n_single)

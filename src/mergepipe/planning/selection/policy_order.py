@@ -71,13 +71,15 @@ def stratified_order(items: Items, names: list[str]) -> Order:
     sequence_I = np.empty(len(items), np.int64)
     start = 0
     for e in np.unique(expert_I):
-        own = np.flatnonzero(expert_I == e)
-        own = own[descending_order(items.rate_I[own])]
-        own = _evenly(own, items, layer_I[own] * n_kinds + kind_I[own])
-        own = _evenly(own, items, layer_I[own])
-        place_I[start : start + len(own)] = _places(items.cost_I[own], np.zeros(len(own), np.int64))
-        sequence_I[start : start + len(own)] = own
-        start += len(own)
+        expert_items = np.flatnonzero(expert_I == e)
+        expert_items = expert_items[descending_order(items.rate_I[expert_items])]
+        expert_items = _evenly(expert_items, items, layer_I[expert_items] * n_kinds + kind_I[expert_items])
+        expert_items = _evenly(expert_items, items, layer_I[expert_items])
+        place_I[start : start + len(expert_items)] = _places(
+            items.cost_I[expert_items], np.zeros(len(expert_items), np.int64)
+        )
+        sequence_I[start : start + len(expert_items)] = expert_items
+        start += len(expert_items)
     return sequence_I[np.argsort(place_I, kind="stable")]
 
 
@@ -107,22 +109,22 @@ def _places(cost: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.flo
     before = np.repeat(reached[first] - sorted_cost[first], counts)
     total = np.repeat(np.add.reduceat(sorted_cost, first) if len(first) else sorted_cost, counts)
     place = np.empty(len(cost), np.float64)
-    place[by_group] = (2 * (reached - before) - sorted_cost) / (2 * total)
+    place[by_group] = (2 * (reached - before) - sorted_cost) / np.maximum(2 * total, 1)  # a group may cost nothing
     return place
 
 
 def layer_of(name: str) -> str:
     """Return the first number among the components of a tensor's name, empty if there is none."""
-    found = _LAYER.search(name)
-    return found.group(1) if found else ""
+    match = _LAYER.search(name)
+    return match.group(1) if match else ""
 
 
 def kind_of(name: str) -> str:
     """Return the name after the layer's number: `self_attn.q_proj.weight`; the whole name if there is no number."""
-    found = _LAYER.search(name)
-    return name[found.end() :] if found else name
+    match = _LAYER.search(name)
+    return name[match.end() :] if match else name
 
 
 def _codes(texts: list[str]) -> NDArray[np.int64]:
-    known = {text: code for code, text in enumerate(dict.fromkeys(texts))}
-    return np.array([known[text] for text in texts], np.int64)
+    code_of = {text: code for code, text in enumerate(dict.fromkeys(texts))}
+    return np.array([code_of[text] for text in texts], np.int64)

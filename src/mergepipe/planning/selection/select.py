@@ -135,10 +135,10 @@ def _fitting_items(
             break
         reached_R = np.cumsum(_charged_once(items, fitting, samples))
         n_taken = int(np.searchsorted(reached_R, left_bytes, side="right"))
-        taken = fitting[:n_taken]
-        chosen.append(taken)
+        fitting_first = fitting[:n_taken]
+        chosen.append(fitting_first)
         left_bytes -= int(reached_R[n_taken - 1])
-        samples = [(sample_bytes, uses_I) for sample_bytes, uses_I in samples if not uses_I[taken].any()]
+        samples = [(sample_bytes, uses_I) for sample_bytes, uses_I in samples if not uses_I[fitting_first].any()]
         is_open_R = np.ones(len(rest), np.bool_)
         is_open_R[np.flatnonzero(fits_R)[:n_taken]] = False
         rest = rest[is_open_R]
@@ -179,12 +179,12 @@ def _item_users(candidates: Candidates, items: Items, experts: NDArray[np.int64]
     return users
 
 
-def _expand(candidates: Candidates, items: Items, taken: Order) -> NDArray[np.int8]:
+def _expand(candidates: Candidates, items: Items, chosen: Order) -> NDArray[np.int8]:
     """Expand the selected items to levels by block; the last selected step of a block counts."""
     level_EB = np.zeros(candidates.cost_EB.shape, np.int8)
-    single = np.sort(taken[taken < items.n_single])
+    single = np.sort(chosen[chosen < items.n_single])
     level_EB.ravel()[items.flat_I[single]] = items.level_I[single]
-    for item in taken[taken >= items.n_single].tolist():
+    for item in chosen[chosen >= items.n_single].tolist():
         inside = candidates.columns.of_tensor(int(items.tensor_I[item]))
         expert = int(items.expert_I[item])
         level_EB[expert, inside] = np.where(candidates.free_EB[expert, inside], 0, items.level_I[item])

@@ -60,8 +60,8 @@ def _output(recipes: Sequence[Recipe], needs: Sequence[Sequence[int]]) -> int:
 def _visit(index: int, needs: Sequence[Sequence[int]], order: list[int]) -> None:
     if index in order:
         return
-    for each in needs[index]:
-        _visit(each, needs, order)
+    for needed in needs[index]:
+        _visit(needed, needs, order)
     order.append(index)
 
 

@@ -82,8 +82,8 @@ def read_modules(context: EntryContext, value: Value, key_path: KeyPath) -> tupl
 def _list(context: EntryContext, value: Value, key_path: KeyPath, needed: str, hint: str) -> list[Value] | None:
     if isinstance(value, list) and value:
         return value
-    found = "an empty list" if value == [] else describe(value)
-    context.reader.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {found}", hint)
+    description = "an empty list" if value == [] else describe(value)
+    context.reader.refuse("recipe.wrong-kind", key_path, f"needs {needed}, found {description}", hint)
     return None
 
 
@@ -107,7 +107,7 @@ def check_keys(reader: DocumentReader, entry: dict[str, Value], key_path: KeyPat
         is_parameter = bool(parameter_elsewhere(key))
         return "parameters count under 'parameters:'" if is_parameter else key_elsewhere(key)
 
-    reader.unknown_keys(entry, real_keys, key_path, elsewhere, others=parameter_names())
+    reader.unknown_keys(entry, real_keys, key_path, elsewhere, further_names=parameter_names())
 
 
 def _note_duplicates(reader: DocumentReader, models: tuple[ModelInput, ...], key_path: KeyPath) -> None:
@@ -217,8 +217,8 @@ def _module(context: EntryContext, name: str, value: Value, key_path: KeyPath) -
     inner = context.within(parameters)
     content = [key for key in ("models", "slices") if value.get(key)]
     if len(content) != 1:
-        found = "both" if content else "neither"
-        reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {found}")
+        present_keys = "both" if content else "neither"
+        reader.refuse("recipe.content", key_path, f"a module needs either 'models' or 'slices', found {present_keys}")
         return None
     where = reader.source.where(*key_path)
     if content == ["models"]:

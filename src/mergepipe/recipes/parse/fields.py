@@ -68,9 +68,9 @@ class DocumentReader:
         real_keys: Sequence[str],
         key_path: KeyPath,
         elsewhere: Callable[[str], str] = key_elsewhere,
-        others: Sequence[str] = (),
+        further_names: Sequence[str] = (),
     ) -> None:
-        """Report every key of `entry` that is none of `real_keys`: near misses of these or `others`, and the rest.
+        """Report every key of `entry` not in `real_keys`: near misses of these or `further_names`, and the rest.
 
         `elsewhere` says what a key means at another place; a key that means something is no near miss.
         """
@@ -78,7 +78,7 @@ class DocumentReader:
             if key in real_keys:
                 continue
             name, meaning = shortened(key), elsewhere(key)
-            real_name = None if meaning else near_miss(name, *real_keys, *others)
+            real_name = None if meaning else near_miss(name, *real_keys, *further_names)
             if real_name is not None:
                 message, hint = f"unknown key '{name}'", f"did you mean '{real_name}'?"
                 self.misspelt("recipe.unknown-key", (*key_path, key), message, hint)

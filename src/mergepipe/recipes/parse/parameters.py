@@ -24,26 +24,26 @@ REFUSED = nan
 
 
 def read_parameters(
-    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
+    reader: DocumentReader, section: Value, key_path: KeyPath, operator: OperatorSpec, scope: Scope
 ) -> dict[str, Setting]:
     """Check one `parameters:` mapping, of a model or (`Scope.GLOBAL`) of a slice, a module or the whole recipe."""
-    entries = reader.mapping(value, key_path)
+    entries = reader.mapping(section, key_path)
     if entries is None:
         return {parameter.name: REFUSED for parameter in operator.parameters}
     checked: dict[str, Setting] = {}
-    for name, given in entries.items():
+    for name, value in entries.items():
         spec, at = operator.parameter(name), (*key_path, name)
         if spec is None:
             _report_unknown(reader, name, at, operator)
         elif spec.ignored:
-            if given not in _WITHOUT_MEANING:
+            if value not in _WITHOUT_MEANING:
                 reader.notice("recipe.ignored-parameter", at, f"{name} has no effect here", spec.help)
         elif scope is Scope.MODEL and spec.scope is Scope.GLOBAL:
             message = f"{name} holds for the whole merge: under a model it has no effect"
             place = "of the slice or at the top level" if "slices" in key_path else "at the top level"
             reader.notice("recipe.parameter.scope", at, message, f"under the parameters {place} it is: {spec.help}")
         else:
-            checked[name] = _setting(reader, given, at, operator, spec)
+            checked[name] = _setting(reader, value, at, operator, spec)
     return checked
 
 
@@ -76,9 +76,9 @@ def global_values(
     return _values(operator, Scope.GLOBAL, chain, tensor, depth)
 
 
-def missing_values(operator: OperatorSpec, scope: Scope, found: Mapping[str, Scalar]) -> list[ParameterSpec]:
+def missing_values(operator: OperatorSpec, scope: Scope, values: Mapping[str, Scalar]) -> list[ParameterSpec]:
     """List the required parameters of a scope that were not found."""
-    return [p for p in _that_matter(operator, scope) if p.required and p.name not in found]
+    return [p for p in _that_matter(operator, scope) if p.required and p.name not in values]
 
 
 def is_constant(chain: Sequence[Mapping[str, Setting]]) -> bool:
@@ -104,36 +104,36 @@ def _that_matter(operator: OperatorSpec, scope: Scope) -> list[ParameterSpec]:
 
 
 def _setting(
-    reader: DocumentReader, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, value: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Setting:
     where = reader.source.where(*key_path)
-    if isinstance(given, dict):
-        case = _case(reader, given, key_path, operator, spec)
+    if isinstance(value, dict):
+        case = _case(reader, value, key_path, operator, spec)
         return Cases((case,), where) if case else REFUSED
-    if not isinstance(given, list):
-        return _scalar(reader, given, key_path, operator, spec)
-    if given and all(isinstance(item, dict) for item in given):
-        return _cases(reader, given, key_path, operator, spec)
-    if any(isinstance(item, dict) for item in given):
+    if not isinstance(value, list):
+        return _scalar(reader, value, key_path, operator, spec)
+    if value and all(isinstance(item, dict) for item in value):
+        return _cases(reader, value, key_path, operator, spec)
+    if any(isinstance(item, dict) for item in value):
         message = "needs either values or entries with 'filter' and 'value', found both"
         reader.refuse("recipe.parameter.mixed", key_path, message, "write '- value: ...' for every entry")
         return REFUSED
-    values = _gradient(reader, given, key_path, operator, spec)
+    values = _gradient(reader, value, key_path, operator, spec)
     if len(values) == 1:
         return values[0]
     return Cases((Case("", values),), where) if values else REFUSED
 
 
 def _cases(
-    reader: DocumentReader, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, entries: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Setting:
-    read = [
+    parsed = [
         _case(reader, item, (*key_path, index), operator, spec)
-        for index, item in enumerate(given)
+        for index, item in enumerate(entries)
         if isinstance(item, dict)
     ]
-    cases = tuple(case for case in read if case is not None)
-    if len(cases) < len(read):
+    cases = tuple(case for case in parsed if case is not None)
+    if len(cases) < len(parsed):
         return REFUSED
     final = next((index for index, case in enumerate(cases) if case.filter in EVERY_TENSOR), len(cases))
     for index in range(final + 1, len(cases)):
@@ -143,14 +143,14 @@ def _cases(
 
 
 def _case(
-    reader: DocumentReader, given: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, entry: dict[str, Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Case | None:
-    reader.unknown_keys(given, CASE_KEYS, key_path)
-    if "value" not in given:
+    reader.unknown_keys(entry, CASE_KEYS, key_path)
+    if "value" not in entry:
         reader.refuse("recipe.missing-key", (*key_path, "value"), "the entry has no value", "write 'value: ...'")
         return None
-    wanted = "" if given.get("filter") is None else reader.text(given["filter"], (*key_path, "filter"))
-    value, at = given["value"], (*key_path, "value")
+    wanted = "" if entry.get("filter") is None else reader.text(entry["filter"], (*key_path, "filter"))
+    value, at = entry["value"], (*key_path, "value")
     if isinstance(value, list):
         values = _gradient(reader, value, at, operator, spec)
     else:
@@ -159,19 +159,19 @@ def _case(
 
 
 def _gradient(
-    reader: DocumentReader, given: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, items: Sequence[Value], key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> tuple[Scalar, ...]:
     """Parse values spread evenly over the layers; a single one holds for all of them, none if one was refused."""
-    if not given:
+    if not items:
         message = "a list of values over the layers needs at least 1, found 0"
         reader.refuse("recipe.gradient.length", key_path, message, "give values, or one number")
-    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(given))
+    return tuple(_scalar(reader, item, (*key_path, i), operator, spec) for i, item in enumerate(items))
 
 
 def _scalar(
-    reader: DocumentReader, given: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
+    reader: DocumentReader, entry: Value, key_path: KeyPath, operator: OperatorSpec, spec: ParameterSpec
 ) -> Scalar:
-    value = _flag(reader, given, key_path) if spec.is_flag else _number(reader, given, key_path, spec)
+    value = _flag(reader, entry, key_path) if spec.is_flag else _number(reader, entry, key_path, spec)
     if spec.only_default and value == value and value != spec.default:  # REFUSED is not itself
         reader.unsupported(
             key_path,
@@ -186,41 +186,41 @@ def _text(value: Scalar | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _flag(reader: DocumentReader, given: Value, key_path: KeyPath) -> Scalar:
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, int | float) and given in (0, 1):  # as mergekit's own examples write it
-        return bool(given)
-    if isinstance(given, str) and given.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
-        return given.lower() in TRUE_TEXTS
-    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(given)}")
+def _flag(reader: DocumentReader, value: Value, key_path: KeyPath) -> Scalar:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and value in (0, 1):  # as mergekit's own examples write it
+        return bool(value)
+    if isinstance(value, str) and value.lower() in (*TRUE_TEXTS, *FALSE_TEXTS):
+        return value.lower() in TRUE_TEXTS
+    reader.refuse("recipe.parameter.type", key_path, f"needs true or false, found {describe(value)}")
     return REFUSED
 
 
-def _number(reader: DocumentReader, given: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
-    if isinstance(given, str):
-        given = quoted_number(given) if quoted_number(given) is not None else given
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(given)}")
+def _number(reader: DocumentReader, value: Value, key_path: KeyPath, spec: ParameterSpec) -> float:
+    if isinstance(value, str):
+        value = quoted_number(value) if quoted_number(value) is not None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        reader.refuse("recipe.parameter.type", key_path, f"needs a number, found {describe(value)}")
         return REFUSED
-    if not isinstance(given, int) and not isfinite(given):
-        reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(given)}")
+    if not isinstance(value, int) and not isfinite(value):
+        reader.refuse("recipe.parameter.not-finite", key_path, f"needs a finite number, found {describe(value)}")
         return REFUSED
-    if spec.is_whole and given != int(given):
-        reader.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(given)}")
+    if spec.is_whole and value != int(value):
+        reader.refuse("recipe.parameter.type", key_path, f"needs a whole number, found {describe(value)}")
         return REFUSED
-    if abs(given) > FLOAT32_MAX:
-        reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(given)}, beyond float32")
+    if abs(value) > FLOAT32_MAX:
+        reader.refuse("recipe.parameter.range", key_path, f"{spec.name} is {describe(value)}, beyond float32")
         return REFUSED
-    too_low = given <= spec.low if spec.low_open else given < spec.low
-    if (too_low or given > spec.high) and spec.clamps:
-        message = f"{spec.name} is {given:g}, taken as {spec.clamped(float(given)):g}"
+    too_low = value <= spec.low if spec.low_open else value < spec.low
+    if (too_low or value > spec.high) and spec.clamps:
+        message = f"{spec.name} is {value:g}, taken as {spec.clamped(float(value)):g}"
         reader.notice("recipe.clamped", key_path, message, f"it is in {spec.range_text()}")
-    elif too_low or given > spec.high:
-        message = f"{spec.name} is {given:g}, must be in {spec.range_text()}"
+    elif too_low or value > spec.high:
+        message = f"{spec.name} is {value:g}, must be in {spec.range_text()}"
         reader.refuse("recipe.parameter.range", key_path, message)
         return REFUSED
-    return float(given)
+    return float(value)
 
 
 def quoted_number(text: str) -> float | None:

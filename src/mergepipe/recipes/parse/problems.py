@@ -47,9 +47,9 @@ class Findings:
         if kind not in self._precedence:
             raise ValueError(f"{kind.__name__} has no place in the precedence")
         self._count += 1
-        kept = self._kept[kind]
-        if len(kept) < MAX_LISTED:
-            kept.append(Problem(code, where, message, hint if isinstance(hint, str) else hint()))
+        listed = self._kept[kind]
+        if len(listed) < MAX_LISTED:
+            listed.append(Problem(code, where, message, hint if isinstance(hint, str) else hint()))
 
     def add_notice(self, code: str, where: str, message: str, elsewhere: str = "") -> None:
         """Add one notice."""
@@ -66,8 +66,8 @@ class Findings:
     def notices(self) -> tuple[Notice, ...]:
         """The notices so far, each once."""
         notices = told_once(self._notices)
-        rest = len(notices) - MAX_LISTED
-        more = (Notice("listing.more", "", 0, "", f"and {rest} more notices"),) if rest > 0 else ()
+        n_more = len(notices) - MAX_LISTED
+        more = (Notice("listing.more", "", 0, "", f"and {n_more} more notices"),) if n_more > 0 else ()
         return notices[:MAX_LISTED] + more
 
     def raise_any(self) -> None:

@@ -204,12 +204,12 @@ def with_intermediate_paths(recipe: Recipe, places: Mapping[str, Location]) -> R
 def with_changed_models(recipe: Recipe, model: Callable[[ModelInput], ModelInput]) -> Recipe:
     """Return the recipe with every reference to a model changed by `model`."""
 
-    def piece(given: OutputSlice) -> OutputSlice:
-        sources = tuple(replace(source, model=model(source.model)) for source in given.sources)
-        return replace(given, sources=sources, base=None if given.base is None else model(given.base))
+    def piece(slice_: OutputSlice) -> OutputSlice:
+        sources = tuple(replace(source, model=model(source.model)) for source in slice_.sources)
+        return replace(slice_, sources=sources, base=None if slice_.base is None else model(slice_.base))
 
-    def module(given: OutputModule) -> OutputModule:
-        return replace(given, models=tuple(map(model, given.models)), slices=tuple(map(piece, given.slices)))
+    def module(output: OutputModule) -> OutputModule:
+        return replace(output, models=tuple(map(model, output.models)), slices=tuple(map(piece, output.slices)))
 
     return replace(
         recipe,

@@ -42,7 +42,8 @@ def read_reference(reader: DocumentReader, value: Value, key_path: KeyPath) -> R
     target = reader.model_paths.get(text, text)
     model, adapter = _parts(reader, target)
     if adapter is None and "+" in text and "+" not in target:
-        message, hint = f"where the adapter of '{shortened(text)}' lies is not known", "merge again by the recipe"
+        message = f"the location of the adapter of '{shortened(text)}' is not recorded"
+        hint = "merge again by the recipe"
         where = reader.source.where(*key_path)
         reader.findings.add(NotFoundError, "recipe.model.not-found", where, message, hint)
     path = _path(reader, model, key_path)
@@ -84,8 +85,8 @@ def _parts(reader: DocumentReader, text: str) -> tuple[str, str | None]:
     if not pluses or text in reader.documents or _exists(reader, text):
         return text, None
     cuts = [(text[:index], text[index + 1 :]) for index in pluses if 0 < index < len(text) - 1]
-    known = (cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0]))
-    return next(known, cuts[0] if cuts else (text, None))
+    documents = (cut for cut in cuts if cut[0] in reader.documents or _exists(reader, cut[0]))
+    return next(documents, cuts[0] if cuts else (text, None))
 
 
 def _exists(reader: DocumentReader, text: str) -> bool:
@@ -121,29 +122,29 @@ def _path(reader: DocumentReader, text: str, key_path: KeyPath) -> Location:
 
 def _long_form(reader: DocumentReader, value: dict[str, Value], key_path: KeyPath) -> Reference | None:
     """mergekit writes references back as `{model: {path: ...}, lora: ...}`; other keys change the model."""
-    given = {key: item for key, item in value.items() if item is not None}
-    if "override_architecture" in given:
+    entry = {key: item for key, item in value.items() if item is not None}
+    if "override_architecture" in entry:
         message = "'override_architecture' has no effect: names and shapes of tensors decide what is merged"
         elsewhere = "in mergekit it chooses the names that are looked for, and stands in the output's config.json"
         reader.notice("recipe.ignored-key", (*key_path, "override_architecture"), message, elsewhere)
-    if isinstance(given.get("path"), str) and isinstance(given.get("revision"), str):
-        given["path"] = f"{given['path']}@{given.pop('revision')}"
-    reader.unknown_keys(given, _REFERENCE_KEYS, key_path)
-    inner = next((key for key in ("path", "model") if key in given), None)
+    if isinstance(entry.get("path"), str) and isinstance(entry.get("revision"), str):
+        entry["path"] = f"{entry['path']}@{entry.pop('revision')}"
+    reader.unknown_keys(entry, _REFERENCE_KEYS, key_path)
+    inner = next((key for key in ("path", "model") if key in entry), None)
     if inner is None:
         reader.refuse("recipe.missing-key", key_path, "the model reference has no path")
         return None
-    if {"path", "model"} <= given.keys():
+    if {"path", "model"} <= entry.keys():
         reader.refuse("recipe.wrong-kind", key_path, "needs either 'path' or 'model', found both")
-    if inner == "path" and isinstance(given["path"], dict):
-        reader.text(given["path"], (*key_path, "path"))
+    if inner == "path" and isinstance(entry["path"], dict):
+        reader.text(entry["path"], (*key_path, "path"))
         return None
-    model = read_reference(reader, given[inner], (*key_path, inner))
-    if model is not None and "delta" in given:
-        model = _as_delta(reader, model, given["delta"], key_path)
-    if model is None or "lora" not in given:
+    model = read_reference(reader, entry[inner], (*key_path, inner))
+    if model is not None and "delta" in entry:
+        model = _as_delta(reader, model, entry["delta"], key_path)
+    if model is None or "lora" not in entry:
         return model
-    return _with_adapter(reader, model, read_reference(reader, given["lora"], (*key_path, "lora")), key_path)
+    return _with_adapter(reader, model, read_reference(reader, entry["lora"], (*key_path, "lora")), key_path)
 
 
 def _as_delta(reader: DocumentReader, model: Reference, value: Value, key_path: KeyPath) -> Reference | None:

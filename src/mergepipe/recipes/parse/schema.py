@@ -27,7 +27,9 @@ _REFERENCE: Schema = {"$ref": "#/$defs/model"}
 
 def recipe_schema() -> Schema:
     """Generate the schema of one recipe document (draft 2020-12)."""
-    definitions = {name: each for spec in operator_specs().values() for name, each in _definitions(spec).items()}
+    definitions = {
+        name: definition for spec in operator_specs().values() for name, definition in _definitions(spec).items()
+    }
     return {
         "$schema": DIALECT,
         "title": "MergePipe recipe",
@@ -79,11 +81,11 @@ def _or_nothing(content: Schema) -> Schema:
 
 def _when(spec: OperatorSpec) -> Schema:
     """Generate the conditional schema of one merge method."""
-    shared, own = _ref(f"{spec.name}.shared"), _ref(f"{spec.name}.own")
-    models = _list(_record(MODEL_KEYS, {"model": _REFERENCE, "parameters": own}, ["model"]))
+    shared, of_model = _ref(f"{spec.name}.shared"), _ref(f"{spec.name}.own")
+    models = _list(_record(MODEL_KEYS, {"model": _REFERENCE, "parameters": of_model}, ["model"]))
     number: Schema = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]+(\.0+)?$"}]}
     pair: Schema = {"type": "array", "items": number, "minItems": 2, "maxItems": 2}
-    source: Schema = {"model": _REFERENCE, "layer_range": pair, "parameters": own}
+    source: Schema = {"model": _REFERENCE, "layer_range": pair, "parameters": of_model}
     sources = _list(_record(SOURCE_KEYS, source, ["model", "layer_range"]))
     piece: Schema = {"sources": sources, "base_model": _REFERENCE, "parameters": shared}
     slices = _list(_record(SLICE_KEYS, piece, ["sources"]))
@@ -96,12 +98,12 @@ def _when(spec: OperatorSpec) -> Schema:
 
 def _definitions(spec: OperatorSpec) -> Schema:
     """Generate the definitions of one merge method: each parameter, a model's parameters, global parameters."""
-    each: Schema = {}
+    definitions: Schema = {}
     for parameter in spec.parameters:
-        each |= _setting(parameter, f"{spec.name}.{parameter.name}")
+        definitions |= _setting(parameter, f"{spec.name}.{parameter.name}")
     of_models = tuple(parameter for parameter in spec.parameters if parameter.scope is Scope.MODEL)
     context = _parameters(spec, spec.parameters)
-    return {**each, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
+    return {**definitions, f"{spec.name}.own": _parameters(spec, of_models), f"{spec.name}.shared": context}
 
 
 def _parameters(spec: OperatorSpec, parameters: tuple[ParameterSpec, ...]) -> Schema:
@@ -153,8 +155,8 @@ def _list(item: Schema) -> Schema:
     return {"type": "array", "items": item, "minItems": 1}
 
 
-def _record(keys: tuple[str, ...], known: Schema, required: list[Json]) -> Schema:
-    properties: Schema = {key: known[key] for key in keys}
+def _record(keys: tuple[str, ...], schemas: Schema, required: list[Json]) -> Schema:
+    properties: Schema = {key: schemas[key] for key in keys}
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
@@ -177,13 +179,13 @@ def _model_reference() -> Schema:
 
 def _tokenizer() -> Schema:
     kind: Schema = {"enum": list(EMBEDDING_KINDS)}
-    known: Schema = {
+    schemas: Schema = {
         "kind": kind,
         "model": _REFERENCE,
         "token": {"type": "string"},
         "token_id": {"type": "integer", "minimum": 0},
     }
-    special = _record(MODEL_TOKEN_KEYS, known, ["kind"])
+    special = _record(MODEL_TOKEN_KEYS, schemas, ["kind"])
     sources: Schema = {"anyOf": [special, _REFERENCE, {"type": "null"}]}
     token = _record(TOKEN_KEYS, {"source": sources, "force": {"type": "boolean"}}, [])
     properties: Schema = {

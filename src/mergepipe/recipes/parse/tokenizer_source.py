@@ -51,16 +51,16 @@ class _Tokenizer:
         return TokenizerRequest(*self._source(value, at), where=self._reading.source.where(*at))
 
     def read(self, value: Value, at: KeyPath) -> TokenizerRequest | None:
-        given = self._reading.mapping(value, at, "write 'source: union', 'source: base' or 'source: PATH' under it")
-        if given is None:
+        entry = self._reading.mapping(value, at, "write 'source: union', 'source: base' or 'source: PATH' under it")
+        if entry is None:
             return None
-        self._reading.unknown_keys(given, TOKENIZER_KEYS, at)
-        source = self._source("union" if given.get("source") is None else given["source"], (*at, "source"))
-        tokens = self._reading.mapping(given.get("tokens"), (*at, "tokens")) or {}
-        embeddings = {token: self._embedding(each, (*at, "tokens", token)) for token, each in tokens.items()}
-        known = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
-        padding = self._padding(given.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
-        return TokenizerRequest(*source, known, padding, self._reading.source.where(*at))
+        self._reading.unknown_keys(entry, TOKENIZER_KEYS, at)
+        source = self._source("union" if entry.get("source") is None else entry["source"], (*at, "source"))
+        tokens = self._reading.mapping(entry.get("tokens"), (*at, "tokens")) or {}
+        embeddings = {token: self._embedding(embedding, (*at, "tokens", token)) for token, embedding in tokens.items()}
+        read = {token: embedding for token, embedding in embeddings.items() if embedding is not None}
+        padding = self._padding(entry.get("pad_to_multiple_of"), (*at, "pad_to_multiple_of"))
+        return TokenizerRequest(*source, read, padding, self._reading.source.where(*at))
 
     def _source(self, value: Value, at: KeyPath) -> tuple[TokenizerSource, int | None]:
         if value == "union":
@@ -82,8 +82,8 @@ class _Tokenizer:
             read_reference(self._reading, value, at)  # reports what is wrong with the reference itself
             return index
         message = f"'{shortened(reference.text)}' is not one of the models that are merged"
-        known = ", ".join(shortened(model.text) for model in self._inputs[:8])
-        hint = f"name one of: {known}" + ("" if at[-1] == "model" else "; or write union or base")
+        names = ", ".join(shortened(model.text) for model in self._inputs[:8])
+        hint = f"name one of: {names}" + ("" if at[-1] == "model" else "; or write union or base")
         self._reading.refuse("recipe.tokenizer.model", at, message, hint)
         return None
 
@@ -96,15 +96,15 @@ class _Tokenizer:
         return value
 
     def _embedding(self, value: Value, at: KeyPath) -> TokenEmbedding | None:
-        given = self._reading.mapping(value, at, "write 'source: ...' under the token")
-        if given is None:
+        entry = self._reading.mapping(value, at, "write 'source: ...' under the token")
+        if entry is None:
             return None
-        self._reading.unknown_keys(given, TOKEN_KEYS, at)
-        force = given.get("force", False)
+        self._reading.unknown_keys(entry, TOKEN_KEYS, at)
+        force = entry.get("force", False)
         if not isinstance(force, bool):
             self._reading.wrong_kind(force, (*at, "force"), "true or false")
             return None
-        return self._token_source(given.get("source"), (*at, "source"), force=force)
+        return self._token_source(entry.get("source"), (*at, "source"), force=force)
 
     def _token_source(self, value: Value, at: KeyPath, *, force: bool) -> TokenEmbedding | None:
         if value is None:
@@ -122,8 +122,8 @@ class _Tokenizer:
     def _model_token(self, value: dict[str, Value], at: KeyPath, *, force: bool) -> TokenEmbedding | None:
         token, token_id = value.get("token"), value.get("token_id")
         if (token is None) == (token_id is None):
-            found = "neither" if token is None else "both"
-            message = f"needs either 'token' or 'token_id', found {found}"
+            present_keys = "neither" if token is None else "both"
+            message = f"needs either 'token' or 'token_id', found {present_keys}"
             self._reading.refuse("recipe.tokenizer.token", at, message)
             return None
         if token is not None and not isinstance(token, str):

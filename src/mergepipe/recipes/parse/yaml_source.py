@@ -130,10 +130,10 @@ def read_documents(path: Location | RecipeText, store: Store) -> tuple[YamlSourc
 
 def parse_yaml(path: Location, text: str) -> YamlSource:
     """Read the one YAML document in `text`; errors name it `path`. Raises as `read_yaml` does."""
-    first, *others = parse_documents(path, text)
-    if others:
+    first, *further = parse_documents(path, text)
+    if further:
         message = "several YAML documents where one is expected"
-        raise _refusal("recipe.yaml.documents", others[0].where(), message, "keep one recipe a file")
+        raise _refusal("recipe.yaml.documents", further[0].where(), message, "keep one recipe a file")
     return first
 
 
@@ -149,8 +149,8 @@ def parse_documents(path: Location, text: str) -> tuple[YamlSource, ...]:
     builders = [_Builder(path.name, loader) for _ in nodes]
     roots = [builder.build(node, (), _line(node)) for builder, node in zip(builders, nodes, strict=True)]
     return tuple(
-        YamlSource(path, own, root, builder.lines, tuple(builder.repeated_keys))
-        for own, root, builder in zip(texts, roots, builders, strict=True)
+        YamlSource(path, document_text, root, builder.lines, tuple(builder.repeated_keys))
+        for document_text, root, builder in zip(texts, roots, builders, strict=True)
     )
 
 
@@ -164,7 +164,7 @@ def _own_texts(text: str, nodes: list[yaml.Node]) -> list[str]:
 
 def _last_marker(text: str, before: int) -> int:
     """Find the start of the last line with a document marker before an index."""
-    return next((found.start() for found in reversed(list(_MARKER.finditer(text, 0, before)))), 0)
+    return next((match.start() for match in reversed(list(_MARKER.finditer(text, 0, before)))), 0)
 
 
 def _refusal(code: str, where: str, message: str, hint: str = "") -> RecipeError:
@@ -289,7 +289,7 @@ class _Builder:
     def _mapping(self, node: yaml.MappingNode, key_path: KeyPath) -> dict[str, Value]:
         merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
         values = self._merged(merged, key_path)
-        own: set[str] = set()
+        keys: set[str] = set()
         for key_node, value_node in node.value:
             if key_node.tag == _TAG + "merge":
                 continue
@@ -297,9 +297,9 @@ class _Builder:
             at, line = (*key_path, key), _line(key_node)
             first_line, first_value = self.lines.get(at), values.get(key)
             values[key] = self.build(value_node, at, line)
-            if key in own:
-                self._note_repeated(at, f"stands twice, first in line {first_line}", [first_value, values[key]])
-            own.add(key)
+            if key in keys:
+                self._note_repeated(at, f"occurs twice, first in line {first_line}", [first_value, values[key]])
+            keys.add(key)
         return values
 
     def _note_repeated(self, at: KeyPath, message: str, values: list[Value]) -> None:
@@ -319,7 +319,7 @@ class _Builder:
 
         Built last to first, so that values and lines of the one that wins are written last.
         """
-        mappings = [each for node in nodes for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+        mappings = [item for node in nodes for item in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
         values: dict[str, Value] = {}
         for mapping in reversed(mappings):
             self._nodes += 1
@@ -368,9 +368,9 @@ class _Builder:
 
     def _clean(self, node: yaml.ScalarNode) -> str:
         text = str(node.value)
-        found = _FORBIDDEN_CHARACTERS.search(text)
-        if found:
-            message = f"the character #x{ord(found.group()):04x} is not allowed"
+        match = _FORBIDDEN_CHARACTERS.search(text)
+        if match:
+            message = f"the character #x{ord(match.group()):04x} is not allowed"
             raise _refusal("recipe.yaml.character", f"{self._name}:{_line(node)}", message)
         return text
 

@@ -80,8 +80,8 @@ def layer_lists(names: Iterable[str]) -> dict[str, LayerList]:
 
 def longest(lists: Mapping[str, LayerList]) -> tuple[LayerList, ...]:
     """Return the longest lists: one if the layers are unambiguous, none if there are none."""
-    most = max((each.n_layers for each in lists.values()), default=0)
-    return tuple(each for each in lists.values() if each.n_layers == most)
+    most = max((layers.n_layers for layers in lists.values()), default=0)
+    return tuple(layers for layers in lists.values() if layers.n_layers == most)
 
 
 def depth_of(index: int, n_layers: int) -> float:

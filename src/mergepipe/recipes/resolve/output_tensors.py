@@ -94,29 +94,29 @@ class OutputListing:
 
     def _of_modules(self) -> Iterator[OutputTensor]:
         names = self._models[0].tensors
-        taken: dict[str, str] = {}
+        module_of: dict[str, str] = {}
         for module in self._recipe.modules:
-            own = module_tensors(module.name, names)
-            self._check_module(module, own, taken)
-            taken |= dict.fromkeys(own, module.name)
-            if not own:
+            owned_names = module_tensors(module.name, names)
+            self._check_module(module, owned_names, module_of)
+            module_of |= dict.fromkeys(owned_names, module.name)
+            if not owned_names:
                 continue
             shared = (module.parameters, self._recipe.parameters)
             if module.models:
-                yield from self._of_models(module.models, shared, own)
+                yield from self._of_models(module.models, shared, owned_names)
             else:
                 yield from self._of_slices(module.slices, shared, module.name, module.where)
-        yield from (OutputTensor(name, None, (name,)) for name in names if name not in taken)
+        yield from (OutputTensor(name, None, (name,)) for name in names if name not in module_of)
 
-    def _check_module(self, module: OutputModule, own: Sequence[str], taken: Mapping[str, str]) -> None:
+    def _check_module(self, module: OutputModule, owned_names: Sequence[str], module_of: Mapping[str, str]) -> None:
         names, text = self._models[0].tensors, self._models[0].input.text
-        if not own:
+        if not owned_names:
             message = f"'{text}' has no module '{module.name}'"
             hint = did_you_mean(module.name, module_names(names))
             self._findings.add(RecipeError, "recipe.module.unknown", module.where, message, hint)
-        twice = next((name for name in own if name in taken), None)
+        twice = next((name for name in owned_names if name in module_of), None)
         if twice is not None:
-            message = f"'{twice}' belongs to this module and to '{taken[twice]}'"
+            message = f"'{twice}' belongs to this module and to '{module_of[twice]}'"
             self._findings.add(RecipeError, "recipe.module.overlap", module.where, message, "keep one of the two")
 
     def _of_models(
@@ -155,7 +155,7 @@ class OutputListing:
     def _check_is_full(self, index: int) -> None:
         model = self._models[index]
         if model.kind is not CheckpointKind.FULL:
-            message = f"'{model.input.text}' holds differences from a base and stands where weights are needed"
+            message = f"'{model.input.text}' holds differences from a base, but weights are needed here"
             hint = "name it beside its base_model, with a method that has one"
             self._findings.add(UnsupportedError, "merge.base.delta", model.input.where, message, hint)
 
@@ -167,10 +167,14 @@ class OutputListing:
             if model.kind is not CheckpointKind.FULL:
                 continue
             for prefix, layers in lists.items():
-                own = self._lists[member.model].get(prefix)
-                if own is not None and own.n_layers != layers.n_layers and not self._may_drop(model, layers):
+                member_layers = self._lists[member.model].get(prefix)
+                if (
+                    member_layers is not None
+                    and member_layers.n_layers != layers.n_layers
+                    and not self._may_drop(model, layers)
+                ):
                     message = (
-                        f"'{model.input.text}' has {own.n_layers} layers, "
+                        f"'{model.input.text}' has {member_layers.n_layers} layers, "
                         f"{layers.n_layers} has '{anchor.input.text}' ({layers})"
                     )
                     hint = "merge equally many of each with slices"
@@ -179,7 +183,7 @@ class OutputListing:
     def _may_drop(self, model: OpenModel, layers: LayerList) -> bool:
         """Whether a model has tensors beyond some layers and all of them may be dropped."""
         split = ((name, layers.split(name)) for name in model.tensors)
-        beyond = [name for name, found in split if found is not None and found[0] >= layers.n_layers]
+        beyond = [name for name, place in split if place is not None and place[0] >= layers.n_layers]
         return bool(beyond) and all(is_allowed(model, name, self._allow_dropped) for name in beyond)
 
     def _of_slices(
@@ -217,12 +221,14 @@ class OutputListing:
         is_sound = True
         for source in (source for piece in slices for source in piece.sources):
             index = self._index[source.model.key]
-            own = self._lists[index].get(layers.prefix) if self._models[index].kind is CheckpointKind.FULL else layers
-            n_layers = 0 if own is None else own.n_layers
+            source_layers = (
+                self._lists[index].get(layers.prefix) if self._models[index].kind is CheckpointKind.FULL else layers
+            )
+            n_layers = 0 if source_layers is None else source_layers.n_layers
             if source.stop > n_layers:
                 message = f"[{source.start}, {source.stop}] goes beyond the {n_layers} layers of '{source.model.text}'"
                 self._findings.add(
-                    RecipeError, "recipe.slice.range", source.where, message, f"counted as {own or layers}"
+                    RecipeError, "recipe.slice.range", source.where, message, f"counted as {source_layers or layers}"
                 )
                 is_sound = False
         return is_sound
@@ -257,7 +263,7 @@ class OutputListing:
 
 def is_allowed(model: OpenModel, name: str, patterns: Sequence[str]) -> bool:
     """Whether a model's tensor, by its own name or the first model's, matches one of `patterns`."""
-    return any(fnmatchcase(each, glob) for glob in patterns for each in (name, model.tensors[name].name))
+    return any(fnmatchcase(candidate, glob) for glob in patterns for candidate in (name, model.tensors[name].name))
 
 
 def _depth(name: str, lists: Mapping[str, LayerList]) -> float:

@@ -107,14 +107,14 @@ class Pairing:
             if model not in self._related:
                 unrelated.add(model)
                 message = f"'{text}' has no tensor of the base '{base_text}', e.g. not '{names[0]}'"
-                own = ", ".join(map(shown, list(self._models[model].tensors)[:3])) or "nothing"
-                hint = f"it has {own}: is it another architecture?"
+                examples = ", ".join(map(shown, list(self._models[model].tensors)[:3])) or "nothing"
+                hint = f"it has {examples}: is it another architecture?"
                 where = self._models[model].input.where
                 self._findings.add(MismatchError, "merge.model.unrelated", where, message, hint)
                 continue
-            for pattern, found in group_by_pattern(names).items():
-                message = f"'{text}' lacks {count_text(found)} of the base '{base_text}'"
-                hint_of = partial(self._did_you_mean, model, found[0])
+            for pattern, lacking in group_by_pattern(names).items():
+                message = f"'{text}' lacks {count_text(lacking)} of the base '{base_text}'"
+                hint_of = partial(self._did_you_mean, model, lacking[0])
                 self._findings.add(MismatchError, "merge.tensor.missing", pattern, message, hint_of)
         return unrelated
 

@@ -52,8 +52,10 @@ def resolve(
     precedence = (NotFoundError, CorruptError, MismatchError, UnsupportedError, RecipeError)
     findings = Findings(*precedence, lenient=strictness.lenient)
     models = [
-        OpenModel(given, renamed_to_match(checkpoints[0], each) if index else each.tensors, each.kind)
-        for index, (given, each) in enumerate(zip(inputs, checkpoints, strict=True))
+        OpenModel(
+            input_, renamed_to_match(checkpoints[0], checkpoint) if index else checkpoint.tensors, checkpoint.kind
+        )
+        for index, (input_, checkpoint) in enumerate(zip(inputs, checkpoints, strict=True))
     ]
     listing = OutputListing(recipe, models, findings, allow_dropped)
     outputs = list(listing.output_tensors())
@@ -108,7 +110,7 @@ class _Resolver:
     def _experts(self, output: OutputTensor, group: Group, base: Readable) -> tuple[Source, ...] | None:
         pairs = zip(group.experts, output.sources[1:], strict=True)
         partners = [self.pairing.partner(member.model, name, base, output.model) for member, name in pairs]
-        matching = tuple(each for each in partners if each is not None)
+        matching = tuple(partner for partner in partners if partner is not None)
         return matching if len(matching) == len(partners) else None
 
     def _parameters(self, output: OutputTensor, group: Group) -> TensorParameters:
@@ -139,19 +141,19 @@ class _Resolver:
             self._check_weights(shared, [v for v in (anchor, *values[1:]) if v], output.name)
         return TensorParameters(shared, anchor, tuple(values[1:]))
 
-    def _anchor_values(self, group: Group, own: dict[str, Scalar]) -> dict[str, Scalar]:
+    def _anchor_values(self, group: Group, values: dict[str, Scalar]) -> dict[str, Scalar]:
         if not group.takes_part:
             return {}
-        if not group.is_listed and self._recipe.operator.parameter("weight") is not None and "weight" not in own:
+        if not group.is_listed and self._recipe.operator.parameter("weight") is not None and "weight" not in values:
             return {"weight": 0.0}  # it lends its tensors' names, shapes and dtypes, and has no part in the average
-        return own  # with a weight for every model it is one of them, as in mergekit
+        return values  # with a weight for every model it is one of them, as in mergekit
 
     def _note_missing(
         self, values: Mapping[str, Scalar], scope: Scope, chain: Sequence[Mapping[str, Setting]], tensor: str
     ) -> None:
         """Report a required parameter of which no case applies to a tensor; missing ones are reported on loading."""
         for spec in missing_values(self._recipe.operator, scope, values):
-            settings = (each[spec.name] for each in chain if spec.name in each)
+            settings = (settings_of_scope[spec.name] for settings_of_scope in chain if spec.name in settings_of_scope)
             where = next((setting.where for setting in settings if isinstance(setting, Cases)), self._recipe.path.name)
             if where in self._without_value:
                 continue
@@ -161,14 +163,14 @@ class _Resolver:
 
     def _note_conflicts(self, group: Group, values: Sequence[Mapping[str, Scalar]], tensor: str) -> None:
         """Report, once per model, contradicting parameters that depend on the tensor."""
-        for member, found in zip(group.experts, values, strict=True):
-            conflict = self._recipe.operator.conflict_of(found)
+        for member, parameters in zip(group.experts, values, strict=True):
+            conflict = self._recipe.operator.conflict_of(parameters)
             if conflict and member not in self._conflicting:
                 self._conflicting.append(member)
-                given = self._inputs[member.model]
-                message = f"'{given.text}': for '{tensor}' {conflict}"
+                model = self._inputs[member.model]
+                message = f"'{model.text}': for '{tensor}' {conflict}"
                 hint = "change one of the two"
-                self._findings.add(RecipeError, "recipe.parameter.conflict", given.where, message, hint)
+                self._findings.add(RecipeError, "recipe.parameter.conflict", model.where, message, hint)
 
     def _check_weights(self, shared: dict[str, Scalar], values: list[dict[str, Scalar]], tensor: str) -> None:
         total = normalized_sum(shared, values)

@@ -56,9 +56,9 @@ class TensorAccount:
         self._allow = allow
         self._is_sliced = not recipe.models
         self._names = {output.name for output in outputs}
-        self._templates = {template(each.name) for each in outputs if each.group is not None}
-        taking_part = {each.model for each in outputs}
-        taking_part |= {member.model for each in outputs if each.group for member in each.group.experts}
+        self._templates = {template(output.name) for output in outputs if output.group is not None}
+        taking_part = {output.model for output in outputs}
+        taking_part |= {member.model for output in outputs if output.group for member in output.group.experts}
         self._taking_part = taking_part
 
     def dropped(self, findings: Findings, unrelated: Collection[int] = ()) -> Iterator[DroppedTensor]:

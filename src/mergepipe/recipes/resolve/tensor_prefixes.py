@@ -27,21 +27,21 @@ def renamed_to_match(reference: Checkpoint, checkpoint: Checkpoint) -> dict[str,
         for name, entry in reference.tensors.items()
         if name not in tensors and entry.dtype.kind is DTypeKind.FLOAT
     ]
-    own = [name for name in tensors if name not in reference.tensors]
-    rules = _rules(missing, own, tensors)
+    unmatched = [name for name in tensors if name not in reference.tensors]
+    rules = _rules(missing, unmatched, tensors)
     if not rules:
         return tensors
     ordered = sorted(rules, key=len, reverse=True)
-    renamed = {name: _renamed(name, ordered, rules) for name in own}
+    renamed = {name: _renamed(name, ordered, rules) for name in unmatched}
     if not _is_sound(missing, renamed, tensors):
         return tensors
     return {renamed.get(name, name): entry for name, entry in tensors.items()}
 
 
-def _rules(missing: list[Readable], own: list[str], tensors: Mapping[str, Readable]) -> dict[str, str]:
+def _rules(missing: list[Readable], unmatched: list[str], tensors: Mapping[str, Readable]) -> dict[str, str]:
     """Derive prefix replacements from the longest common name suffixes; empty if they disagree."""
     rules: dict[str, str] = {}
-    for name, claims in _claims(missing, own, tensors).items():
+    for name, claims in _claims(missing, unmatched, tensors).items():
         for wanted, end in claims:
             prefix = wanted[: -len(end)]
             if rules.setdefault(name[: -len(end)], prefix) != prefix:
@@ -50,11 +50,11 @@ def _rules(missing: list[Readable], own: list[str], tensors: Mapping[str, Readab
 
 
 def _claims(
-    missing: list[Readable], own: list[str], tensors: Mapping[str, Readable]
+    missing: list[Readable], unmatched: list[str], tensors: Mapping[str, Readable]
 ) -> dict[str, list[tuple[str, str]]]:
     """Find for each own name the missing names with the longest common suffix, and that suffix."""
     by_end: dict[str, list[str]] = {}
-    for name in own:
+    for name in unmatched:
         for end in _ends(name):
             by_end.setdefault(end, []).append(name)
     claims: dict[str, list[tuple[str, str]]] = {}
@@ -64,11 +64,11 @@ def _claims(
         prefixes = name[: -len(end)] + entry.name[: -len(end)] if end else ""
         if not end or _DIGIT.search(prefixes) or tensors[name].shape[1:] != entry.shape[1:]:
             continue
-        known = claims.setdefault(name, [])
-        if known and len(end) > len(known[0][1]):
-            known.clear()
-        if not known or len(end) == len(known[0][1]):
-            known.append((entry.name, end))
+        claimed = claims.setdefault(name, [])
+        if claimed and len(end) > len(claimed[0][1]):
+            claimed.clear()
+        if not claimed or len(end) == len(claimed[0][1]):
+            claimed.append((entry.name, end))
     return claims
 
 
@@ -86,8 +86,8 @@ def _renamed(name: str, prefixes: list[str], rules: Mapping[str, str]) -> str:
 def _is_sound(missing: list[Readable], renamed: Mapping[str, str], tensors: Mapping[str, Readable]) -> bool:
     """Whether renamed names stay distinct, and fill missing names with matching shapes."""
     after = {new: name for name, new in renamed.items()}
-    kept = tensors.keys() - renamed.keys()
-    if len(after) < len(renamed) or kept & after.keys():
+    unrenamed = tensors.keys() - renamed.keys()
+    if len(after) < len(renamed) or unrenamed & after.keys():
         return False
     matched = [(entry, tensors[after[entry.name]]) for entry in missing if entry.name in after]
     return bool(matched) and all(entry.shape[1:] == other.shape[1:] for entry, other in matched)

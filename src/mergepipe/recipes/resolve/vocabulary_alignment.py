@@ -55,10 +55,10 @@ class Alignment:
     def notices(self, names: Sequence[str]) -> tuple[str, ...]:
         """Format one line per model that loses tokens; `names` are the models' names."""
         return tuple(
-            f"{counted(each.n_tokens, 'token')} of '{names[each.model]}' not in the output's tokenizer, "
+            f"{counted(dropped.n_tokens, 'token')} of '{names[dropped.model]}' not in the output's tokenizer, "
             f"embeddings left out: "
-            f"{', '.join(map(shown, each.examples))}{', ...' if each.n_tokens > len(each.examples) else ''}"
-            for each in self.dropped
+            f"{', '.join(map(shown, dropped.examples))}{', ...' if dropped.n_tokens > len(dropped.examples) else ''}"
+            for dropped in self.dropped
         )
 
 
@@ -78,12 +78,12 @@ def align_vocabulary(
     vocabularies = _vocabularies(models, store)
     lender = request.model if request.source is TokenizerSource.MODEL and request.model is not None else 0
     embeddings = [embeddings_of(model, vocab, store) for model, vocab in zip(models, vocabularies, strict=True)]
-    known = [
+    n_ids_of_models = [
         min((tensor.shape[0] for tensor in named.values()), default=vocabulary.n_ids)
         for named, vocabulary in zip(embeddings, vocabularies, strict=True)
     ]
-    joining = _joining(request, vocabularies, known, lender)
-    output = extended(vocabularies[lender], joining)
+    added = _added_tokens(request, vocabularies, n_ids_of_models, lender)
+    output = extended(vocabularies[lender], added)
     aligner = _Aligner(request, models, vocabularies, output, lender, 0 if has_base else None)
     groups = paired_embeddings(embeddings)
     n_rows = aligner.n_rows([group[lender] for group in groups if lender in group])
@@ -95,7 +95,7 @@ def align_vocabulary(
         tuple(_with_tensors(model, tensors) for model, tensors in zip(models, replaced, strict=True)),
         n_rows,
         lender,
-        MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, joining)),
+        MappingProxyType(extended_files(TokenizerFiles(models[lender], store), output, added)),
         tuple(_dropped(vocabularies, output)),
         _digest(output, replaced),
     )
@@ -126,25 +126,25 @@ def _vocabularies(models: Sequence[Checkpoint], store: Store) -> tuple[Vocabular
             "tokenizer.missing", models[0].path, "no tokenizer file found, and the recipe asks for aligned tokens",
             "put the model's tokenizer.json beside it, or leave out the recipe's tokenizer",
         )  # fmt: skip
-    others = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
-    return (first, *(other or first for other in others))
+    read = (read_vocabulary(model, store) if model.kind is CheckpointKind.FULL else None for model in models[1:])
+    return (first, *(other or first for other in read))
 
 
-def _joining(
-    request: TokenizerRequest, vocabularies: Sequence[Vocabulary], known: Sequence[int], lender: int
+def _added_tokens(
+    request: TokenizerRequest, vocabularies: Sequence[Vocabulary], n_ids_of_models: Sequence[int], lender: int
 ) -> list[AddedToken]:
     """List the tokens added to the lender's vocabulary in order of new id: by model and id, then the recipe's own."""
-    joining: dict[str, AddedToken] = {}
-    own = vocabularies[lender].ids
+    added: dict[str, AddedToken] = {}
+    lender_ids = vocabularies[lender].ids
     if request.source is TokenizerSource.UNION:
-        for vocabulary, n_known in zip(vocabularies, known, strict=True):
+        for vocabulary, n_ids in zip(vocabularies, n_ids_of_models, strict=True):
             for token, index in vocabulary.ids.items():
-                if index < n_known and token not in own:
-                    joining.setdefault(token, vocabulary.as_added(token))
+                if index < n_ids and token not in lender_ids:
+                    added.setdefault(token, vocabulary.as_added(token))
     for token in request.tokens:
-        if token not in own:
-            joining.setdefault(token, AddedToken(token))
-    return list(joining.values())
+        if token not in lender_ids:
+            added.setdefault(token, AddedToken(token))
+    return list(added.values())
 
 
 def _dropped(vocabularies: Sequence[Vocabulary], output: Vocabulary) -> list[DroppedTokens]:
@@ -189,13 +189,13 @@ class _Aligner:
         n_mapped = self._output.n_ids if multiple else n_rows
         limits = [group[m].shape[0] if m in group else 0 for m in range(len(self._models))]
         rows = TokenRows.of(self._output, self._vocabularies, n_mapped).cut(limits)
-        given = self._token_rules(group, rows)
+        token_rules = self._token_rules(group, rows)
         donors = [model for model, tensor in group.items() if not tensor.is_delta]
-        fill = fill_rows(rows, donors, self._base if self._base in group else None, given)
+        fill = fill_rows(rows, donors, self._base if self._base in group else None, token_rules)
         return {
-            model: _padded(self._tensor(group, model, rows, fill, given), n_rows)
+            model: _padded(self._tensor(group, model, rows, fill, token_rules), n_rows)
             if multiple
-            else self._tensor(group, model, rows, fill, given)
+            else self._tensor(group, model, rows, fill, token_rules)
             for model in group
         }
 
@@ -205,19 +205,19 @@ class _Aligner:
         model: int,
         rows: TokenRows,
         fill: RowMap,
-        given: Mapping[int, Given],
+        token_rules: Mapping[int, Given],
     ) -> Readable:
-        own = group[model]
-        if own.is_delta:
+        stored = group[model]
+        if stored.is_delta:
             fill = no_rows(rows.is_token_R.size)
-        chosen = model_rows(rows, model, fill, self._padding(group, model), given)
+        chosen = model_rows(rows, model, fill, self._padding(group, model), token_rules)
         row_map, order = of_sources(chosen, model)
-        if row_map.is_identity(own.shape[0]):
-            return own
-        sources = tuple(group[each] for each in order)
+        if row_map.is_identity(stored.shape[0]):
+            return stored
+        sources = tuple(group[source] for source in order)
         # The first model lends the output's dtype: rows of others are rounded to it, as the output is.
-        dtype = own.dtype if model == 0 else common_dtype(sources)
-        return GatheredRows(own.name, dtype, sources, row_map, own.is_delta)
+        dtype = stored.dtype if model == 0 else common_dtype(sources)
+        return GatheredRows(stored.name, dtype, sources, row_map, stored.is_delta)
 
     def _padding(self, group: Mapping[int, Readable], model: int) -> list[tuple[int, int]]:
         """Choose the models that provide rows without tokens: the model itself if its ids match, then the lender."""
@@ -227,8 +227,8 @@ class _Aligner:
         return [(lender, group[lender].shape[0]) for lender in lenders]
 
     def _check(self, group: Mapping[int, Readable]) -> None:
-        first, *others = group
-        for model in others:
+        first, *further = group
+        for model in further:
             if group[model].shape[1:] != group[first].shape[1:]:
                 raise MismatchError.of(
                     "tokenizer.width", group[model].name,
@@ -262,8 +262,8 @@ class _Aligner:
         path = self._models[model].path
         if model not in group or group[model].is_delta:
             name = next(iter(group.values())).name
-            found = "only differences of it" if model in group else "none"
-            raise self._error(token, f"the row of '{name}' in '{path}' is needed, the model has {found}")
+            content = "only differences of it" if model in group else "none"
+            raise self._error(token, f"the row of '{name}' in '{path}' is needed, the model has {content}")
         n_rows = group[model].shape[0]
         row = self._row_of(token, wanted, model)
         if not 0 <= row < n_rows:

@@ -62,7 +62,7 @@ class _Sampling:
 def probe_unknown(
     prober: Prober,
     inputs: Inputs,
-    known: Sequence[StatisticsByTask],
+    recorded: Sequence[StatisticsByTask],
     budget: BudgetRequest,
     block_elements: int,
     link: CatalogLink,
@@ -78,23 +78,25 @@ def probe_unknown(
     everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
     is_all = limit_bytes >= everything_bytes or (isinstance(budget, ShareBudget) and budget.fraction == 1)
-    pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, known)
+    pairs = () if is_all or budget.is_zero else _unknown_pairs(inputs, recorded)
     most_bytes = min(limit_bytes * MOST_OF_BUDGET, everything_bytes * MOST_OF_EVERYTHING)
     block_bytes = block_elements * 2
     requests_bytes = (limit_bytes + -(-limit_bytes // block_bytes) * request_bytes) * MOST_OF_BUDGET
     most_requests = int(requests_bytes / request_bytes) if request_bytes else None
-    sampling = _affordable(pairs, int(most_bytes), most_requests, block_elements, len(known)) if pairs else None
+    sampling = _affordable(pairs, int(most_bytes), most_requests, block_elements, len(recorded)) if pairs else None
     if sampling is None:
-        return ProbeResult(tuple(known), (0,) * len(known))
+        return ProbeResult(tuple(recorded), (0,) * len(recorded))
     estimates = _sampled(prober, inputs, sampling)
     _record(link, inputs, sampling, estimates)
-    statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in known]
+    statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in recorded]
     for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
         statistics[e][task.name] = estimate
     return ProbeResult(tuple(statistics), sampling.cost_bytes)
 
 
-def _unknown_pairs(inputs: Inputs, known: Sequence[StatisticsByTask]) -> tuple[tuple[int, MergeTask, str | None], ...]:
+def _unknown_pairs(
+    inputs: Inputs, recorded: Sequence[StatisticsByTask]
+) -> tuple[tuple[int, MergeTask, str | None], ...]:
     """List the stored tensors of experts without statistics, each as a task with that expert alone."""
     expert_of = {model: e for e, model in enumerate(inputs.expert_models)}
     pairs = []
@@ -103,7 +105,7 @@ def _unknown_pairs(inputs: Inputs, known: Sequence[StatisticsByTask]) -> tuple[t
             e = expert_of[model]
             is_stored = isinstance(source, TensorEntry) and isinstance(task.base, TensorEntry)
             is_float = task.base.dtype.kind is source.dtype.kind is DTypeKind.FLOAT
-            wanted = task.action is Action.MERGE and task.base.n_elements and task.name not in known[e]
+            wanted = task.action is Action.MERGE and task.base.n_elements and task.name not in recorded[e]
             if wanted and is_stored and is_float:
                 alone = replace(
                     task, experts=(source,), expert_models=(model,), parameters=TensorParameters({}, {}, ({},))

@@ -92,55 +92,55 @@ def find_speeds(inputs: Inputs, store: Store, home: Path | None, threads: int, s
     Raises:
         StorageError, NotFoundError: the base cannot be read.
     """
-    kept = _SpeedCache(home)
+    cache = _SpeedCache(home)
     are_packed = any(checkpoint.encoded is not None for checkpoint in inputs.checkpoints)
-    decoding = _measured_decode_speed(kept) if are_packed else None
+    decoding = _measured_decode_speed(cache) if are_packed else None
     prices = NO_DECODING if decoding is None else decoding.prices
     words = [] if decoding is None else [f"decoding measured on {decoding.date}"]
     if storage_speed is None:
-        reading = _measured_read_speed(kept, inputs, store)
+        reading = _measured_read_speed(cache, inputs, store)
         storage_speed, words = reading.bytes_per_second, [f"storage measured on {reading.date}", *words]
     else:
         words = ["storage as given", *words]
     return Speeds(storage_speed, prices, min(threads, LOCAL_TERMS.most_requests), ", ".join(words))
 
 
-def _measured_read_speed(kept: _SpeedCache, inputs: Inputs, store: Store) -> _ReadMeasurement:
+def _measured_read_speed(cache: _SpeedCache, inputs: Inputs, store: Store) -> _ReadMeasurement:
     sized = [(store.size_bytes(path), path) for path in sorted(files_of(inputs.base.tensors.values()))]
     size_bytes, path = max(sized, key=lambda pair: pair[0], default=(0, inputs.base.path))
     if size_bytes < DIRECT_ALIGNMENT_BYTES:
         return _ReadMeasurement(two_digits(1e9), _utc_date(), 0)  # too small to measure, and to matter
     place, measured_bytes = mount_of(path), min(size_bytes, MOST_BYTES)
-    measurement = kept.reading(place)
+    measurement = cache.read_speed(place)
     if measurement is None or measurement.measured_bytes < measured_bytes:
         bytes_per_second = two_digits(measure_reading(store, path, Purpose.BASE))
         measurement = _ReadMeasurement(bytes_per_second, _utc_date(), measured_bytes)
-        kept.keep_reading(place, measurement)
+        cache.keep_read_speed(place, measurement)
     return measurement
 
 
-def _measured_request_cost(kept: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
+def _measured_request_cost(cache: _SpeedCache, inputs: Inputs, store: Store, path: Location) -> int:
     """Return what a request is worth at the place of an expert, measured on the base's largest file of that place."""
     place, default = mount_of(path), store.terms(path).request_cost_bytes
-    found = kept.request_cost(place)
-    if found is not None or not kept.is_kept:
-        return found or default
+    measured_bytes = cache.request_cost(place)
+    if measured_bytes is not None or not cache.is_kept:
+        return measured_bytes or default
     files = [file for file in sorted(files_of(inputs.base.tensors.values())) if mount_of(file) == place]
     size_bytes, file = max(((store.size_bytes(file), file) for file in files), default=(0, path))
     if size_bytes < REQUESTS_BYTES:
         return default
     measured = max(1, int(two_digits(measure_requests(store, file, Purpose.BASE))))
-    kept.keep_request_cost(place, measured)
+    cache.keep_request_cost(place, measured)
     return measured
 
 
-def _measured_decode_speed(kept: _SpeedCache) -> _DecodeMeasurement:
-    measurement = kept.decoding()
+def _measured_decode_speed(cache: _SpeedCache) -> _DecodeMeasurement:
+    measurement = cache.decode_speed()
     if measurement is None:
         from mergepipe.deltastore.decode_speed import measure_decoding  # compiled: imported only when needed
 
         measurement = _DecodeMeasurement(measure_decoding(), _utc_date())
-        kept.keep_decoding(measurement)
+        cache.keep_decode_speed(measurement)
     return measurement
 
 
@@ -166,7 +166,7 @@ class _SpeedCache:
         self._path = None if home is None else home / SPEEDS_NAME
         self._machine = platform.node() or "this machine"
 
-    def reading(self, place: str) -> _ReadMeasurement | None:
+    def read_speed(self, place: str) -> _ReadMeasurement | None:
         """Look up the read speed of a mount point; None if it is missing."""
         record = _inside(self._of_machine(), "storage", place)
         try:
@@ -194,7 +194,7 @@ class _SpeedCache:
         """Store what a request is worth at a place, if there is a cache file."""
         self._keep("requests", place, {"worth_bytes": worth_bytes, "measured": _utc_date()})
 
-    def decoding(self) -> _DecodeMeasurement | None:
+    def decode_speed(self) -> _DecodeMeasurement | None:
         """Look up the decoding speeds of this version of the program; None if they are missing."""
         record = _inside(self._of_machine(), "decoding", mergepipe.__version__)
         try:
@@ -209,7 +209,7 @@ class _SpeedCache:
         except (KeyError, ValueError):
             return None
 
-    def keep_reading(self, place: str, reading: _ReadMeasurement) -> None:
+    def keep_read_speed(self, place: str, reading: _ReadMeasurement) -> None:
         """Store a read speed, if there is a cache file."""
         said = {
             "bytes_per_second": reading.bytes_per_second,
@@ -218,7 +218,7 @@ class _SpeedCache:
         }
         self._keep("storage", place, said)
 
-    def keep_decoding(self, decoding: _DecodeMeasurement) -> None:
+    def keep_decode_speed(self, decoding: _DecodeMeasurement) -> None:
         """Store decoding speeds, if there is a cache file, in place of those of other versions."""
         table = {kind: list(nanoseconds) for kind, nanoseconds in decoding.prices.nanoseconds.items()}
         self._keep("decoding", mergepipe.__version__, {"nanoseconds": table, "measured": decoding.date}, alone=True)

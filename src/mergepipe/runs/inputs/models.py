@@ -111,7 +111,7 @@ def _delta_digest(header_digest: str) -> str:
 def _required(base: Checkpoint | None, path: Location, what: str) -> Checkpoint:
     if base is None:
         raise UnsupportedError.of(
-            "model.not_weights", path, f"is {what}, and stands where full weights are needed",
+            "model.not_weights", path, f"is {what}, but full weights are needed here",
             "name its base here, and it as an expert",
         )  # fmt: skip
     return base

@@ -193,8 +193,8 @@ def _opened(
             return intermediates[i].checkpoint
         return open_model(store, models[i], base, as_weights=models[i].key in whole)
 
-    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as each:
-        checkpoints = (base, *each(opened, range(1, len(models))))
+    with concurrent_map(store, (model.path for model in models if model.intermediate is None)) as map_all:
+        checkpoints = (base, *map_all(opened, range(1, len(models))))
     alignment = None
     if recipe.tokenizer is not None:
         alignment = align_vocabulary(recipe.tokenizer, checkpoints, store, has_base=recipe.base is not None)

@@ -28,7 +28,7 @@ def open_planned(plan: Plan, store: Store, link: CatalogLink) -> Inputs:
     inputs = open_recipes((recipe,), store, ("*",), strictness=LENIENT)  # it was accepted when the plan was made
     inputs = with_known_digests(inputs, link)
     bound = zip(plan.models, inputs.checkpoints, strict=True)
-    problems = [problem for model, found in bound for problem in _changes(model, found)]
+    problems = [problem for model, checkpoint in bound for problem in _changes(model, checkpoint)]
     if vocabulary_of(inputs) != plan.vocabulary:
         message = "the tokenizers of its models are not those that it was made for"
         problems.append(Problem("plan.input-changed", "tokenizer", message, "make the plan again"))

@@ -109,9 +109,9 @@ def adapter_config(
     `lora_alpha` equals the rank of each module, so that the product of its factors is the difference itself.
     """
     rank = max(ranks.values(), default=1)
-    others = {module: found for module, found in ranks.items() if found != rank}
+    rank_pattern = {module: module_rank for module, module_rank in ranks.items() if module_rank != rank}
     config = {
-        "alpha_pattern": others,
+        "alpha_pattern": rank_pattern,
         "base_model_name_or_path": base_model,
         "bias": "none",
         "fan_in_fan_out": transposed,
@@ -122,7 +122,7 @@ def adapter_config(
         "modules_to_save": list(saved_modules) or None,
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": others,
+        "rank_pattern": rank_pattern,
         "revision": revision,
         "target_modules": target_modules(ranks, modules),
         "task_type": task_type,
@@ -143,8 +143,8 @@ def target_modules(adapted: Iterable[str], modules: Collection[str]) -> list[str
         by_leaf[module.rpartition(".")[2]].append(module)
     targets: list[str] = []
     for leaf, alike in sorted(by_leaf.items()):
-        taken = sorted(chosen.intersection(alike))
-        targets += [leaf] if taken and len(taken) == len(alike) else taken
+        chosen_alike = sorted(chosen.intersection(alike))
+        targets += [leaf] if chosen_alike and len(chosen_alike) == len(alike) else chosen_alike
     return targets
 
 

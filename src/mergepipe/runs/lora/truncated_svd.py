@@ -72,9 +72,9 @@ def truncated_svd(matrix_MN: Matrix, rank: int | None, energy: float | None, see
             left, values, right = _decomposed(matrix_MN)
             return _factors(matrix_MN, left, values, right, _kept(values, norm, most, energy), norm)
         left, values, right = _sketched(matrix_MN, tried, seed)
-        kept = _kept(values, norm, tried, energy)
-        if tried == most or (energy is not None and _energy(values[:kept]) >= energy * norm**2):
-            return _factors(matrix_MN, left, values, right, kept, norm)
+        n_kept = _kept(values, norm, tried, energy)
+        if tried == most or (energy is not None and _energy(values[:n_kept]) >= energy * norm**2):
+            return _factors(matrix_MN, left, values, right, n_kept, norm)
         tried = min(most, 2 * tried)
 
 

@@ -29,10 +29,10 @@ def least_full_cost(inputs: Inputs) -> int:
     """Compute a lower bound on the cost of reading all experts that needs no index."""
     indices = [inputs.checkpoints[model].encoded for model in inputs.expert_models]
     packed = {model for model, index in zip(inputs.expert_models, indices, strict=True) if index is not None}
-    others = sum(
+    unindexed_bytes = sum(
         source.nbytes
         for task in inputs.resolution.tasks
         for model, source in zip(task.expert_models, task.experts, strict=True)
         if model not in packed
     )
-    return others + sum(index.least_bytes for index in indices if index is not None)
+    return unindexed_bytes + sum(index.least_bytes for index in indices if index is not None)

@@ -42,9 +42,9 @@ class BaseModelIds:
         Raises:
             RecipeError: `option.base-model-id`.
         """
-        known = {name for model in models for name in (model.text, reference_text(model))}
+        names = {name for model in models for name in (model.text, reference_text(model))}
         for name in self.by_model:
-            if name not in known:
+            if name not in names:
                 message, hint = f"the recipe names no model '{name}'", ", ".join(model.text for model in models)
                 raise RecipeError.of("option.base-model-id", "--base-model-id", message, f"it names {hint}")
 
@@ -93,8 +93,8 @@ def hub_names(model: ModelInput, stated: str | None, store: Store) -> dict[str, 
         return {model.text: stated}
     ids = [hub_id_of(model.path, store), hub_id_of(model.adapter, store)]
     parts = model.text.split("+")
-    known = {part: hub_id for part, hub_id in zip(parts, ids, strict=False) if hub_id is not None}
-    return known if len(parts) == len(ids) else {}
+    hub_ids = {part: hub_id for part, hub_id in zip(parts, ids, strict=False) if hub_id is not None}
+    return hub_ids if len(parts) == len(ids) else {}
 
 
 def without_revision(hub_id: str) -> str:

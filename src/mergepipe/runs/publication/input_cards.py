@@ -23,7 +23,7 @@ _WRITTEN_BY_THE_HUB = re.compile(r"(base_model|license|region|arxiv|doi|dataset|
 
 @dataclass(frozen=True, slots=True)
 class InputCard:
-    """What an input's card says that a merge inherits; empty where it says nothing."""
+    """The entries of an input's model card that a merge inherits; empty where the card lacks them."""
 
     license: str = ""
     license_name: str = ""

@@ -31,7 +31,7 @@ _BACKTICKS = re.compile("`+")
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """What a card says of the inputs: their ids on the Hub, what the base's card lends, the recipe for others.
+    """Statements about the inputs in a card: their ids on the Hub, what the base's card lends, the recipe for others.
 
     `names` shows each input of the manifest, `revisions` its commit on the Hub or nothing. `licenses` are those that
     inputs state, if they state different ones.

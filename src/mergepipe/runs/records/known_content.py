@@ -64,8 +64,10 @@ class Recogniser:
             rows = self._candidates(expert)
             if len(base_rows) + len(rows) == 2:
                 continue  # neither looks like another one
-            known = set(self.catalog.evidence(rows[0], base_rows[0]))
-            pair = next((pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - known), None)
+            recorded = set(self.catalog.evidence(rows[0], base_rows[0]))
+            pair = next(
+                (pair for pair in _pairs(rows, base_rows) if set(self.catalog.evidence(*pair)) - recorded), None
+            )
             if pair is None:
                 continue
             base = self._digested(base) if pair[1] is not base_rows[0] else base
@@ -163,8 +165,8 @@ def _passes_by(file: RangeFile, path: Location, shown: Sequence[TensorEntry]) ->
 
 
 def _with_paths(checkpoint: Checkpoint, digests: Mapping[Location, str]) -> Checkpoint:
-    known = {file.name: checkpoint.root / file.name for file in checkpoint.files}
-    return with_digests(checkpoint, {name: digests[path] for name, path in known.items() if path in digests})
+    path_of = {file.name: checkpoint.root / file.name for file in checkpoint.files}
+    return with_digests(checkpoint, {name: digests[path] for name, path in path_of.items() if path in digests})
 
 
 def complete_digests(
@@ -172,8 +174,8 @@ def complete_digests(
 ) -> None:
     """Record the digests of checkpoints; those with at most `limit_bytes` in files without one are read for it."""
     for checkpoint in checkpoints:
-        left = [file.size_bytes for file in checkpoint.files if file.sha256 is None]
-        if left and sum(left) <= limit_bytes:
+        undigested_sizes = [file.size_bytes for file in checkpoint.files if file.sha256 is None]
+        if undigested_sizes and sum(undigested_sizes) <= limit_bytes:
             checkpoint = with_digests(checkpoint, read_digests(store, checkpoint, threads))
-            limit_bytes -= sum(left)
+            limit_bytes -= sum(undigested_sizes)
         catalog.register_model(checkpoint)

@@ -68,7 +68,7 @@ def export_statistics(
         contents.append(content)
         rows.append(row)
     pairs = {row.content_digest: catalog.portable_pair(row, rows[0]) for row in rows[1:]}
-    file = StatisticsFile(tuple({each.digest: each for each in contents}.values()), tuple(pairs.values()))
+    file = StatisticsFile(tuple({content.digest: content for content in contents}.values()), tuple(pairs.values()))
     return ExportedStatistics(path, len(file.pairs), file.n_rows, write_statistics(file, path))
 
 

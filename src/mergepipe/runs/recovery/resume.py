@@ -213,15 +213,16 @@ class MergeProgress:
         """Return by how much the bytes already read and those still to be read exceed the budget."""
         if self._plan is None or self._plan.limit_bytes is None or not used_bytes:
             return 0
-        left = self._plan.planned_bytes - planned_cost(self._plan, self._output.tasks[:n_durable]) - self._probed_bytes
-        return max(0, used_bytes + left - self._plan.limit_bytes)
+        durable_bytes = planned_cost(self._plan, self._output.tasks[:n_durable])
+        remaining_bytes = self._plan.planned_bytes - durable_bytes - self._probed_bytes
+        return max(0, used_bytes + remaining_bytes - self._plan.limit_bytes)
 
     def _refuse_excess(self, directory: Path, used_bytes: int, excess_bytes: int, n_durable: int) -> None:
         budget = 0 if self._plan is None else self._plan.limit_bytes or 0
-        left = excess_bytes + budget - used_bytes
+        needed_bytes = excess_bytes + budget - used_bytes
         message = (
             f"earlier runs may have read {used_bytes} of {budget} bytes for this output, which leaves "
-            f"{max(0, budget - used_bytes)}; {left} are needed"
+            f"{max(0, budget - used_bytes)}; {needed_bytes} are needed"
         )
         hint = "--no-resume starts over with the whole budget"
         if n_durable:
@@ -360,12 +361,12 @@ class MergeProgress:
 
 def _reduced(usage: Sequence[FileUse], excess_bytes: int) -> tuple[FileUse, ...]:
     """Take `excess_bytes` off what was read of experts, file after file."""
-    kept = []
+    remaining = []
     for file, purpose, nbytes in usage:
-        taken = min(nbytes, max(0, excess_bytes)) if purpose in EXPERT_PURPOSES else 0
-        excess_bytes -= taken
-        kept.append((file, purpose, nbytes - taken))
-    return tuple(kept)
+        deducted_bytes = min(nbytes, max(0, excess_bytes)) if purpose in EXPERT_PURPOSES else 0
+        excess_bytes -= deducted_bytes
+        remaining.append((file, purpose, nbytes - deducted_bytes))
+    return tuple(remaining)
 
 
 def _remove_work(directory: Path) -> None:

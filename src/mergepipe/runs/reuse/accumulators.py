@@ -158,42 +158,42 @@ def find_kept_sums(
     """
     best: dict[str, tuple[KeptSum, KeptTotals]] = {}
     for earlier in snapshots if totals else ():
-        kept = read_totals(snapshots.store, earlier.path, earlier.manifest)
-        if kept is None:
+        sums = read_totals(snapshots.store, earlier.path, earlier.manifest)
+        if sums is None:
             continue
-        there = totals_as_in(earlier)
+        keys_by_name = totals_as_in(earlier)
         for name in totals:
-            candidate = kept.find(name, there[name])
+            candidate = sums.find(name, keys_by_name[name])
             if candidate is not None and (name not in best or candidate.n_additions > best[name][0].n_additions):
-                best[name] = (candidate, kept)
-    for kept in {id(kept): kept for _, kept in best.values()}.values():
-        kept.check([name for name, (_, used) in best.items() if used is kept], ledger, threads)
+                best[name] = (candidate, sums)
+    for sums in {id(sums): sums for _, sums in best.values()}.values():
+        sums.check([name for name, (_, used) in best.items() if used is sums], ledger, threads)
     return {name: candidate for name, (candidate, _) in best.items()}
 
 
-def continuation_task(task: MergeTask, total: RunningTotal, kept: KeptSum) -> tuple[MergeTask, BlockFunction]:
+def continuation_task(task: MergeTask, total: RunningTotal, kept_sum: KeptSum) -> tuple[MergeTask, BlockFunction]:
     """Return the task and the block function that add only the missing experts to a kept sum."""
-    missing = list(total.experts[kept.n_additions :])
+    missing = list(total.experts[kept_sum.n_additions :])
     if not missing:
-        return rounding_task(task, kept.entry)
-    taken = [missing[0], *missing]  # the first entry stands for the kept sum and is not used
+        return rounding_task(task, kept_sum.entry)
+    positions = [missing[0], *missing]  # the first entry stands for the kept sum and is not used
     made = replace(
         task,
-        experts=(kept.entry, *(task.experts[e] for e in missing)),
-        expert_models=tuple(task.expert_models[e] for e in taken),
-        parameters=TensorParameters({}, {}, ({},) * len(taken)),
+        experts=(kept_sum.entry, *(task.experts[e] for e in missing)),
+        expert_models=tuple(task.expert_models[e] for e in positions),
+        parameters=TensorParameters({}, {}, ({},) * len(positions)),
     )
-    return made, _of_experts(total.rule, taken)
+    return made, _of_experts(total.rule, positions)
 
 
-def _of_experts(rule: ElementwiseRule, taken: list[int]) -> ElementwiseRule:
+def _of_experts(rule: ElementwiseRule, positions: list[int]) -> ElementwiseRule:
     return replace(
         rule,
         goes_on=True,
-        coefficients_E=rule.coefficients_E[taken],
-        stream_keys_E=None if rule.stream_keys_E is None else rule.stream_keys_E[taken],
-        cuts_E=None if rule.cuts_E is None else rule.cuts_E[taken],
-        scales_E=None if rule.scales_E is None else rule.scales_E[taken],
+        coefficients_E=rule.coefficients_E[positions],
+        stream_keys_E=None if rule.stream_keys_E is None else rule.stream_keys_E[positions],
+        cuts_E=None if rule.cuts_E is None else rule.cuts_E[positions],
+        scales_E=None if rule.scales_E is None else rule.scales_E[positions],
     )
 
 

@@ -83,12 +83,12 @@ class Reuse:
             CorruptError: `reuse.damaged`, naming snapshot and tensor.
         """
         for digest in written:
-            known = self.known.get(digest.name)
-            if known is None:
+            reused = self.known.get(digest.name)
+            if reused is None:
                 continue
-            for block in _whole_blocks(known.reusable):
-                if digest.blocks[block] != known.digests[block]:
-                    entry = known.reusable.entry
+            for block in _whole_blocks(reused.reusable):
+                if digest.blocks[block] != reused.digests[block]:
+                    entry = reused.reusable.entry
                     message = f"block {block} of '{entry.name}' is not what the manifest records: nothing was published"
                     hint = "`mergepipe repair` that snapshot, or run again with --no-reuse"
                     raise CorruptError.of("reuse.damaged", entry.file, message, hint)
@@ -107,10 +107,10 @@ def find_reuse(work: MergeWork, tasks: Sequence[MergeTask], keys: NamedKeys, sna
     matches: dict[str, ReusableTensor] = {}
     open_names = set(wanted)
     for earlier in snapshots if open_names else ():
-        there = keys.as_recorded(earlier.inputs)
+        recorded = keys.as_recorded(earlier.inputs)
         for name in sorted(open_names):
             t, task = wanted[name]
-            match = earlier.match(task, there.tensors[t], there.block_elements)
+            match = earlier.match(task, recorded.tensors[t], recorded.block_elements)
             if match is None or (name in matches and match.n_elements <= matches[name].n_elements):
                 continue
             if can_reuse(replace(work, reusable={name: match.reusable}), task):
@@ -128,7 +128,7 @@ def limit_to_plan(reuse: Reuse, plan: Plan) -> Reuse:
     Raises:
         ConflictError: `plan.reuse-gone`, naming every snapshot that no longer holds those blocks.
     """
-    known: dict[str, ReusableTensor] = {}
+    limited: dict[str, ReusableTensor] = {}
     gone: set[int] = set()
     for tensor in plan.tensors:
         if not tensor.reused:
@@ -136,18 +136,18 @@ def limit_to_plan(reuse: Reuse, plan: Plan) -> Reuse:
         grid = BlockGrid(tensor.n_elements, plan.block_elements)
         spans = tuple(Span(grid.span(a).start, grid.span(b - 1).stop) for a, b, _ in tensor.reused)
         source = tensor.reused[0][2]
-        here = reuse.known.get(tensor.name)
+        reusable = reuse.known.get(tensor.name)
         if (
-            here is None
-            or here.snapshot.sid != plan.reuse[source].sid
-            or not _contains_spans(here.reusable.spans, spans)
+            reusable is None
+            or reusable.snapshot.sid != plan.reuse[source].sid
+            or not _contains_spans(reusable.reusable.spans, spans)
         ):
             gone.add(source)
         else:
-            known[tensor.name] = replace(here, reusable=replace(here.reusable, spans=spans))
+            limited[tensor.name] = replace(reusable, reusable=replace(reusable.reusable, spans=spans))
     if gone:
         raise ConflictError(*(_missing_snapshot_problem(plan.reuse[source]) for source in sorted(gone)))
-    return Reuse(known)
+    return Reuse(limited)
 
 
 def _contains_spans(spans: Sequence[Span], wanted: Sequence[Span]) -> bool:
@@ -221,19 +221,19 @@ def _recorded_files(store: Store, manifest: Manifest, link: CatalogLink) -> tupl
 
 
 def _recorded_file(location: str, file: FileRecord, link: CatalogLink) -> RecordedFile | None:
-    known = file.sha256
-    if known is None:
-        known = link.use(lambda catalog: catalog.known_sha256(location, file.version, file.size_bytes))
-    if known is None:
+    sha256 = file.sha256
+    if sha256 is None:
+        sha256 = link.use(lambda catalog: catalog.known_sha256(location, file.version, file.size_bytes))
+    if sha256 is None:
         return None
-    recorded = SourceFile(location, file.size_bytes, file.version, file.header_blake3, known)
+    recorded = SourceFile(location, file.size_bytes, file.version, file.header_blake3, sha256)
     return RecordedFile(recorded, recorded.place if file.sha256 is None else recorded.name)
 
 
 def changed_files(files: Iterable[Location], snapshots: EarlierSnapshots) -> set[Location]:
     """Return the files that changed since the snapshots were read."""
-    known = {path: status for snapshot in snapshots for path, status in snapshot.statuses.items()}
-    return {file for file in files if file in known and _status(snapshots.store, file) != known[file]}
+    earlier_status = {path: status for snapshot in snapshots for path, status in snapshot.statuses.items()}
+    return {file for file in files if file in earlier_status and _status(snapshots.store, file) != earlier_status[file]}
 
 
 def _status(store: Store, path: Location) -> FileStatus | None:
@@ -306,7 +306,7 @@ def _spans(is_here: Sequence[bool], n_elements: int, block_elements: int) -> Ite
             yield Span(grid.span(first).start, grid.span(last - 1).stop)
 
 
-def _whole_blocks(known: Reusable) -> Iterator[int]:
+def _whole_blocks(reusable: Reusable) -> Iterator[int]:
     """Yield the copied blocks on the digests' grid, to which spans are aligned."""
-    for span in known.spans:
+    for span in reusable.spans:
         yield from range(span.start // DEFAULT_BLOCK_ELEMENTS, -(-span.stop // DEFAULT_BLOCK_ELEMENTS))

@@ -81,12 +81,12 @@ class SourceFile:
 
     @property
     def place(self) -> FileName:
-        """Its name by location and version: equal ones mean equal bytes."""
+        """The name by location and version: equal names mean equal bytes."""
         return self.location, self.size_bytes, self.version, self.header_digest
 
     @property
     def content(self) -> FileName | None:
-        """Its name by content."""
+        """The name by content."""
         return None if self.sha256 is None else ("sha256", self.sha256, self.header_digest)
 
     @property

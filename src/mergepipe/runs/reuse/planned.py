@@ -102,14 +102,14 @@ def _prefix_cost(earlier: EarlierSnapshot) -> int | None:
 def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
     """Add the reused blocks to a plan and subtract their cost."""
     planned = {tensor.name for tensor in plan.tensors}
-    known = {name: tensor for name, tensor in reuse.known.items() if name in planned}
-    if not known:
+    reused = {name: tensor for name, tensor in reuse.known.items() if name in planned}
+    if not reused:
         return plan
-    runs = {name: _runs(tensor, plan.block_elements) for name, tensor in known.items()}
-    earlier = {tensor.snapshot.sid: tensor.snapshot for tensor in known.values()}
+    runs = {name: _runs(tensor, plan.block_elements) for name, tensor in reused.items()}
+    earlier = {tensor.snapshot.sid: tensor.snapshot for tensor in reused.values()}
     snapshots, saved_E = [], np.zeros(sum(model.role == "expert" for model in plan.models), np.int64)
     for sid, snapshot in earlier.items():
-        runs_of_snapshot = {name: runs[name] for name, tensor in known.items() if tensor.snapshot.sid == sid}
+        runs_of_snapshot = {name: runs[name] for name, tensor in reused.items() if tensor.snapshot.sid == sid}
         own_E = ranking.read_cost_E(plan, runs_of_snapshot)
         saved_E += own_E
         snapshots.append(ReusedSnapshot(sid, str(snapshot.path), tuple(own_E.tolist())))
@@ -123,7 +123,7 @@ def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
             for model in plan.models
         ),
         tensors=tuple(
-            replace(t, reused=tuple((a, b, index[known[t.name].snapshot.sid]) for a, b in runs[t.name]))
+            replace(t, reused=tuple((a, b, index[reused[t.name].snapshot.sid]) for a, b in runs[t.name]))
             if t.name in runs
             else t
             for t in plan.tensors
@@ -132,5 +132,5 @@ def _with_reuse(plan: Plan, reuse: Reuse, ranking: Ranking) -> Plan:
     )
 
 
-def _runs(known: ReusableTensor, block_elements: int) -> Runs:
-    return tuple((span.start // block_elements, -(-span.stop // block_elements)) for span in known.reusable.spans)
+def _runs(tensor: ReusableTensor, block_elements: int) -> Runs:
+    return tuple((span.start // block_elements, -(-span.stop // block_elements)) for span in tensor.reusable.spans)

@@ -57,18 +57,18 @@ def base_places(
 
     Tensors with another dtype than the base's, or whose base is computed, have none.
     """
-    known = {checkpoint.root / file.name: file for checkpoint in checkpoints for file in checkpoint.files}
+    inputs = {checkpoint.root / file.name: file for checkpoint in checkpoints for file in checkpoint.files}
     starts: dict[str, tuple[Location, int]] = {}
     for task in tasks:
         base = task.base
         if not isinstance(base, TensorEntry) or base.is_delta or base.dtype != task.dtype:
             continue
-        if base.file in known:
+        if base.file in inputs:
             starts[task.name] = (base.file, base.offset)
     paths = sorted({path for path, _ in starts.values()})
     source_of = {path: STORED + 1 + number for number, path in enumerate(paths)}
     files = tuple(
-        BaseFile(str(path.absolute()), known[path].size_bytes, known[path].version, known[path].header_digest)
+        BaseFile(str(path.absolute()), inputs[path].size_bytes, inputs[path].version, inputs[path].header_digest)
         for path in paths
     )
     return files, {name: BlockPlace(source_of[path], offset) for name, (path, offset) in starts.items()}

@@ -98,9 +98,9 @@ def overlay_table_of(raw: bytes, where: object, block_bytes: Sequence[int]) -> O
     stored = 0
     for number, (place, nbytes) in enumerate(zip(places, block_bytes, strict=True)):
         if place.source > n_files or (place.is_stored and place.offset != stored):
-            refuse(f"block {number} is said to stand at {place.offset} of file {place.source}")
+            refuse(f"block {number} is recorded at {place.offset} of file {place.source}")
         if not place.is_stored and place.offset + nbytes > files[place.source - 1].size_bytes:
-            refuse(f"block {number} is said to stand beyond the end of {files[place.source - 1].path}")
+            refuse(f"block {number} is recorded beyond the end of {files[place.source - 1].path}")
         stored += nbytes if place.is_stored else 0
     if stored != stored_bytes:
         refuse(f"{stored_bytes} bytes are said to be stored, its blocks are {stored}")

@@ -63,8 +63,8 @@ class BucketFolder:
     def list_all(self) -> dict[str, ObjectFacts]:
         """All objects by name, at any depth; their digests are not told."""
         skipped = len(self.location.key) + 1 if self.location.key else 0
-        found = self._asked("", lambda: self._writer.list_all(self.location.key))
-        return {facts.key[skipped:]: facts for facts in found}
+        objects = self._asked("", lambda: self._writer.list_all(self.location.key))
+        return {facts.key[skipped:]: facts for facts in objects}
 
     def delete(self, name: str) -> None:
         """Delete an object; it may be gone already."""

@@ -163,8 +163,8 @@ class BucketWriter:
 
     def exchange(self, facts: ObjectFacts, content: bytes, digest: str) -> None:
         """Replace an object if it is the one that `facts` describe, else fail with the status 412."""
-        known = {"e_tag": facts.etag, "version": facts.version}
-        self._put(facts.key, content, digest, {name: value for name, value in known.items() if value})
+        conditions = {"e_tag": facts.etag, "version": facts.version}
+        self._put(facts.key, content, digest, {name: value for name, value in conditions.items() if value})
 
     def look(self, key: str) -> ObjectFacts | None:
         """Describe an object; None where there is none."""

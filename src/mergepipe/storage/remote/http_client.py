@@ -422,8 +422,8 @@ def _redirected(address: Address, target: str) -> Address:
         raise RequestFailed(Failure(FailureKind.UNUSABLE, f"redirected from {before.scheme} to {after.scheme}"))
     if (before.scheme, before.netloc) == (after.scheme, after.netloc):
         return Address(url, address.headers)
-    kept = {name: value for name, value in address.headers.items() if name.lower() not in _PRIVATE_HEADERS}
-    return Address(url, kept)
+    headers = {name: value for name, value in address.headers.items() if name.lower() not in _PRIVATE_HEADERS}
+    return Address(url, headers)
 
 
 def _proxy_for(parts: SplitResult) -> str:

@@ -133,8 +133,8 @@ def _status_error(failure: Failure, location: Location, n_failures: int, elapsed
     if not failure.is_transient:
         message = f"an answer that cannot be used: {answer}"
         return StorageError.of("storage.answer", location, message, "check the location, the region and the endpoint")
-    asked = f", and asks to wait {failure.retry_after_seconds:g} s" if failure.retry_after_seconds else ""
-    text = f"its server answered {answer}{asked} ({_tries(n_failures, elapsed_seconds)})"
+    wait_text = f", and asks to wait {failure.retry_after_seconds:g} s" if failure.retry_after_seconds else ""
+    text = f"its server answered {answer}{wait_text} ({_tries(n_failures, elapsed_seconds)})"
     return StorageError.of("storage.unavailable", location, text, "run again later, or with fewer connections")
 
 

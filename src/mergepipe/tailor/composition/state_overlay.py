@@ -98,8 +98,8 @@ def _with_state_files(store: Store, assignment: Assignment, files: Sequence[Skel
     lacking = [f.name for f in files if _STATE_FILES.fullmatch(f.name) and f.name not in source_files]
     if lacking:
         raise CorruptError.of("tailor.state.files", folder, f"holds no {lacking[0]}, which the skeleton has")
-    kept = [f for f in files if f.name not in source_files]
-    return tuple(sorted([*kept, *source_files.values()], key=lambda f: f.name))
+    other_files = [f for f in files if f.name not in source_files]
+    return tuple(sorted([*other_files, *source_files.values()], key=lambda f: f.name))
 
 
 def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
@@ -128,14 +128,14 @@ def _options(store: Store, assignment: Assignment, root: Node, place: PicklePath
         for key, value in options.items():
             if key == "step":  # a counter, which has its own policy
                 continue
-            known = group.mapping().get(key)
-            if key in group.mapping() and not _is_same(known, value):
+            current = group.mapping().get(key)
+            if key in group.mapping() and not _is_same(current, value):
                 edits[*place, _GROUPS, number, key] = _like(group.get(key), value)
     return edits
 
 
-def _is_same(known: object, value: JsonValue) -> bool:
-    return (list(known) if isinstance(known, tuple) else known) == value
+def _is_same(current: object, value: JsonValue) -> bool:
+    return (list(current) if isinstance(current, tuple) else current) == value
 
 
 def _like(old: Node, value: JsonValue) -> object:

@@ -151,7 +151,7 @@ def _tensors(metadata: Node, at: _Place) -> Iterator[_Tensor]:
             offsets, sizes = place.get("offsets").shape(), place.get("sizes").shape()
             _check_inside(chunk, offsets, sizes, shape)
             if (key, offsets) not in stored:
-                raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is stored nowhere")
+                raise chunk.error(f"tensor {key[:80]!r}: the chunk at {offsets} is in no file")
             chunks.append(_Chunk(offsets, sizes, *stored[(key, offsets)]))
         yield _Tensor(key, _dtype(fields), shape, tuple(chunks))
 
@@ -218,16 +218,18 @@ def _classify(
         if match:
             states[(match["name"], match["kind"])] = tensor
     names = {name for name, _ in states}
-    others = {key for key in tensors if not _STATE_KEY.fullmatch(key)}
-    prefixes = {key[: -len(name)] for name in names for key in others if key == name or key.endswith(f".{name}")}
-    complete = [p for p in prefixes if all(p + name in others for name in names)]
+    weight_keys = {key for key in tensors if not _STATE_KEY.fullmatch(key)}
+    prefixes = {key[: -len(name)] for name in names for key in weight_keys if key == name or key.endswith(f".{name}")}
+    complete = [p for p in prefixes if all(p + name in weight_keys for name in names)]
     if not names or not complete:
         raise UnsupportedError.of(
             "tailor.dcp.layout", folder, "no optimizer state with the weights it belongs to",
             "save both: {'model': ..., 'optim': ...} of get_state_dict",
         )  # fmt: skip
     prefix = min(complete, key=len)
-    weights = {key.removeprefix(prefix): tensors[key] for key in tensors if key in others and key.startswith(prefix)}
+    weights = {
+        key.removeprefix(prefix): tensors[key] for key in tensors if key in weight_keys and key.startswith(prefix)
+    }
     return states, weights
 
 
@@ -301,7 +303,7 @@ class DcpFormat(Copied):
     records_step: ClassVar[bool] = False
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """By the metadata file."""
+        """Recognise the format by its metadata file."""
         return is_file(store, path / METADATA_NAME)
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:

@@ -143,8 +143,8 @@ def _assemble(
 ) -> TrainingCheckpoint:
     tied = {alias: owner.text() for alias, owner in model.get("shared_params").named_items()}
     grouped = {p.name: p.shape for group in reader.groups for p in group}
-    others = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
-    parameters = grouped | others
+    ungrouped = {name: s.shape for name, s in weights.items() if name not in grouped and name not in tied}
+    parameters = grouped | ungrouped
     states = {(s.parameter, s.kind): s for s in reader.states()}
     states |= {(name, WEIGHT): state for name, state in weights.items() if name in parameters}
     missing_ranks = sorted(set(range(world_size)) - {r.rank for r in reader.ranks})
@@ -326,7 +326,7 @@ class _Reader:
         return self._base_optimizer(rank).get("state").find(group)
 
     def steps(self) -> Iterator[AdamStep]:
-        """One step counter a group, the same on every rank."""
+        """Read one step counter for each group, the same on every rank."""
         for index, group in enumerate(self.groups):
             steps = [step for rank in self.ranks if (step := self._step(rank, index))]
             if len({step.value for step in steps}) > 1:
@@ -382,7 +382,7 @@ class ZeroFormat(Copied):
     records_step: ClassVar[bool] = True
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """By optimizer files, or by the file that names a tag."""
+        """Recognise the format by optimizer files, or by the file that names a tag."""
         return list_zero_files(store, path) is not None or is_file(store, path / LATEST_NAME)
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:

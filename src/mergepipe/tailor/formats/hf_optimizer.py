@@ -185,7 +185,7 @@ class HfFormat(Copied):
     records_step: ClassVar[bool] = True
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """By the Trainer's state, unless DeepSpeed keeps the optimizer's."""
+        """Recognise the format by the Trainer's state, unless DeepSpeed keeps the optimizer's."""
         is_of_deepspeed = is_file(store, path / LATEST_NAME) and not is_file(store, path / OPTIMIZER_NAME)
         return is_file(store, path / TRAINER_STATE_NAME) and not is_of_deepspeed
 

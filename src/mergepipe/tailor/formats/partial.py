@@ -152,7 +152,7 @@ class PartialKind:
     looked_for: ClassVar[str] = f"{MANIFEST_NAME} (partial checkpoint)"
 
     def recognise(self, store: Store, path: Location) -> bool:
-        """By the manifest."""
+        """Recognise the format by the manifest."""
         return is_file(store, path / MANIFEST_NAME)
 
     def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:

@@ -40,7 +40,7 @@ class ShardTensor:
 
     @property
     def key(self) -> str:
-        """Its name in the safetensors file."""
+        """The name in the safetensors file."""
         return f"{self.kind}/{self.parameter}"
 
     @property
@@ -121,8 +121,8 @@ def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
     _check_version(document, where)
     fields = _Fields(where, document)
     parameters = {name: fields.shape(value, name) for name, value in fields.mapping("parameters").items()}
-    known = frozenset(parameters)
-    counters = fields.listed("counters", lambda value: fields.names(value, "counters", known))
+    names = frozenset(parameters)
+    counters = fields.listed("counters", lambda value: fields.names(value, "counters", names))
     manifest = PartialManifest(
         origin=fields.text(document.get("origin"), "origin"),
         framework=fields.member("framework", Framework),
@@ -130,8 +130,8 @@ def parse_manifest(raw: bytes, where: Location) -> PartialManifest:
         world_size=fields.count("world_size"),
         step=fields.count("step"),
         parameters=MappingProxyType(parameters),
-        tied=MappingProxyType({alias: fields.text(v, "tied", known) for alias, v in fields.mapping("tied").items()}),
-        flat_groups=fields.listed("flat_groups", lambda value: fields.names(value, "flat_groups", known)),
+        tied=MappingProxyType({alias: fields.text(v, "tied", names) for alias, v in fields.mapping("tied").items()}),
+        flat_groups=fields.listed("flat_groups", lambda value: fields.names(value, "flat_groups", names)),
         units=fields.listed("units", lambda value: fields.text(value, "units")),
         counters=counters,
         options=fields.listed("options", lambda value: MappingProxyType(fields.object(value, "options"))),
@@ -202,9 +202,9 @@ class _Fields:
     def count(self, key: str) -> int:
         return self.integer(self.document.get(key), key)
 
-    def text(self, value: JsonValue, key: str, known: frozenset[str] | None = None) -> str:
-        if not isinstance(value, str) or (known is not None and value not in known):
-            what = "a name" if known is None else "a parameter of the model"
+    def text(self, value: JsonValue, key: str, allowed: frozenset[str] | None = None) -> str:
+        if not isinstance(value, str) or (allowed is not None and value not in allowed):
+            what = "a name" if allowed is None else "a parameter of the model"
             self.refuse("name", f"'{key}': {what} is needed, found {shown(value)}")
         return value
 
@@ -222,10 +222,10 @@ class _Fields:
             self.refuse("list", f"'{key}': a list is needed, found {shown(value)}")
         return tuple(read(item) for item in value)
 
-    def names(self, value: JsonValue, key: str, known: frozenset[str]) -> tuple[str, ...]:
+    def names(self, value: JsonValue, key: str, allowed: frozenset[str]) -> tuple[str, ...]:
         if not isinstance(value, list):
             self.refuse("list", f"'{key}': a list of names is needed, found {shown(value)}")
-        return tuple(self.text(item, key, known) for item in value)
+        return tuple(self.text(item, key, allowed) for item in value)
 
     def shape(self, value: JsonValue, name: str) -> tuple[int, ...]:
         if not isinstance(value, list):

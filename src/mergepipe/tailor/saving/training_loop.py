@@ -78,9 +78,9 @@ class LoopState:
     rank: int
 
     def __post_init__(self) -> None:
-        taken = [key for key in _OWN_KEYS if key in self.state]
-        if taken:
-            raise RecipeError.of("train.state", "state", f"has the key {taken[0]!r}, which is taken", "rename it")
+        reserved = [key for key in _OWN_KEYS if key in self.state]
+        if reserved:
+            raise RecipeError.of("train.state", "state", f"has the key {reserved[0]!r}, which is taken", "rename it")
 
     def write_full(self, folder: Path) -> None:
         """Write the whole checkpoint, on all ranks together."""

@@ -103,9 +103,9 @@ def _filtered(strategy: Filter, situation: Situation) -> set[Unit]:
     layers = [unit for unit in situation.units if unit.kind is UnitKind.LAYER]
     k = strategy.edge_layers
     always = set(layers[:k] + layers[max(0, len(layers) - k) :])
-    others = [unit for unit in situation.units if unit not in always]
+    optional_units = [unit for unit in situation.units if unit not in always]
     turn = situation.n_partial % strategy.every
-    return always | {unit for place, unit in enumerate(others) if place % strategy.every == turn}
+    return always | {unit for place, unit in enumerate(optional_units) if place % strategy.every == turn}
 
 
 def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
@@ -122,9 +122,9 @@ def _most_changed(strategy: LatestChanged, situation: Situation) -> set[Unit]:
         return -situation.changes[unit], situation.last_saved.get(unit, -1), unit
 
     chosen: set[Unit] = set()
-    left = strategy.budget_bytes
+    remaining_bytes = strategy.budget_bytes
     for unit in sorted(situation.units, key=rank):
-        if situation.changes[unit] > 0 and situation.unit_bytes[unit] <= left:
+        if situation.changes[unit] > 0 and situation.unit_bytes[unit] <= remaining_bytes:
             chosen.add(unit)
-            left -= situation.unit_bytes[unit]
+            remaining_bytes -= situation.unit_bytes[unit]
     return chosen

@@ -41,7 +41,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         raise UnsupportedError.of("train.zero.swap", "ZeRO-3", "optimizer state that is swapped to disk is not saved")
     groups = _stage3_groups(zero, module, ranks) if is_stage3 else _stage12_groups(zero, module, ranks)
     grouped = {name: shape for group in groups for name, shape in group.shapes.items()}
-    others = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
+    ungrouped = {} if is_stage3 else {n: tuple(t.shape) for n, t in module.stored.items() if n not in grouped}
     shards = [shard for group in groups for shard in group.shards()]
     if not is_stage3 and ranks.rank == 0:
         shards += [local_shard(n, WEIGHT, Span(0, t.numel()), t) for n, t in module.stored.items() if t.numel()]
@@ -50,7 +50,7 @@ def view_zero(zero: Any, model: Any, ranks: Ranks, framework: Framework) -> Engi
         framework=framework,
         stage=3 if is_stage3 else (2 if zero.partition_gradients else 1),
         world_size=ranks.world_size,
-        parameters=grouped | others,
+        parameters=grouped | ungrouped,
         tied=module.tied,
         flat_groups=tuple(tuple(group.shapes) for group in groups),
         options=tuple(scalar_options(group) for group in zero.optimizer.param_groups),

@@ -92,7 +92,7 @@ def analyze(
             base,
             experts_of_part(experts, part),
             probe_fraction=probe_fraction,
-            densities=[parse_fraction(each, "--density", "option.density") for each in density or ()],
+            densities=[parse_fraction(text, "--density", "option.density") for text in density or ()],
             block_elements=block_elements,
             pack=pack,
             import_from=import_from,

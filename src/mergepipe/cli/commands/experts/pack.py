@@ -54,9 +54,9 @@ def pack(
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
-    own = experts_of_part(experts, part)
+    part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
-        report = api.pack(base, own, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
+        report = api.pack(base, part_experts, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
     from mergepipe.cli.render.packing import pack_table
 
     print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

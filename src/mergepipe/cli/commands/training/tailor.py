@@ -188,8 +188,8 @@ def _print(report: CompositionReport, *, as_json: bool) -> None:
     print(composition_json(report) if as_json else printable_lines(composition_table(report)))
 
 
-def _require(value: str, known: tuple[str, ...], option: str) -> None:
-    if value not in known:
+def _require(value: str, values: tuple[str, ...], option: str) -> None:
+    if value not in values:
         from mergepipe.errors import RecipeError, did_you_mean
 
-        raise RecipeError.of("option.invalid", option, f"'{value}' is not known", did_you_mean(value, known))
+        raise RecipeError.of("option.invalid", option, f"'{value}' is not known", did_you_mean(value, values))

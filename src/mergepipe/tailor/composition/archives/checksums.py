@@ -40,7 +40,7 @@ def stale_checksums(
                 stale.append(Checksum(member.offset, member.offset + member.nbytes, member.crc_offsets))
                 if min(member.crc_offsets) < member.offset + member.nbytes:
                     raise UnsupportedError.of(
-                        "tailor.checksum", file, f"the checksum of {member.name!r} stands before its bytes",
+                        "tailor.checksum", file, f"the checksum of {member.name!r} is stored before its bytes",
                         "save it again with torch.save",
                     )  # fmt: skip
     return tuple(stale)

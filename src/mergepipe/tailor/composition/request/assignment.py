@@ -68,11 +68,11 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
     units = opened[skeleton].units
-    taken = _ParameterClaims(units, findings)
+    claims = _ParameterClaims(units, findings)
     for take in recipe.takes:
-        taken.add(take, places[take.source])
+        claims.add(take, places[take.source])
     default = places[recipe.default] if recipe.default is not None else None
-    source_of = taken.complete(default, recipe.path.name)
+    source_of = claims.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
     for index in sorted({*source_of.values()} - {skeleton}):
         _check_fit(opened[skeleton], opened[index], [n for n, i in source_of.items() if i == index], findings)
@@ -170,8 +170,10 @@ class _ParameterClaims:
                     "take them from one, or add 'default: PATH'",
                 )  # fmt: skip
         claimed = {name: self._claims[name].source for name in self._units.names if name in self._claims}
-        left = {name: default for name in self._units.names if name not in claimed and default is not None}
-        return {name: (claimed | left)[name] for name in self._units.names if name in claimed or name in left}
+        by_default = {name: default for name in self._units.names if name not in claimed and default is not None}
+        return {
+            name: (claimed | by_default)[name] for name in self._units.names if name in claimed or name in by_default
+        }
 
 
 def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
@@ -260,7 +262,7 @@ def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredSta
 
 def _mismatch(stored: StoredState, wanted: StoredState) -> str:
     if stored.gaps:
-        return "is there in parts only"
+        return "is saved in part only"
     if stored.shape != wanted.shape:
         return f"has shape {stored.shape}, not {wanted.shape}"
     if stored.kind == wanted.kind and stored.dtype != wanted.dtype:

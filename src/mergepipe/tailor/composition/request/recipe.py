@@ -102,7 +102,7 @@ def _read_short(reader: DocumentReader, root: dict[str, Value]) -> CompositionRe
     takes = [take for index, entry in enumerate(entries) if (take := _take(reader, entry, ("take", index)))]
     if default is None and not entries and "default" not in root:
         reader.refuse(
-            "recipe.missing-key", ("default",), "the recipe takes nothing from anywhere", "write 'default: PATH'"
+            "recipe.missing-key", ("default",), "the recipe takes no units from any checkpoint", "write 'default: PATH'"
         )
     return _recipe(reader, root, default, takes)
 

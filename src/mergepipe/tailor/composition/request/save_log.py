@@ -53,10 +53,12 @@ class LoggedComposition:
         def written(path: Location) -> str:
             return str(path) if recipe_folder is None else path.relative_text(recipe_folder)
 
-        others = sorted((s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder)))
+        older_saves = sorted(
+            (s for s in self.sources if s.folder != self.default), key=lambda s: (s.step, str(s.folder))
+        )
         take = [
             {"from": written(folder), "units": list(unit_selectors(s.unit for s in of_folder))}
-            for folder, of_folder in groupby(others, key=lambda s: s.folder)
+            for folder, of_folder in groupby(older_saves, key=lambda s: s.folder)
         ]
         document: dict[str, object] = {"default": written(self.default)}
         document |= {"take": take} if take else {}
@@ -106,13 +108,15 @@ def compose_from_log(
         NotFoundError: nothing was saved by then, a unit never was, a folder is gone, or partial saves of ours have
             no full checkpoint to stand on.
     """
-    known = None if units is None else tuple(units)
-    log = read_log(text, "log", None if known is None else sum(unit.kind is UnitKind.LAYER for unit in known))
+    given_units = None if units is None else tuple(units)
+    log = read_log(
+        text, "log", None if given_units is None else sum(unit.kind is UnitKind.LAYER for unit in given_units)
+    )
     records = [record for record in log.records if record.step <= at]
     if not records:
         first = f"; the first is at step {log.records[0].step}" if log.records else ""
         raise NotFoundError.of("tailor.log.empty", run, f"the log has no save at or before step {at}{first}")
-    model = known if known is not None else _model_units(log)
+    model = given_units if given_units is not None else _model_units(log)
     newest = {unit: record for record in records for unit in record.units}
     _check_units(run, newest, model, at)
     base = _base(run, records, newest, frozenset(model))
