@@ -77,8 +77,8 @@ class BudgetVerdict:
     """The expected loss of a budgeted merge. Errors are relative to what the full merge changes.
 
     `expected_error` is None where nothing is known of some expert, and with `is_least` only a part of what is lost.
-    `unread` names the experts of which nothing is read. A budget of `larger_budget_bytes` would leave
-    `larger_expected_error`.
+    `unread` names the experts of which nothing is read. A budget of `larger_budget_bytes`, of the `full_bytes` that
+    reading everything costs, would leave `larger_expected_error`.
     """
 
     expected_error: float | None
@@ -86,6 +86,7 @@ class BudgetVerdict:
     meaning: str
     experts: tuple[ExpertCoverage, ...]
     unread: tuple[str, ...]
+    full_bytes: int
     larger_budget_bytes: int | None
     larger_expected_error: float | None
 

@@ -60,7 +60,16 @@ def test_completion__prints_scripts_of_the_shells_that_are_known(run: Runner) ->
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("me", ["merge"]), ("re", ["repair", "replay"]), ("merge --bud", ["--budget"]), ("catalog s", ["stats"])],
+    [
+        ("me", ["merge"]),
+        ("re", ["repair", "replay"]),
+        ("merge --bud", ["--budget"]),
+        ("catalog s", ["stats"]),
+        ("plan --select str", ["stratified"]),
+        ("merge --price t", ["time"]),
+        ("merge --paths a", ["absolute"]),
+        ("--completion z", ["zsh"]),
+    ],
 )
 def test_completion__names_commands_and_options(
     run: Runner, monkeypatch: pytest.MonkeyPatch, words: str, completed: list[str]
@@ -70,6 +79,17 @@ def test_completion__names_commands_and_options(
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     ran = run()
     assert (ran.exit_code, ran.out.split()) == (0, completed)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion__answers_the_scripts_of_other_shells(
+    run: Runner, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setenv("_MERGEPIPE_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "mergepipe plan --select str")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    ran = run()
+    assert (ran.exit_code, "stratified" in ran.out, "random" in ran.out) == (0, True, False)
 
 
 def test_completion__works_in_bash() -> None:

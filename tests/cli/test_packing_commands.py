@@ -83,10 +83,11 @@ def test_unpack__refuses_what_is_no_store(work: Workplace, run: Runner) -> None:
 
 def test_pack__prints_sizes_codecs_reasons_and_speed(work: Workplace, run: Runner) -> None:
     ran = run("pack", work.family.base, *work.family.experts, "-o", work.root / "stores")
-    lines = ran.out.splitlines()
+    head, *lines = ran.out.splitlines()
+    assert head.split() == ["store", "blocks", "expert", "packed", "of", "it", "time", "speed"]
     assert len(lines) == 2
     for line in lines:
-        assert re.search(r"[kM]B in [\d.]+ [kM]B \([\d.]+%\); .*blocks? ", line)
+        assert re.search(r"blocks? .* [\d.]+ [kM]B +[\d.]+ [kM]B +[\d.]+% ", line)
         assert re.search(r"\(without levels: \d+ fewer than 4096 elements", line)
         assert re.search(r"B/s$", line)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import runpy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,25 @@ def test_notebook__has_no_outputs_and_its_cells_run_in_order() -> None:
     assert len(tables) == 4
     assert all("<table" in table for table in tables)
     assert names["report"].merged_tensors == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("nbclient", "ipykernel")),
+    reason="needs nbclient and ipykernel",
+)
+def test_notebook__runs_in_a_kernel_and_shows_progress_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(mergepipe.__file__).parents[1]}:{EXAMPLES}")
+    notebook = import_module("nbformat").read(EXAMPLES / "first_merge.ipynb", as_version=4)
+    resources = {"metadata": {"path": "."}}
+    import_module("nbclient").NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=resources
+    ).execute()
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    results = [output.data["text/html"] for output in shown if output.output_type == "execute_result"]
+    assert len(results) == 4
+    assert all("<table" in html for html in results)
+    assert [output.output_type for output in shown].count("display_data") >= 1  # the progress
 
 
 def run_cell(source: str, names: dict[str, Any]) -> Any:

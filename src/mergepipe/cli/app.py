@@ -22,7 +22,7 @@ from mergepipe.cli.commands.snapshots import (
     verify,
 )
 from mergepipe.cli.commands.training import tailor
-from mergepipe.cli.completion import completion_script
+from mergepipe.cli.completion import SHELLS, choices, completion_script
 from mergepipe.cli.registration import WIDEST_HELP, SectionedGroup
 
 if TYPE_CHECKING:
@@ -58,7 +58,12 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     completion: Annotated[
         str | None,
-        typer.Option("--completion", metavar="SHELL", help="Print a script for bash, zsh or fish, and exit."),
+        typer.Option(
+            "--completion",
+            metavar="SHELL",
+            autocompletion=choices(*SHELLS),
+            help="Print a script for bash, zsh or fish, and exit.",
+        ),
     ] = None,
 ) -> None:
     """Merge large-model checkpoints at disk speed, all or nothing."""

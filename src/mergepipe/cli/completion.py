@@ -1,8 +1,9 @@
-"""Completion of commands and options in shells."""
+"""Completion of commands, options and their choices in shells."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mergepipe.errors import RecipeError, did_you_mean
@@ -26,6 +27,15 @@ def completion_script(shell: str) -> str:
     from typer._completion_shared import get_completion_script
 
     return get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell)
+
+
+def choices(*names: str) -> Callable[[str], list[str]]:
+    """Return what completes the value of an option that takes one of `names`."""
+
+    def begin_with(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return begin_with
 
 
 def complete(command: TyperGroup) -> int | None:

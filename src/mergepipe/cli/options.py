@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from mergepipe.cli.completion import choices
 from mergepipe.cli.sizes import optional_size
 from mergepipe.options import ExecutorName, PathStyle, PlanOptions, RunOptions
 from mergepipe.storage.traffic import CONNECTIONS
@@ -75,6 +76,7 @@ Executor: TypeAlias = Annotated[
     typer.Option(
         "--executor",
         metavar="NAME",
+        autocompletion=choices("threads", "ray"),
         help="Who makes OUT's files: threads of this process, or ray, tasks on a cluster.  [default: threads]",
         rich_help_panel=PARTS_PANEL,
     ),
@@ -110,7 +112,8 @@ Resume: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--resume/--no-resume",
-        help="Resume an interrupted run of the same merge to OUT.  [default: if there is one]",
+        help="Resume an interrupted run of the same merge to OUT, if it must beyond the budget, on record."
+        "  [default: if there is one, within the budget]",
         show_default=False,
         rich_help_panel=WORK_PANEL,
     ),
@@ -164,6 +167,7 @@ Select: TypeAlias = Annotated[
     typer.Option(
         "--select",
         metavar="POLICY",
+        autocompletion=choices("norm", "conflict", "stratified", "random"),
         help="What to read first: norm, conflict, stratified or random.  [default: norm]",
         rich_help_panel=BUDGET_PANEL,
     ),
@@ -173,6 +177,7 @@ WhereOmitted: TypeAlias = Annotated[
     typer.Option(
         "--where-omitted",
         metavar="RULE",
+        autocompletion=choices("keep", "renormalize"),
         help="Where an expert is omitted, keep the weights of the others, or renormalize them (linear).  "
         "[default: keep]",
         rich_help_panel=BUDGET_PANEL,
@@ -192,6 +197,7 @@ Price: TypeAlias = Annotated[
     typer.Option(
         "--price",
         metavar="PRICE",
+        autocompletion=choices("bytes", "time"),
         help="What counts: bytes, or time, the seconds to read and to decode them here.  [default: bytes]",
         rich_help_panel=BUDGET_PANEL,
     ),
@@ -239,6 +245,7 @@ Paths = Annotated[
     typer.Option(
         "--paths",
         metavar="STYLE",
+        autocompletion=choices("relative", "absolute"),
         help="How the output's files name local inputs: relative or absolute.",
         rich_help_panel=PUBLISHING_PANEL,
     ),

@@ -29,6 +29,7 @@ def verdict(error: float | None = 0.41) -> BudgetVerdict:
         meaning="a part of the merge",
         experts=(ExpertCoverage("expert-<1>", 0.5),),
         unread=(),
+        full_bytes=1_000_000_000,
         larger_budget_bytes=375_000_000,
         larger_expected_error=0.29,
     )
@@ -122,7 +123,7 @@ def test_explain_page__of_a_full_merge_needs_no_plan() -> None:
 def test_verdict__says_what_is_known() -> None:
     assert verdict_sentence(replace(verdict(), is_least=True)).startswith("Expected error at least 0.41:")
     assert verdict_sentence(replace(verdict(None), meaning="not known")) == "Expected error: not known."
-    assert larger_budget_text(verdict(0.0), 10**9) == ""
+    assert larger_budget_text(verdict(0.0)) == ""
 
 
 def test_explain_table__says_the_verdict_first_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

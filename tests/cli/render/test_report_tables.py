@@ -6,11 +6,24 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
+import pytest
+
 from mergepipe.cli.render.json import check_json, merge_json
 from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
+from mergepipe.cli.render.packing import pack_table
 from mergepipe.cli.render.snapshots import verify_table
 from mergepipe.recipes.resolve.tasks import DroppedTensor
-from mergepipe.reports import CheckReport, MergeReport, ModelUse, VerifyReport
+from mergepipe.reports import (
+    BudgetVerdict,
+    CheckReport,
+    ExpertCoverage,
+    MergeReport,
+    ModelUse,
+    PackedExpert,
+    PackReport,
+    VerifyReport,
+)
+from mergepipe.storage.location import Location
 
 MERGED = MergeReport(
     out=Path("/models/merged"),
@@ -134,3 +147,35 @@ def test_check_json__holds_every_field_and_the_free_bytes() -> None:
     assert content["copied"][0] == {"tensor": "layers.0.steps", "reason": "integer or boolean buffer"}
     assert content["dropped"] == [{"model": "tuned", "tensor": "extra.weight", "reason": "not in the base"}]
     assert content["models"][1] == {"role": "expert", "model": "tuned", "tensors": 1, "bytes": 2000}
+
+
+def test_merge_table__of_a_budget_says_the_verdict_the_share_of_each_expert_and_what_more_would_bring() -> None:
+    coverage = (ExpertCoverage("math", 0.376), ExpertCoverage("code", 0.0))
+    verdict = BudgetVerdict(0.4, False, "a part of the merge", coverage, ("expert 'code'",), 1000, 375, 0.3)
+    table = merge_table(replace(MERGED, verdict=verdict))
+    assert values(table, "verdict") == ["Expected error 0.4: a part of the merge."]
+    assert values(table, "more budget") == ["A budget of 375 B (37.5 %) would leave 0.3."]
+    assert values(table, "expert") == [
+        "math: 37.6 % of its blocks are in the merge",
+        "code: 0 % of its blocks are in the merge",
+    ]
+
+
+def test_pack_table__has_a_row_for_each_expert_and_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, outside = {"same": 44, "bands": 80, "bytes": 1}, {"fewer than 4096 elements": 1}
+    math = PackedExpert(
+        Location.local(Path("/m/math")), Path("/p/math"), 33_800_000, 6_770_000, blocks, outside, 1.7, is_new=True
+    )
+    code = replace(math, store=Path("/p/code"), is_new=False)
+    removed = replace(math, store=Path("/p/chat"), is_original_removed=True)
+    report = PackReport(Location.local(Path("/m/base")), (math, code, removed), 0, 0, 1.0)
+    monkeypatch.setenv("COLUMNS", "240")
+    lines = pack_table(report).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["store", "/p/math", "/p/code", "/p/chat"]
+    assert lines[1].split()[-7:] == ["6.77", "MB", "20.0%", "1.7", "s", "19.9", "MB/s"]
+    assert "was packed before" in lines[2]
+    assert "`mergepipe unpack /p/chat -o /m/math`" in lines[-1]
+    monkeypatch.setenv("COLUMNS", "80")
+    table = pack_table(report)
+    assert max(map(len, table.splitlines())) <= 80
+    assert "4096" in table

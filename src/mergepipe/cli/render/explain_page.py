@@ -56,7 +56,7 @@ def explain_page(explanation: Explanation, made: datetime | None = None) -> str:
         "explain.html.j2", made, explanation=explanation,
         title=f"What is in {explanation.kind} {subject[:_SHORT_ID]}: {explanation.operator}",
         verdict="A full merge: every expert is everywhere." if verdict is None else verdict_sentence(verdict),
-        advice=() if verdict is None else tuple(filter(None, [larger_budget_text(verdict, explanation.full_bytes)])),
+        advice=() if verdict is None else tuple(filter(None, [larger_budget_text(verdict)])),
         facts=_facts_text(explanation), uses=USES, charts=layer_charts(explanation),
         bars=[_bar(expert, explanation.blocks) for expert in explanation.experts],
         notices=(*explanation.fallbacks, *explanation.adjustments),

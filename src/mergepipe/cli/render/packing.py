@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mergepipe.cli.render.layout import Fact
+from mergepipe.cli.render.layout import Fact, columns_text, facts_text
 from mergepipe.core.escaping import printable
 from mergepipe.core.units import format_bytes, format_rate, format_seconds, plural
 from mergepipe.reports import NotPacked, PackedExpert, PackReport, UnpackReport
@@ -18,16 +18,16 @@ _CODEC_WORDS = {
 
 
 def pack_table(report: PackReport) -> str:
-    """A line for each expert, and how to get replaced ones back."""
-    lines = [_packed_line(expert) for expert in report.experts]
+    """A row for each expert, and how to get replaced ones back."""
+    head = ("store", "blocks", "expert", "packed", "of it", "time", "speed")
+    table = columns_text(head, [_packed_row(expert) for expert in report.experts], left=2)
+    removed: list[Fact] = []
     for expert in report.experts:
         if expert.is_original_removed:
             place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
-            lines.append(
-                f"{expert.expert} was removed; `mergepipe unpack {expert.store} -o {place}` "
-                f"brings it back and needs the base {report.base}"
-            )
-    return "\n".join(map(printable, lines))
+            command = f"`mergepipe unpack {expert.store} -o {place}`"
+            removed.append(("removed", f"{expert.expert}; {command} brings it back and needs the base {report.base}"))
+    return f"{table}\n\n{facts_text(removed)}" if removed else table
 
 
 def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:
@@ -36,20 +36,27 @@ def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked
     return done + [("not packed", f"{refused.expert}: {refused.reason}") for refused in not_packed]
 
 
-def _packed_line(expert: PackedExpert) -> str:
+def _packed_row(expert: PackedExpert) -> tuple[str, ...]:
+    """Return the store, how its blocks can be read, sizes, time and speed."""
+    sizes = (format_bytes(expert.tensor_bytes), format_bytes(expert.store_bytes), f"{expert.share:.1%}")
     if not expert.is_new:
-        return f"{expert.store}: was packed before, left as it is"
-    speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "no time"
-    before = f", {format_bytes(expert.resumed_bytes)} of it by an interrupted run" if expert.resumed_bytes else ""
-    return f"{expert.store}: {_size_text(expert)}; {format_seconds(expert.seconds)}, {speed}{before}"
+        return (str(expert.store), "was packed before, left as it is", *sizes, "-", "-")
+    speed = format_rate(expert.tensor_bytes / expert.seconds) if expert.seconds else "-"
+    before = f"; {format_bytes(expert.resumed_bytes)} by an interrupted run" if expert.resumed_bytes else ""
+    return (str(expert.store), _blocks_text(expert) + before, *sizes, format_seconds(expert.seconds), speed)
 
 
 def _size_text(expert: PackedExpert) -> str:
-    """The store's size and share, how its blocks can be read, and why some have no levels."""
+    """Return the store's size and share, and its blocks."""
     sizes = f"{format_bytes(expert.tensor_bytes)} in {format_bytes(expert.store_bytes)} ({expert.share:.1%})"
+    return f"{sizes}; {_blocks_text(expert)}"
+
+
+def _blocks_text(expert: PackedExpert) -> str:
+    """Return how the blocks can be read, and why some have no levels."""
     blocks = ", ".join(f"{plural(count, 'block')} {_CODEC_WORDS[codec]}" for codec, count in expert.blocks.items())
     reasons = ", ".join(f"{count} {reason}" for reason, count in expert.outside_bands.items())
-    return f"{sizes}; {blocks or 'no blocks'}" + (f" (without levels: {reasons})" if reasons else "")
+    return (blocks or "no blocks") + (f" (without levels: {reasons})" if reasons else "")
 
 
 def unpack_line(report: UnpackReport) -> str:

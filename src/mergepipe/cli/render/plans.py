@@ -63,7 +63,7 @@ def plan_table(plan: Plan, stored: Path | None) -> str:
         *price_facts(plan.price),
     ]
     if plan.outlook is not None:
-        head = [*verdict_facts(verdict_of(plan), plan.full_cost_bytes), *head]
+        head = [*verdict_facts(verdict_of(plan)), *head]
     tail = [
         *_choices("fallback", plan.fallbacks),
         *_choices("adjusted", plan.adjustments),
@@ -101,7 +101,7 @@ def explain_table(explanation: Explanation) -> str:
 
 def _explain_facts(explanation: Explanation) -> list[Fact]:
     facts: list[Fact] = [
-        *verdict_facts(explanation.verdict, explanation.full_bytes),
+        *verdict_facts(explanation.verdict),
         (explanation.kind, explanation.sid or explanation.plan_digest or ""),
         ("operator", explanation.operator),
     ]

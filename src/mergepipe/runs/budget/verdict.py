@@ -43,6 +43,7 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
         meaning=meaning_of(error),
         experts=tuple(ExpertCoverage(model, share) for model, share in zip(experts, shares, strict=True)),
         unread=tuple(fallback.where for fallback in plan.fallbacks if fallback.decision == NOTHING_READ),
+        full_bytes=plan.full_cost_bytes,
         larger_budget_bytes=None if outlook is None else outlook.larger_budget_bytes,
         larger_expected_error=None if outlook is None else outlook.larger_expected_error,
     )

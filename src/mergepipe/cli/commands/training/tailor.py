@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mergepipe.cli.completion import choices
 from mergepipe.cli.guard import Session
 from mergepipe.cli.options import Debug, PrintFlags, RecipePath, ReportFlags
 from mergepipe.cli.registration import SectionedGroup, add_command
@@ -31,7 +32,13 @@ Link = Annotated[bool, typer.Option("--link", help="Copy no tensor: point into t
 Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Cap on buffers.  [default: 256MiB]")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT, if mergepipe made it.")]
 SelfCheck = Annotated[
-    str, typer.Option("--self-check", metavar="HOW", help="Compare with the sources: sampled, full or off.")
+    str,
+    typer.Option(
+        "--self-check",
+        metavar="HOW",
+        autocompletion=choices("sampled", "full", "off"),
+        help="Compare with the sources: sampled, full or off.",
+    ),
 ]
 Strategy = Annotated[
     str | None, typer.Option("--strategy", metavar="NAME", help="Of full checkpoints: parity, filter or latest.")
