@@ -13,10 +13,8 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "many-machines.
 STUBS = 'srun() { "$@"; }; mergepipe() { echo "$@"; }; '
 
 
-def shown(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    text: str = block
-    return text
+def shown(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def printed(script: str, **variables: str) -> list[str]:
@@ -34,14 +32,18 @@ def part_of(command: str) -> str:
 
 
 def test_slurm_array__makes_every_part_once() -> None:
-    script = shown("bash")
+    script, *lines_for_packs = shown("bash")
     (array,) = re.findall(r"#SBATCH --array=1-(\d+)\n", script)
     commands = [printed(STUBS + script, SLURM_ARRAY_TASK_ID=str(i)) for i in range(1, int(array) + 1)]
     assert [part_of(command) for (command,) in commands] == [f"{i}/{array}" for i in range(1, int(array) + 1)]
+    for lines in lines_for_packs:
+        printed_lines = printed(STUBS + lines, SLURM_ARRAY_TASK_ID="3", TMPDIR="/tmp")
+        assert {shlex.split(line)[0] for line in printed_lines} == {"pack", "analyze"}
+        assert all(f"--part 3/{array}" in line for line in printed_lines)
 
 
 def test_kubernetes_job__makes_every_part_once() -> None:
-    job = yaml.safe_load(shown("yaml"))
+    job = yaml.safe_load(shown("yaml")[0])
     n_parts = job["spec"]["completions"]
     assert (job["kind"], job["spec"]["completionMode"]) == ("Job", "Indexed")
     pod = job["spec"]["template"]["spec"]

@@ -106,7 +106,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix that nothing lies under."""
     set_environment(monkeypatch, server.url)
-    return f"s3://bucket/out-{next(_numbers)}"
+    return f"s3://bucket/parts-{next(_numbers)}"
 
 
 def assert_same(out: str, local: Path) -> None:

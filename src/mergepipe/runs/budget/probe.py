@@ -25,7 +25,7 @@ from mergepipe.storage.contract import Store
 
 MOST_OF_BUDGET = 1 / 8
 MOST_OF_EVERYTHING = 1 / 80  # more buys less than reading blocks does
-MOST_BLOCKS = 1 << 20  # of all experts: of more (512 GiB in bfloat16) larger blocks are sampled, which bounds memory
+MOST_BLOCKS = 1 << 20  # of all experts: estimates of more (512 GiB in bfloat16) take too much memory and time
 MOST_SAMPLED = 1 / 32  # of a block: more than that hardly makes estimates better
 
 StatisticsByTask = Mapping[str, TensorStatistics]
@@ -50,12 +50,11 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """Pairs of a task and one of its experts to sample, by which share of every `stride`-th of which blocks."""
+    """Pairs of a task and one of its experts to sample, by which share of every `stride`-th block."""
 
     pairs: tuple[tuple[int, MergeTask, str | None], ...]  # the plan's expert, the task with it alone, its catalog name
     fraction: float
     stride: int
-    block_elements: int
     cost_bytes: tuple[int, ...]
 
 
@@ -72,8 +71,8 @@ def probe_unknown(
 
     Where a request is worth `request_bytes`, fewer blocks are sampled: the requests of all samples cost at most an
     eighth of what reading the budget does, as long as each tensor is sampled once.
-    Nothing is sampled for a budget that reads everything or nothing, or where one page of each tensor is too much. If
-    there are more than `MOST_BLOCKS` blocks, the estimates are of larger ones.
+    Nothing is sampled for a budget that reads everything or nothing, where one page of each tensor is too much, or of
+    more than `MOST_BLOCKS` blocks.
     """
     everything_bytes = least_full_cost(inputs)
     limit_bytes = budget.limit_bytes(everything_bytes)
@@ -86,7 +85,7 @@ def probe_unknown(
     sampling = _affordable(pairs, int(most_bytes), most_requests, block_elements, len(recorded)) if pairs else None
     if sampling is None:
         return ProbeResult(tuple(recorded), (0,) * len(recorded))
-    estimates = _sampled(prober, inputs, sampling)
+    estimates = _sampled(prober, inputs, sampling, block_elements)
     _record(link, inputs, sampling, estimates)
     statistics: list[dict[str, TensorStatistics]] = [dict(of_expert) for of_expert in recorded]
     for (e, task, _), estimate in zip(sampling.pairs, estimates, strict=True):
@@ -121,15 +120,14 @@ def _affordable(
     block_elements: int,
     n_experts: int,
 ) -> _Sampling | None:
-    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more.
+    """Choose how much is sampled within `limit_bytes`; None if a page of each tensor is more, or blocks are too many.
 
     At most `most_requests` are made, or as many as one sample of each tensor of an expert and of the base needs.
     """
-    blocks = _block_counts(pairs, block_elements)
-    while sum(blocks) > max(MOST_BLOCKS, len(blocks)):
-        block_elements *= 2
-        blocks = _block_counts(pairs, block_elements)
+    blocks = [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs]
     longest, stride = max(blocks), 1
+    if sum(blocks) > MOST_BLOCKS:
+        return None
     if most_requests is not None:
         while stride <= longest and 2 * sum(-(-n_blocks // stride) for n_blocks in blocks) > most_requests:
             stride *= 2
@@ -144,13 +142,9 @@ def _affordable(
     while stride == 1 and fraction > 1 / 1024:
         more_E = _cost(pairs, fraction, stride, block_elements, n_experts)
         if sum(more_E) <= limit_bytes:
-            return _Sampling(pairs, fraction, stride, block_elements, tuple(more_E))
+            return _Sampling(pairs, fraction, stride, tuple(more_E))
         fraction /= 2
-    return _Sampling(pairs, 0.0, stride, block_elements, tuple(cost_E))
-
-
-def _block_counts(pairs: Sequence[tuple[int, MergeTask, str | None]], block_elements: int) -> list[int]:
-    return [BlockGrid(task.base.n_elements, block_elements).n_blocks for _, task, _ in pairs]
+    return _Sampling(pairs, 0.0, stride, tuple(cost_E))
 
 
 def _cost(
@@ -172,7 +166,7 @@ def _cost(
     return cost_E
 
 
-def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling) -> list[TensorStatistics]:
+def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling, block_elements: int) -> list[TensorStatistics]:
     tasks = tuple(task for _, task, _ in sampling.pairs)
     statistics_by_place: dict[int, TensorStatistics] = {}
     place_of = {id(task): place for place, task in enumerate(tasks)}
@@ -181,7 +175,7 @@ def _sampled(prober: Prober, inputs: Inputs, sampling: _Sampling) -> list[Tensor
         statistics_by_place[place_of[id(task)]] = statistics
 
     # a fraction of 0 asks for one page: the engine takes 0 for no probe
-    work = AnalysisWork(tasks, sampling.block_elements, (), sampling.fraction or 1e-9, sampling.stride)
+    work = AnalysisWork(tasks, block_elements, (), sampling.fraction or 1e-9, sampling.stride)
     paths = files_of(source for task in tasks for source in (task.base, *task.experts))
     with open_files(prober.store, paths, [checkpoint for _, _, checkpoint in inputs.leaves()]) as files:
         run_analysis(work, files, prober.store, prober.engine, Observer(lambda _: prober.on_tick(), take))
