@@ -34,15 +34,23 @@ def places_of_texts() -> dict[str, set[str]]:
 
 
 @cache
+def imports() -> list[tuple[str, ast.ImportFrom]]:
+    """Every `from ... import ...` of the package, with the module that holds it."""
+    return [
+        (path.relative_to(SRC).as_posix(), node)
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    ]
+
+
 def importers_of(package: str, module: str) -> set[str]:
     """The modules that import `module` from `package`, or a name from it."""
     importers = set()
-    for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                is_module = node.module == package and module in {alias.name for alias in node.names}
-                if is_module or node.module == f"{package}.{module}":
-                    importers.add(path.relative_to(SRC).as_posix())
+    for place, node in imports():
+        is_module = node.module == package and module in {alias.name for alias in node.names}
+        if is_module or node.module == f"{package}.{module}":
+            importers.add(place)
     return importers
 
 

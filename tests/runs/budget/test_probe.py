@@ -91,6 +91,21 @@ def test_merge__of_very_many_blocks_samples_none(family: Path, tmp_path: Path, m
     assert 0 < report.expert_bytes <= plan["budget_bytes"]
 
 
+def test_merge__of_many_blocks_samples_a_part_of_them(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = []
+    monkeypatch.setattr(probe, "MOST_OF_EVERYTHING", 1.0)  # so that this small family is sampled densely
+    monkeypatch.setattr(probe, "MOST_OF_BUDGET", 0.9)
+    for most in (probe.MOST_SAMPLES, N_TENSORS * N_EXPERTS):
+        monkeypatch.setattr(probe, "MOST_SAMPLES", most)
+        _merge(family, tmp_path / f"out-{most}", tmp_path / f"home-{most}", "50%")
+        plan = json.loads((tmp_path / f"out-{most}/mergepipe.json").read_text())["plan"]
+        assert sum("known from a sample" in fallback["decision"] for fallback in plan["fallbacks"]) == N_EXPERTS
+        sampled.append(sum(model.get("side_bytes", 0) for model in plan["models"]))
+    assert 0 < sampled[1] < sampled[0]
+
+
 def test_merge__of_everything_probes_nothing_and_is_the_full_merge(family: Path, tmp_path: Path) -> None:
     full = _merge(family, tmp_path / "full", tmp_path / "home", None)
     report = _merge(family, tmp_path / "all", tmp_path / "home", "100%")

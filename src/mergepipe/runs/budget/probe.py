@@ -26,6 +26,7 @@ from mergepipe.storage.contract import Store
 MOST_OF_BUDGET = 1 / 8
 MOST_OF_EVERYTHING = 1 / 80  # more buys less than reading blocks does
 MOST_BLOCKS = 1 << 20  # of all experts: estimates of more (512 GiB in bfloat16) take too much memory and time
+MOST_SAMPLES = 1 << 16  # of all experts: of more blocks every second, fourth ... is sampled, which takes seconds
 MOST_SAMPLED = 1 / 32  # of a block: more than that hardly makes estimates better
 
 StatisticsByTask = Mapping[str, TensorStatistics]
@@ -128,6 +129,8 @@ def _affordable(
     longest, stride = max(blocks), 1
     if sum(blocks) > MOST_BLOCKS:
         return None
+    while stride <= longest and sum(-(-n_blocks // stride) for n_blocks in blocks) > MOST_SAMPLES:
+        stride *= 2
     if most_requests is not None:
         while stride <= longest and 2 * sum(-(-n_blocks // stride) for n_blocks in blocks) > most_requests:
             stride *= 2
