@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +18,23 @@ from mergepipe.snapshots.manifest import MANIFEST_NAME
 from mergepipe.snapshots.object_upload import MARKER_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
-from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
-from support.remote_stores import set_environment
-from support.s3_server import S3Server, s3_server
+from support.bucket_outputs import (
+    Killed,
+    Requests,
+    bucket_server,
+    files_below,
+    new_prefix,
+    objects_below,
+    watch_buckets,
+)
+from support.s3_server import S3Server
 
-_numbers = itertools.count()
 EXPERTS = ("expert-1", "expert-2")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        server.make_bucket("bucket")
+    with bucket_server() as server:
         yield server
 
 
@@ -52,8 +56,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix that nothing lies under."""
-    set_environment(monkeypatch, server.url)
-    return f"s3://bucket/packs-{next(_numbers)}"
+    return new_prefix(server, monkeypatch)
 
 
 def pack(family: Path, out: str | Path, *, replace: bool = False) -> PackReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,17 @@ from mergepipe.snapshots.object_upload import MARKER_NAME, ObjectUpload
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import BucketWriter
-from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
+from support.bucket_outputs import (
+    Killed,
+    Requests,
+    bucket_server,
+    files_below,
+    new_prefix,
+    objects_below,
+    watch_buckets,
+)
 from support.families import FamilyShape, write_family
-from support.remote_stores import set_environment
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 
 SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: {method}
@@ -36,7 +42,6 @@ dtype: bfloat16
 OTHER_METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "della", "breadcrumbs", "model_stock")
 SHARD_BYTES = 64 << 10
 DESCRIBE_THE_RUN = (MANIFEST_NAME,)
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        server.make_bucket("bucket")
+    with bucket_server() as server:
         yield server
 
 
@@ -85,8 +89,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture
 def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix that nothing lies under."""
-    set_environment(monkeypatch, server.url)
-    return f"s3://bucket/out-{next(_numbers)}"
+    return new_prefix(server, monkeypatch)
 
 
 def assert_same(out: str, local: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,10 +28,17 @@ from mergepipe.snapshots.parts_place import JOB_NAME
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import BucketWriter
-from support.bucket_outputs import Killed, Requests, files_below, objects_below, watch_buckets
+from support.bucket_outputs import (
+    Killed,
+    Requests,
+    bucket_server,
+    files_below,
+    new_prefix,
+    objects_below,
+    watch_buckets,
+)
 from support.families import FamilyShape, write_family
-from support.remote_stores import set_environment
-from support.s3_server import S3Server, s3_server
+from support.s3_server import S3Server
 
 SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: {method}
@@ -47,7 +53,6 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "della", "breadcrum
 FAST = [("ties", "40%", False), ("dare_ties", None, True)]
 ALL = [(method, budget, is_packed) for method in METHODS for budget in (None, "60%") for is_packed in (False, True)]
 Key = tuple[str, str | None, bool]
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        server.make_bucket("bucket")
+    with bucket_server() as server:
         yield server
 
 
@@ -105,8 +109,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture
 def out(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix that nothing lies under."""
-    set_environment(monkeypatch, server.url)
-    return f"s3://bucket/parts-{next(_numbers)}"
+    return new_prefix(server, monkeypatch)
 
 
 def assert_same(out: str, local: Path) -> None:

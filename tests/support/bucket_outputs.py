@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,24 @@ import pytest
 from mergepipe.storage.location import Location
 from mergepipe.storage.remote.bucket_folder import BucketFolder
 from mergepipe.storage.remote.client import BucketWriter, ObjectFacts
+from support.remote_stores import set_environment
+from support.s3_server import S3Server, s3_server
+
+_numbers = itertools.count()  # one for all: servers of one process share what lies in their buckets
+
+
+@contextmanager
+def bucket_server() -> Iterator[S3Server]:
+    """A server with a bucket that outputs go to."""
+    with s3_server() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+def new_prefix(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix that nothing lies under, on a server that the environment leads to from now on."""
+    set_environment(monkeypatch, server.url)
+    return f"s3://bucket/out-{next(_numbers)}"
 
 
 class Killed(BaseException):

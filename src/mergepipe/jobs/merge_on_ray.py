@@ -123,14 +123,14 @@ def run_merge_on_ray(
     check_output(place, inputs, force=settings.force)
     key = plan_key(inputs, repr(request))
 
-    def decide() -> Plan:
+    def decide() -> PlannedOutput:
         plan = None if settings.resume is Resume.NEVER else _unfinished_plan(place, key)
-        if plan is not None:
-            return plan
-        speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
-        with closing(CatalogLink(settings.home)) as link:
-            prober = Prober(store, settings.engine, lambda: None) if request.probes else None
-            return make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+        if plan is None:
+            speeds = request.pricing.speeds(inputs, store, settings.home, settings.engine.threads)
+            with closing(CatalogLink(settings.home)) as link:
+                prober = Prober(store, settings.engine, lambda: None) if request.probes else None
+                plan = make_plan(store, inputs, request, link, speeds=speeds, prober=prober)
+        return _opened(plan, settings)
 
     return _publish(decide, inputs, out, cluster, settings, store.ledger, key, started, on_progress)
 
@@ -171,14 +171,18 @@ def run_plan_on_ray(
         StorageError: `ray.lost`.
         MergePipeError: as `run_part`, from any task.
     """
-    inputs = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote)).inputs
-    settings.base_model_ids.check_names(inputs.leaf_models)
-    check_output(settings.destination or out.absolute(), inputs, force=settings.force)
-    return _publish(lambda: plan, inputs, out, cluster, settings, Ledger(), "", started, on_progress)
+    planned = _opened(plan, settings)
+    settings.base_model_ids.check_names(planned.inputs.leaf_models)
+    check_output(settings.destination or out.absolute(), planned.inputs, force=settings.force)
+    return _publish(lambda: planned, planned.inputs, out, cluster, settings, Ledger(), "", started, on_progress)
+
+
+def _opened(plan: Plan, settings: MergeSettings) -> PlannedOutput:
+    return open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
 
 
 def _publish(
-    decide: Callable[[], Plan],
+    decide: Callable[[], PlannedOutput],
     inputs: Inputs,
     out: Path,
     cluster: ClusterRequest,
@@ -198,17 +202,16 @@ def _publish(
             shape = task_shape(ray.nodes(), cluster.threads, cluster.memory_bytes)
             n_slots = sum(node.slots(shape) for node in ray.nodes())
             ray.prepare(_PREPARATION, n_slots, shape)
-            plan = decide()
-            if is_snapshot_of(place, plan.digest):
+            planned = decide()
+            if is_snapshot_of(place, planned.plan.digest):
                 raise OutputError.of("output.exists", place, "is what this plan makes", "remove it to make it again")
-            planned = open_output(plan, DEFAULT_SHARD_BYTES, Stores(settings=settings.engine.remote))
             run = _RayRun(planned, place, settings, cluster, shape, n_slots, on_progress)
             shard_bytes = run.open_parts(key, inputs, ledger.usage())
             stack.enter_context(run.kept())
             run.make_all(ray)
         settings = replace(settings, shard_bytes=shard_bytes)
         choice = PartChoice(None, 1, finishes=True)
-        report = run_part(plan, out, choice, settings, started=started, on_progress=on_progress).merge
+        report = run_part(planned.plan, out, choice, settings, started=started, on_progress=on_progress).merge
     if report is None:
         raise OutputError.of("output.exists", place, "was published by another process meanwhile", "look at that")
     return report

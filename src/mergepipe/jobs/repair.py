@@ -27,6 +27,7 @@ from mergepipe.snapshots.overlay.reader import refuse_overlay
 from mergepipe.snapshots.shards import INDEX_NAME, ShardLayout, TensorSpec, header_of, index_json
 from mergepipe.snapshots.staging import Staging, check_free_space
 from mergepipe.storage import owned
+from mergepipe.storage.contract import Store
 from mergepipe.storage.local import os_error
 from mergepipe.storage.location import Location
 from mergepipe.storage.output import sync_directory
@@ -69,7 +70,7 @@ def repair_snapshot(
     path = path.resolve()
     store = Stores()
     refuse_overlay(path, read_manifest_value(store, Location.local(path)), "mended")
-    examination = examine(Location.local(path), engine.threads, on_progress)
+    examination = examine(store, Location.local(path), engine.threads, on_progress)
     examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, home))
     written = 0
     names = examination.damaged
@@ -78,12 +79,12 @@ def repair_snapshot(
         check_free_space(path, sum(sizes[name] for name in names))
         with Staging(path.with_name(f"{path.name}.repair"), force=False) as staging:
             rebuilt = rebuild_tensors(store, examination.manifest, names, staging.path, engine) if names else ()
-            small = _small_files(examination)
+            small = _small_files(store, examination)
             patches = [*_header_patches(examination), *_block_patches(examination, {r.digest.name: r for r in rebuilt})]
             written = _apply(path, examination.layout, patches, staging.directory)
             written += _write_small(path, small, staging.directory)
-            written += _mend_table(path, engine, staging.directory)
-        _check_mended(examine(Location.local(path), engine.threads, on_progress))
+            written += _mend_table(store, path, engine, staging.directory)
+        _check_mended(examine(store, Location.local(path), engine.threads, on_progress))
     return RepairReport(
         path, examination.manifest.sid, examination.damages, names, written, time.perf_counter() - started
     )
@@ -126,14 +127,13 @@ def _block_patches(examination: Examination, rebuilt: Mapping[str, RebuiltTensor
             )
 
 
-def _small_files(examination: Examination) -> dict[str, bytes]:
+def _small_files(store: Store, examination: Examination) -> dict[str, bytes]:
     """Rebuild the damaged small files."""
     manifest = examination.manifest
     records = {record.name: record for record in manifest.sidecars}
     wanted = [damage.file for damage in examination.damages if damage.kind in ("small-file", "index", "config")]
     if not wanted:
         return {}
-    store = Stores()
     inputs = open_recorded(manifest, store)
     bare = replace(manifest, sidecars=())
     contents = sidecar_contents(plan_small_files(inputs, store), inputs, store, bare)
@@ -268,9 +268,9 @@ def _write_small(directory: Path, contents: Mapping[str, bytes], beside: Path) -
     return sum(map(len, contents.values()))
 
 
-def _mend_table(path: Path, engine: EngineOptions, beside: Path) -> int:
+def _mend_table(store: Store, path: Path, engine: EngineOptions, beside: Path) -> int:
     """Rewrite a damaged table of block digests, after all blocks match the manifest's digests."""
-    examination = examine(Location.local(path), engine.threads, None)
+    examination = examine(store, Location.local(path), engine.threads, None)
     record = examination.manifest.blocks
     if not any(damage.kind == "blocks-file" for damage in examination.damages):
         return 0

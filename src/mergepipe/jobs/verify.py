@@ -91,7 +91,7 @@ def verify_snapshot(
             message = "a composite of tailor is not made again from its sources"
             raise UnsupportedError.of("verify.composite", path, message, "verify it without --deep")
         return verify_composite(store, path, engine.threads, started=started, on_progress=on_progress)
-    examination = examine(path, engine.threads, on_progress)
+    examination = examine(store, path, engine.threads, on_progress)
     names = sampled_tensors(examination.manifest, deep_fraction) if deep_fraction > 0 else ()
     if names:
         examination = replace(examination, manifest=with_inputs_found(examination.manifest, store, home))
@@ -111,9 +111,9 @@ def verify_snapshot(
     )
 
 
-def examine(directory: Location, threads: int, on_progress: ProgressCallback | None) -> Examination:
+def examine(store: Store, directory: Location, threads: int, on_progress: ProgressCallback | None) -> Examination:
     """Read a whole snapshot and compare it with the manifest."""
-    store, done = Stores(), [0]
+    done = [0]
     manifest = read_manifest_value(store, directory)
     damages: list[Damage] = []
     table: BlockTable | None = None

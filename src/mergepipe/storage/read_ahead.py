@@ -127,15 +127,15 @@ class ReadAhead:
 
     def _next_piece(self) -> _Piece | None:
         with self._lock:
-            request = None if self._is_stopped else next(self._unrequested, None)
-            if request is None:
+            wanted = None if self._is_stopped else next(self._unrequested, None)
+            if wanted is None:
                 return None
-            nbytes = len(request)
+            nbytes = len(wanted)
             room_bytes = round_up(nbytes, PAGE_BYTES)
             if self._most_bytes is not None and self._held_bytes() + room_bytes > self._most_bytes:
                 return None
-            piece = _Piece(request, aligned_buffer(room_bytes)[:nbytes], nbytes)
-            self._requested[request.location].append(piece)
+            piece = _Piece(wanted, aligned_buffer(room_bytes)[:nbytes], nbytes)
+            self._requested[wanted.location].append(piece)
             return piece
 
     def piece_from(self, location: Location, position: int, purpose: Purpose) -> _Piece | None:
