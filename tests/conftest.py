@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -102,3 +103,13 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return home
+
+
+@pytest.fixture(scope="module")
+def exact_reads() -> Iterator[None]:
+    """Local inputs are read to the byte, not by whole pages as soon as the system has dropped them from its cache."""
+    from mergepipe.storage import local
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local, "resident_fraction", lambda *_: 1.0)
+        yield
