@@ -9,17 +9,23 @@ import shutil
 import struct
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import pytest
+
 import mergepipe
 from mergepipe.engine.work import split
-from mergepipe.options import DEFAULT_SHARD_BYTES
+from mergepipe.options import DEFAULT_SHARD_BYTES, RunOptions
 from mergepipe.planning.plan import Plan
 from mergepipe.runs.parts import open_output
 from mergepipe.storage.ledger import Purpose
 from mergepipe.storage.stores import Stores
+from support.bucket_outputs import bucket_server, new_prefix
+from support.disk_families import write_single
 
 HIDDEN, INTERMEDIATE, VOCAB, KEYS = 16384, 53248, 128256, 1024
 FILE_BYTES = 5 * 10**9
@@ -104,6 +110,37 @@ def show_parts(plan: Plan, n_parts: int) -> None:
     print(f"{len(planned.output.shards)} output files, parts of {max(sizes) / 1e9:.1f} to {min(sizes) / 1e9:.1f} GB")
 
 
+def count_requests(work: Path, n_files: int, n_parts: int) -> None:
+    """Print what all workers together ask of the bucket of an output with as many files, which are tiny here."""
+    from werkzeug.serving import WSGIRequestHandler
+
+    rng = np.random.default_rng(0)
+    for name in ("base", "expert"):
+        model = {f"layers.{i}.w": rng.standard_normal(64).astype(np.float32) for i in range(n_files)}
+        write_single(work / name, model)
+    lines = ["merge_method: linear", f"base_model: {work / 'base'}", f"models: [{{model: {work / 'expert'}}}]"]
+    (work / "recipe.yml").write_text("\n".join([*lines, "parameters: {weight: 0.5}"]))
+    plan = mergepipe.plan(work / "recipe.yml", everything=True, home=work / "home", reuse=False)
+    answer, kinds = WSGIRequestHandler.run_wsgi, Counter[str]()
+
+    def counted(handler: WSGIRequestHandler) -> None:
+        kinds[handler.command] += 1
+        answer(handler)
+
+    with bucket_server() as server, pytest.MonkeyPatch.context() as patched:
+        out = new_prefix(server, patched)
+        patched.setattr(WSGIRequestHandler, "run_wsgi", counted)
+        options = RunOptions(home=work / "home", catalog=False, threads=1)
+        largest = 0
+        for number in range(1, n_parts + 1):
+            before = kinds.total()
+            report = mergepipe.run_part(plan, out, (number, n_parts), shard_bytes=400, options=options)
+            largest = max(largest, kinds.total() - before) if not report.is_published else largest
+        last = kinds.total() - before
+    print(f"requests for {report.n_shards} files by {n_parts} workers: {kinds.total()}, {dict(kinds)}")
+    print(f"of a worker: at most {largest}; of the one that publishes: {last}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures of `docs/internals/scale.md`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -111,9 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=20)
     parser.add_argument("--parts", type=int, default=64)
     parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--requests", type=int, metavar="FILES", help="count the requests for an output of FILES files")
     chosen = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(dir=chosen.work))
     try:
+        if chosen.requests:
+            count_requests(work, chosen.requests, chosen.parts)
+            return
         names = ("base", *(f"expert-{e}" for e in range(1, chosen.experts + 1)))
         base, *experts = (write_model(work / name, chosen.layers) for name in names)
         lines = [f"  - {{model: {expert}, parameters: {{weight: 0.05, density: 0.2}}}}" for expert in experts]
