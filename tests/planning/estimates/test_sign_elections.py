@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,13 +13,18 @@ from numpy.typing import NDArray
 
 from mergepipe.core.blocks import BlockGrid
 from mergepipe.operators.statistics import BLOCK_RECORD, TensorStatistics
+from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.candidates.operator_rules import share_with_ties
+from mergepipe.planning.choices import PlanningChoices, Policy
+from mergepipe.planning.estimates import sign_elections
 from mergepipe.planning.estimates.sign_elections import (
     ElectionExperts,
     lost_and_total_energy,
     tail_magnitudes,
     ties_consensus,
 )
+from mergepipe.planning.planner import rank_blocks
+from support.planning_problems import BLOCK, make
 
 VOTERS = ElectionExperts(
     weight_E=np.array([1.0, 0.5, 0.7, 0.4]),
@@ -119,3 +125,17 @@ def test_share_with_ties__is_between_the_densities_around_a_cut() -> None:
     assert share_with_ties(statistics, 7) == pytest.approx(0.4)
     assert share_with_ties(statistics, 9) is None
     assert share_with_ties(None, 7) is None
+
+
+def test_expected_error__of_very_many_access_patterns_is_estimated_from_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make("ties", 6, 3, sizes={"w": 120 * BLOCK}).problem
+    ranking = rank_blocks(problem, ShareBudget(Fraction(1)), Policy.NORM, PlanningChoices())
+    errors: dict[int, list[float]] = {}
+    for most in (sign_elections._MOST_PATTERNS, 1 << 6):
+        monkeypatch.setattr(sign_elections, "_MOST_PATTERNS", most)
+        fresh = replace(ranking, error_by_prefix={})
+        errors[most] = [fresh._error_at(ranking.full_cost_bytes * share // 10) for share in (1, 3, 5, 8, 10)]
+    some, every = errors.values()
+    assert some == pytest.approx(every, rel=0.1)
+    assert some != every
+    assert some[-1] == every[-1] == 0

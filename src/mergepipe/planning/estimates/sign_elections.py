@@ -27,6 +27,8 @@ SAMPLE_ELEMENTS = 4096
 _QUANTILES = 512
 _SHARES_KEPT = 4096  # one for each expert's tensor, where ties at cuts differ: 16 MiB
 _LEAST_SHARE = 1e-30  # avoids quantiles of an empty share
+_MOST_PATTERNS = 16  # as four experts have; of more in one tensor some are sampled
+_SAMPLED_PATTERNS = 8
 _DIGITS = 4  # so that plans do not depend on the last bits of a sum
 _SEED = 20_240_607
 
@@ -193,8 +195,8 @@ def _access_patterns(
     left_EB: NDArray[np.float64],
     rules: Rules,
     t: int,
-) -> Iterator[tuple[ElectionExperts, int]]:
-    """Group the blocks of a tensor by access pattern; yield each group's experts and number of elements."""
+) -> Iterator[tuple[ElectionExperts, float]]:
+    """Group the blocks of a tensor by access pattern; yield each group's experts and the elements it stands for."""
     election, columns = rules.elections_T[t], candidates.columns
     if election is None:
         return
@@ -209,7 +211,7 @@ def _access_patterns(
         for each_EB in (score_EB, left_EB)
     )
     share_E = _shares_kept(columns, rules, t, columns.by_expert(t, election.share_E, 0.0))
-    for pattern in range(int(pattern_B.max(initial=-1)) + 1):
+    for pattern, factor in _representatives(pattern_B.ravel(), energy_EB.sum(axis=0), noise_EB.sum(axis=0)):
         own_B = pattern_B.ravel() == pattern
         n_elements = int(columns.n_B[inside][own_B].sum())
         is_read_E = form_EB[:, own_B][:, 0] != 0
@@ -223,8 +225,30 @@ def _access_patterns(
                 tail_E=np.maximum(columns.by_expert(t, election.tail_E, 1.0), share_E),
                 normalize=election.normalize,
             ),
-            n_elements,
+            n_elements * factor,
         )
+
+
+def _representatives(
+    pattern_B: NDArray[np.int64], energy_B: NDArray[np.float64], left_B: NDArray[np.float64]
+) -> list[tuple[int, float]]:
+    """Choose the patterns of a tensor that are sampled, and by what each counts more: all, or some of very many.
+
+    Of many, those of which about the same share is left out are represented by the middle one, by their energies.
+    """
+    n_patterns = int(pattern_B.max(initial=-1)) + 1
+    if n_patterns <= _MOST_PATTERNS:
+        return [(pattern, 1.0) for pattern in range(n_patterns)]
+    energy_P, left_P = (np.bincount(pattern_B, values_B, n_patterns) for values_B in (energy_B, left_B))
+    share_P = np.divide(left_P, energy_P, out=np.zeros(n_patterns), where=energy_P > 0)
+    is_partial_P = share_P > 0
+    order_P = np.argsort(share_P, kind="stable")
+    complete_P, partial_P = order_P[~is_partial_P[order_P]], order_P[is_partial_P[order_P]]
+    reached_P = np.cumsum(energy_P[partial_P])
+    cuts = np.searchsorted(reached_P, energy_P[partial_P].sum() * np.arange(1, _SAMPLED_PATTERNS) / _SAMPLED_PATTERNS)
+    runs = [run for run in (complete_P, *np.split(partial_P, np.unique(cuts))) if energy_P[run].any()]
+    middles = [int(run[np.searchsorted(np.cumsum(energy_P[run]), energy_P[run].sum() / 2)]) for run in runs]
+    return [(middle, float(energy_P[run].sum() / energy_P[middle])) for run, middle in zip(runs, middles, strict=True)]
 
 
 def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.float64]) -> NDArray[np.float64]:
