@@ -16,7 +16,7 @@ from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives.checksums import stale_checksums
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
 from mergepipe.tailor.composition.copy.plan import FilePlan, Literal, Patch, patch_states, patched_file
-from mergepipe.tailor.composition.request.assignment import Assignment, state_to_copy
+from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
 from mergepipe.tailor.composition.state_overlay import StateOverlay, overlay_state
@@ -54,13 +54,8 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     steps = choose_steps(assignment)
     patches = PatchCollector(store)
     for (name, kind), target in assignment.skeleton.states.items():
-        owner = assignment.skeleton.units.tied.get(name, name)
-        if assignment.source_of[owner] == assignment.skeleton_index:
-            continue
-        source_state = state_to_copy(assignment.source(owner), name, kind)
-        if source_state is None:
-            raise AssertionError(f"{kind} of {name} was checked to be there")
-        patches.state(source_state, target)
+        if not assignment.keeps(name):
+            patches.state(assignment.state_of(name, kind), target)
     for choice in steps:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))

@@ -23,7 +23,7 @@ from mergepipe.tailor.composition.composition_plan import (
     unpacked,
 )
 from mergepipe.tailor.composition.copy.plan import FilePlan, Fill, Literal, Segment, patch_states
-from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
+from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, choose_steps, staleness_of
 from mergepipe.tailor.composition.state_overlay import Edits, StateOverlay, overlay_state
@@ -102,9 +102,8 @@ class _Repartition:
         patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
-            owner = skeleton.units.tied.get(name, name)
-            if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
-                patches.state(_source_state(self.assignment, name, kind), target)
+            if kind in DERIVED_KINDS and not self.assignment.keeps(name):
+                patches.state(self.assignment.state_of(name, kind), target)
         shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
         is_repartitioned = tuple(group.names for group in self.groups) != skeleton.flat_groups
         for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
@@ -177,14 +176,6 @@ class _Repartition:
                 shares.append(_Share(name, Span(first - at, last - at), first - begin))
             at += n_elements
         return shares, per_rank, n_padding if rank == self.world_size - 1 else 0
-
-
-def _source_state(assignment: Assignment, name: str, kind: str) -> StoredState:
-    owner = assignment.skeleton.units.tied.get(name, name)
-    stored = state_to_copy(assignment.source(owner), name, kind)
-    if stored is None:
-        raise AssertionError(f"{kind} of {name} was checked to be there")
-    return stored
 
 
 def _apply(edits: Edits, root: Node) -> None:
@@ -270,7 +261,7 @@ class _Shard:
         segments: list[Segment] = []
         position = 0
         for share in shares:
-            stored = unpacked(self.work.store, _source_state(assignment, share.name, kind))
+            stored = unpacked(self.work.store, assignment.state_of(share.name, kind))
             segments += _gap(share.start - position, old.dtype)
             segments += _elements(stored, share, old.dtype)
             position = share.start + share.span.n_elements
