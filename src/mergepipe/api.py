@@ -3,7 +3,7 @@
 Making models: `check`, `merge`.
 Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
-Packing experts: `pack`, `unpack`.
+Packing experts: `pack`, `unpack`. Reading models: `load_file`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
 `push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
@@ -42,6 +42,7 @@ from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+    from mergepipe.jobs.load import LoadedTensors
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.parse.yaml_source import RecipeText
     from mergepipe.reports import (
@@ -523,6 +524,39 @@ def unpack(
 
     place = None if base is None else Location.of(base)
     return unpack_store(Location.of(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
+
+
+def load_file(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    framework: str = "numpy",
+    threads: int | None = None,
+) -> LoadedTensors:
+    """Open a packed expert, or any checkpoint that merges read, as a mapping from names to tensors.
+
+    A tensor is read when it is asked for, and not kept. Those of a packed expert are decoded in memory with the base,
+    which must be there; nothing is written.
+
+    Args:
+        path: a packed expert, a model's directory, one file of weights, a snapshot; here, in a bucket or on the Hub.
+        base: where the base of a packed expert is now, if not where it was.
+        framework: `numpy`: arrays, bfloat16 and float8 as float32, which holds their values exactly; `torch`: tensors
+            on the host in the dtype that is stored.
+        threads: decoding threads; default, one per processor.
+
+    Raises:
+        RecipeError: another framework, or a base for what needs none.
+        NotFoundError: the model, or the base of a packed expert.
+        MismatchError: another base.
+        UnsupportedError: an adapter or differences from a base: merge them first.
+        CorruptError, StorageError: from opening it.
+    """
+    n_threads = threads_of(threads)  # before anything compiled is loaded
+    from mergepipe.jobs.load import load_tensors
+
+    place = None if base is None else Location.of(base)
+    return load_tensors(Location.of(path), base=place, framework=framework, threads=n_threads)
 
 
 def extract_lora(
