@@ -95,7 +95,7 @@ CALLS = {
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
     "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
-    "pack": ("base experts out", "replace threads home on_progress"),
+    "pack": ("base experts out", "replace strict threads home on_progress"),
     "load_file": ("path", "base framework threads"),
     "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),
     "unpack": ("path out", "base threads on_progress"),
