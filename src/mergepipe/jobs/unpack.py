@@ -49,10 +49,8 @@ def unpack_store(
     """
     started = time.perf_counter()
     store = Stores()
-    opened = read_store(store, root)
-    base_checkpoint = _open_base(store, opened, base)
+    opened, checkpoint, base_checkpoint = open_packed(store, root, base)
     check_target(out, (root, base_checkpoint.path), force=None)
-    checkpoint = open_store(store, root, base_checkpoint)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
@@ -94,9 +92,7 @@ def verify_pack(
         CorruptError: header or index are damaged.
     """
     store = Stores()
-    opened = read_store(store, path)
-    base_checkpoint = _open_base(store, opened, base)
-    checkpoint = open_store(store, path, base_checkpoint)
+    opened, checkpoint, base_checkpoint = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads)
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
@@ -142,6 +138,18 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
     for file in header.kept:
         parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
+
+
+def open_packed(store: Store, path: Location, base: Location | None) -> tuple[OpenedStore, Checkpoint, Checkpoint]:
+    """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
+
+    Raises:
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
+        CorruptError, UnsupportedError: header or index are damaged, or of another version.
+    """
+    opened = read_store(store, path)
+    base_checkpoint = _open_base(store, opened, base)
+    return opened, open_store(store, path, base_checkpoint), base_checkpoint
 
 
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
