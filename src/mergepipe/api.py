@@ -452,7 +452,7 @@ def sweep(
 
 
 def pack(
-    base: str | Path,
+    base: str | Path | None,
     experts: Sequence[str | Path],
     out: str | Path,
     *,
@@ -472,6 +472,7 @@ def pack(
     Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
 
     Args:
+        base: None packs the models on their own: exponents coded, sign and mantissa as they are.
         experts: full weights in safetensors files, fine-tuned from `base`.
         replace: read each store back from disk and every file of every original again, compare them, and only if all
             are the same remove the originals' files.
@@ -491,7 +492,13 @@ def pack(
     paths = [Location.of(expert) for expert in experts]
     place = place_of_packs(out)
     return pack_experts(
-        Location.of(base), paths, place, home_of(home), replaces=replace, threads=n_threads, on_progress=on_progress
+        None if base is None else Location.of(base),
+        paths,
+        place,
+        home_of(home),
+        replaces=replace,
+        threads=n_threads,
+        on_progress=on_progress,
     )
 
 

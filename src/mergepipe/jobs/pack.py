@@ -31,7 +31,7 @@ from mergepipe.storage.stores import Stores
 
 
 def pack_experts(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location],
     folder: Location,
     home: Path,
@@ -48,7 +48,7 @@ def pack_experts(
     """
     started = time.perf_counter()
     store = Stores()
-    base_checkpoint = open_base(store, store.pin(base))
+    base_checkpoint = None if base is None else open_base(store, store.pin(base))
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
     jobs = [job_of(store, base_checkpoint, checkpoint, folder, home) for checkpoint in checkpoints]
     check_names(jobs)
@@ -92,7 +92,7 @@ def _pack_together(
         builders = [stack.enter_context(open_builder(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        checkpoints = [checkpoint for job in jobs for checkpoint in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in jobs for checkpoint in (*job.bases, job.expert)]
         with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
@@ -143,7 +143,9 @@ def _check_removable(job: PackJob) -> None:
     if not expert.path.is_local:
         message = "is not on this machine: --replace removes only files of this machine"
         raise RecipeError.of("pack.replace", expert.path, message, "pack without --replace")
-    base_files = {(job.base.root / file.name).local_path.resolve() for file in job.base.files if job.base.path.is_local}
+    base_files = {
+        (base.root / file.name).local_path.resolve() for base in job.bases if base.path.is_local for file in base.files
+    }
     names = [file.name for file in (*expert.files, *job.kept)]
     root = expert.root.local_path
     for place in (expert.path.local_path, *(root / name for name in names)):

@@ -14,6 +14,7 @@ _CODEC_WORDS = {
     "bands": "in levels",
     "bytes": "without levels",
     "raw": "unencoded",
+    "standalone": "without the base",
 }
 
 
@@ -26,7 +27,8 @@ def pack_table(report: PackReport) -> str:
         if expert.is_original_removed:
             place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
             command = f"`mergepipe unpack {expert.store} -o {place}`"
-            removed.append(("removed", f"{expert.expert}; {command} brings it back and needs the base {report.base}"))
+            needs = "" if report.base is None else f" and needs the base {report.base}"
+            removed.append(("removed", f"{expert.expert}; {command} brings it back{needs}"))
     return f"{table}\n\n{facts_text(removed)}" if removed else table
 
 
