@@ -453,7 +453,7 @@ def sweep(
 
 
 def pack(
-    base: str | Path | Sequence[str | Path],
+    base: str | Path | Sequence[str | Path] | None,
     experts: Sequence[str | Path],
     out: str | Path,
     *,
@@ -477,7 +477,8 @@ def pack(
     Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
 
     Args:
-        base: full weights, or several candidates.
+        base: full weights, or several candidates. None packs the models on their own: exponents coded, sign and
+            mantissa as they are.
         experts: full weights in safetensors files, fine-tuned from `base`.
         strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
         replace: read each store back from disk and every file of every original again, compare them, and only if all
@@ -498,7 +499,7 @@ def pack(
 
     bases = [base] if isinstance(base, str | Path) else base
     return pack_experts(
-        [Location.of(candidate) for candidate in bases],
+        None if bases is None else [Location.of(candidate) for candidate in bases],
         [Location.of(expert) for expert in experts],
         place_of_packs(out),
         home_of(home),

@@ -297,7 +297,7 @@ class NotPacked:
 class PackReport(Displayed):
     """Packed experts, and the bytes requested of the tensors of base and experts. `base` is the first candidate."""
 
-    base: Location
+    base: Location | None
     experts: tuple[PackedExpert, ...]
     base_bytes: int
     expert_bytes: int
@@ -309,7 +309,7 @@ class UnpackReport(Displayed):
     """An expert restored from its store."""
 
     store: Location
-    base: Location
+    base: Location | None
     out: Path
     tensor_bytes: int
     seconds: float

@@ -135,7 +135,7 @@ def test_encode_block__the_plainest_codec_that_is_needed_is_taken() -> None:
     assert encode_block(base, base.copy(), BF16, bands_of(base, expert)).codec is Codec.SAME
     assert encode_block(base, expert, BF16, None).codec is Codec.BYTES
     assert encode_block(base, noise, BF16, None).codec is Codec.RAW
-    assert encode_block(None, expert, BF16, None).codec is Codec.RAW
+    assert encode_block(None, noise, BF16, None).codec is Codec.RAW
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(F16, 0.75), (F32, 0.8)])

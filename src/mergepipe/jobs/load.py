@@ -111,7 +111,8 @@ def load_tensors(path: Location, *, base: Location | None, framework: str, threa
     store = Stores()
     if is_store(store, path):
         _, checkpoint, base_checkpoint = open_packed(store, path, base)
-        return LoadedTensors((checkpoint, base_checkpoint), store, framework, threads)
+        checkpoints = (checkpoint,) if base_checkpoint is None else (checkpoint, base_checkpoint)
+        return LoadedTensors(checkpoints, store, framework, threads)
     if base is not None:
         raise RecipeError.of("option.pair", "--base", f"{path} is no packed expert", "leave it out")
     return LoadedTensors((open_path(store, path),), store, framework, threads)

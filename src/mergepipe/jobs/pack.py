@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.checkpoint import read_store
@@ -32,7 +33,7 @@ from mergepipe.storage.stores import Stores
 
 
 def pack_experts(
-    bases: Sequence[Location],
+    bases: Sequence[Location] | None,
     experts: Sequence[Location],
     folder: Location,
     home: Path,
@@ -42,7 +43,7 @@ def pack_experts(
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`; see `api.pack`.
+    """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
 
     With `replaces` the originals are removed last.
 
@@ -52,16 +53,16 @@ def pack_experts(
     """
     started = time.perf_counter()
     store = Stores()
-    if not bases:
+    if bases is not None and not bases:
         raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
-    candidates = [open_base(store, store.pin(base)) for base in bases]
+    candidates = [open_base(store, store.pin(base)) for base in bases or ()]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
-    choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints]
-    jobs = [
-        job_of(store, candidates[number], checkpoint, folder, home)
-        for checkpoint, (number, _) in zip(checkpoints, choices, strict=True)
-    ]
-    matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=True)}
+    choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
+    chosen: list[Checkpoint | None] = [None] * len(checkpoints)
+    if candidates:
+        chosen = [candidates[number] for number, _ in choices]
+    jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
+    matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
     _check_bases(jobs, matches, on_progress, strict=strict)
     if replaces:
@@ -83,10 +84,12 @@ def pack_experts(
         for job in jobs:
             remove_original(job)
         done = tuple(replace(expert, is_original_removed=True) for expert in done)
-    done = tuple(replace(expert, match=matches[job.place]) for job, expert in zip(jobs, done, strict=True))
+    done = tuple(replace(expert, match=matches.get(job.place)) for job, expert in zip(jobs, done, strict=True))
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
-    return PackReport(bases[0], done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
+    return PackReport(
+        bases[0] if bases else None, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started
+    )
 
 
 def _check_bases(
@@ -104,7 +107,7 @@ def _check_bases(
     doubts = [
         Problem("pack.base", str(job.expert.path), doubt, "name its base")
         for job in jobs
-        if (doubt := doubt_about(matches[job.place]))
+        if job.place in matches and (doubt := doubt_about(matches[job.place]))
     ]
     if doubts and strict:
         raise MismatchError(*doubts)
@@ -129,7 +132,7 @@ def _pack_together(
         builders = [stack.enter_context(open_builder(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        checkpoints = [checkpoint for job in jobs for checkpoint in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in jobs for checkpoint in (*job.bases, job.expert)]
         with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
@@ -180,7 +183,9 @@ def _check_removable(job: PackJob) -> None:
     if not expert.path.is_local:
         message = "is not on this machine: --replace removes only files of this machine"
         raise RecipeError.of("pack.replace", expert.path, message, "pack without --replace")
-    base_files = {(job.base.root / file.name).local_path.resolve() for file in job.base.files if job.base.path.is_local}
+    base_files = {
+        (base.root / file.name).local_path.resolve() for base in job.bases if base.path.is_local for file in base.files
+    }
     names = [file.name for file in (*expert.files, *job.kept)]
     root = expert.root.local_path
     for place in (expert.path.local_path, *(root / name for name in names)):

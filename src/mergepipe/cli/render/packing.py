@@ -14,6 +14,7 @@ _CODEC_WORDS = {
     "bands": "in levels",
     "bytes": "without levels",
     "raw": "unencoded",
+    "standalone": "without the base",
 }
 
 
@@ -27,7 +28,8 @@ def pack_table(report: PackReport) -> str:
             base = report.base if expert.match is None else expert.match.base
             place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
             command = f"`mergepipe unpack {expert.store} -o {place}`"
-            facts.append(("removed", f"{expert.expert}; {command} brings it back and needs the base {base}"))
+            needs = "" if base is None else f" and needs the base {base}"
+            facts.append(("removed", f"{expert.expert}; {command} brings it back{needs}"))
     return f"{table}\n\n{facts_text(facts)}" if facts else table
 
 

@@ -19,6 +19,11 @@ from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands
 from mergepipe.deltastore.codec.generic.byte_equality import bytes_equal
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.generic.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.codec.generic.standalone import (
+    decode_standalone,
+    encode_standalone,
+    estimate_standalone,
+)
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.kernels.codec import decode_tile
@@ -27,6 +32,8 @@ from mergepipe.kernels.merge import take_delta
 
 RawBytes = NDArray[np.uint8]
 _NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
+_ALONE_FROM_SHARE = 0.5
+"""Blocks that are no larger than this share relative to their base are not encoded without it."""
 _MAX_SQUARED_ERROR = float(np.finfo(np.float32).max)
 
 
@@ -50,9 +57,12 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """Inputs of decoding other than the pieces: the base's bytes of the block, its dtype, its tensor's bands."""
+    """Inputs of decoding other than the pieces: the base's bytes of the block, its dtype, its tensor's bands.
 
-    base: RawBytes
+    `base` is None for a tensor that its base lacks.
+    """
+
+    base: RawBytes | None
     dtype: DType
     bands: Bands | None
     where: str
@@ -68,29 +78,36 @@ def base_contexts(base: RawBytes | None, dtype: DType) -> BaseContexts | None:
     return BaseContexts.of(base.view(np.uint16))
 
 
+def raw_block(expert: RawBytes) -> EncodedBlock:
+    """Keep a block of a tensor without a base as it is."""
+    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert})
+
+
 def encode_block(
     base: RawBytes | None, expert: RawBytes, dtype: DType, bands: Bands | None, prepared: BaseContexts | None = None
 ) -> EncodedBlock:
     """Encode one block (bytes) relative to the same elements of its base, and verify that it decodes exactly.
 
-    A codec whose result does not decode to the expert's bytes, or is not smaller, is replaced by a simpler one.
+    The smallest of the results is taken. Where that does not decode to the expert's bytes it is replaced by the next.
     `prepared` is `base_contexts` of the base, if the caller has it.
     """
-    if base is not None:
-        if bytes_equal(base, expert):
-            return EncodedBlock(Codec.SAME, {})
-        for encoded in _candidates(base, expert, dtype, bands, prepared):
-            if encoded.nbytes < len(expert) and _decodes_to(
-                encoded, BlockContext(base, dtype, bands, "encoding"), expert
-            ):
-                return encoded
-    errors = _NO_ERRORS if base is None else _plain_errors(base, expert, dtype)
-    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}, errors)
+    if base is not None and bytes_equal(base, expert):
+        return EncodedBlock(Codec.SAME, {})
+    candidates = [] if base is None else _candidates(base, expert, dtype, bands, prepared)
+    if base is None or _may_be_smaller_alone(expert, dtype, min(candidate.nbytes for candidate in candidates)):
+        content = {Piece.WHOLE: encode_standalone(expert, dtype)}
+        candidates.append(EncodedBlock(Codec.STANDALONE, content, _plain_errors(base, expert, dtype)))
+    context = BlockContext(base, dtype, bands, "encoding")
+    for encoded in sorted(candidates, key=lambda candidate: candidate.nbytes):
+        if encoded.nbytes < len(expert) and _decodes_to(encoded, context, expert):
+            return encoded
+    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}, _plain_errors(base, expert, dtype))
 
 
 def _candidates(
     base: RawBytes, expert: RawBytes, dtype: DType, bands: Bands | None, prepared: BaseContexts | None
 ) -> list[EncodedBlock]:
+    """Encode a block relative to its base; in the last one all elements can be expressed."""
     banded = None
     if dtype is BF16 and bands is not None and len(expert) >= BANDED_FROM_ELEMENTS * dtype.itemsize:
         banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, prepared)
@@ -101,9 +118,14 @@ def _candidates(
     return candidates
 
 
-def _plain_errors(base: RawBytes, expert: RawBytes, dtype: DType) -> tuple[float, ...]:
+def _may_be_smaller_alone(expert: RawBytes, dtype: DType, nbytes: int) -> bool:
+    """Whether encoding without the base may take less than `nbytes`."""
+    return nbytes > _ALONE_FROM_SHARE * len(expert) and estimate_standalone(expert, dtype).estimated_bytes < nbytes
+
+
+def _plain_errors(base: RawBytes | None, expert: RawBytes, dtype: DType) -> tuple[float, ...]:
     """Squared errors of a block without levels: the whole delta at NOTHING, 0 from HEAD on."""
-    if dtype.kind is not DTypeKind.FLOAT:
+    if base is None or dtype.kind is not DTypeKind.FLOAT:
         return _NO_ERRORS
     deltas = _deltas(base, expert, dtype).astype(np.float64)
     squares = float((deltas[np.isfinite(deltas)] ** 2).sum())
@@ -132,13 +154,14 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
         CorruptError: the pieces are not a valid encoding.
     """
     if codec is Codec.SAME:
-        out[:] = context.base
+        out[:] = _base(context)
     elif codec is Codec.BANDS:
         bands = _bands(context)
-        base, values = context.base.view(np.uint16), out.view(np.uint16)
-        decode_band_values(pieces, base, bands, context.where, values)
+        decode_band_values(pieces, _base(context).view(np.uint16), bands, context.where, out.view(np.uint16))
     elif codec is Codec.BYTES:
-        out[:] = decode_bytewise(pieces[Piece.WHOLE], context.base, context.dtype, context.where)
+        out[:] = decode_bytewise(pieces[Piece.WHOLE], _base(context), context.dtype, context.where)
+    elif codec is Codec.STANDALONE:
+        decode_standalone(pieces[Piece.WHOLE], context.dtype, context.where, out)
     else:
         raw = pieces[Piece.WHOLE]
         if len(raw) != len(out):
@@ -158,12 +181,18 @@ def decode_deltas(
         out[:] = 0
     elif codec is Codec.BANDS:
         bands = _bands(context)
-        base = context.base.view(np.uint16)
-        decode_band_deltas(pieces, level, base, bands, context.where, out)
+        decode_band_deltas(pieces, level, _base(context).view(np.uint16), bands, context.where, out)
     else:
-        expert = np.empty(len(context.base), np.uint8)
+        base = _base(context)
+        expert = np.empty(len(base), np.uint8)
         decode_block(codec, pieces, context, expert)
-        out[:] = _deltas(context.base, expert, context.dtype)
+        out[:] = _deltas(base, expert, context.dtype)
+
+
+def _base(context: BlockContext) -> RawBytes:
+    if context.base is None:
+        raise corrupt(context.where, "the block is encoded relative to its base, which lacks its tensor")
+    return context.base
 
 
 def _bands(context: BlockContext) -> Bands:

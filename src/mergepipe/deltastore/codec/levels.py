@@ -21,6 +21,7 @@ class Codec(IntEnum):
     BANDS = 1  # bf16 beside bf16: bands of magnitude, in levels
     BYTES = 2  # any dtype beside the same dtype: ordered differences, byte by byte
     RAW = 3  # the expert's bytes, unencoded
+    STANDALONE = 4  # any dtype, without the base: exponents coded, sign and mantissa kept
 
 
 class Piece(IntEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
-from mergepipe.deltastore.codec.block import RawBytes, base_contexts, encode_block
+from mergepipe.deltastore.codec.block import RawBytes, base_contexts, encode_block, raw_block
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
@@ -39,7 +39,7 @@ class Member:
 class BlockGroup:
     """The elements `span` of tensors of the same name, dtype and shape: the base's bytes and those of each expert.
 
-    `span` begins and ends at block boundaries. Without a base (both None) the blocks are stored unencoded.
+    `span` begins and ends at block boundaries. Without a base both are None.
     """
 
     span: Span
@@ -65,7 +65,11 @@ class BlockGroup:
         prepared = base_contexts(base, self.members[0].entry.dtype) if len(self.members) > 1 else None
         for member in self.members:
             content = self._part(member.content, block)
-            encoded = encode_block(base, content, member.entry.dtype, member.builder.bands(member.number), prepared)
+            bands = member.builder.bands(member.number)
+            stays_plain = member.place.stays_plain
+            encoded = (
+                raw_block(content) if stays_plain else encode_block(base, content, member.entry.dtype, bands, prepared)
+            )
             row = make_row(encoded, base_digest, content)
             member.builder.put(member.number, block, content, encoded, row)
 

@@ -41,7 +41,7 @@ def blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:
     for tensor in opened.header.tensors:
         for block, span in enumerate(BlockGrid(element_count(tensor.shape), BLOCK_ELEMENTS).spans()):
             codec = opened.index.codec(tensor.first_row + block)
-            if codec not in (Codec.SAME, Codec.BANDS):
+            if codec not in (Codec.SAME, Codec.BANDS) and opened.header.base:
                 reasons[_reason(tensor, span.n_elements, codec)] += 1
     return dict(sorted(reasons.items()))
 
@@ -53,4 +53,6 @@ def _reason(tensor: PackedEntry, n_elements: int, codec: Codec) -> str:
         return f"{tensor.dtype.name}, which has no bands"
     if n_elements < BANDED_FROM_ELEMENTS:
         return f"fewer than {BANDED_FROM_ELEMENTS} elements"
+    if codec is Codec.STANDALONE:
+        return "smaller without the base"
     return "not finite, or no smaller in levels" if codec is Codec.BYTES else "no smaller in any codec"
