@@ -15,11 +15,10 @@ import mergepipe
 from mergepipe.checkpoints.tokenizers.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, RecipeError
-from mergepipe.recipes.resolve.layer_config import with_layers
+from mergepipe.recipes.resolve.adapted_config import with_dtype, with_layers
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.runs.sidecars import (
     with_chat_template,
-    with_dtype,
     with_token_ids,
     with_vocab_size,
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from composing import FORMATS, FULL, SHARED_STEPS, Pair, make_pair, stored_values, wrong_values
 
-from mergepipe.errors import MergePipeError
+from mergepipe.errors import MergePipeError, UnsupportedError
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT
 from mergepipe.tailor.composition.compose import ComposeOptions
@@ -21,10 +23,8 @@ from support.stores import MetadataStore
 from support.training_trees import KnownStates, decoder_shapes, write_hf
 
 Slice = tuple[str, int, int]
-LAYERS_OF: dict[str, list[Slice]] = {
-    "turned": [("old", 2, 3), ("new", 1, 2), ("new", 0, 1)],
-    "one layer twice": [("new", 0, 1), ("old", 2, 3), ("old", 2, 3)],
-}
+TURNED: list[Slice] = [("old", 2, 3), ("new", 1, 2), ("new", 0, 1)]
+TWICE: list[Slice] = [("old", 2, 3), ("new", 0, 1), ("old", 2, 3)]
 
 
 def slices(stack: list[Slice], rest: str = "base_model: new") -> str:
@@ -57,20 +57,58 @@ def assert_restacked(pair: Pair, stack: list[Slice], *, rest: str = "new", share
         assert steps[name] == (pair.new.step if shared_steps else source.step), name
 
 
-@pytest.mark.parametrize("name", LAYERS_OF)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_compose__stacks_layers_in_the_order_of_the_slices(tmp_path: Path, kind: str, name: str) -> None:
+def test_compose__stacks_layers_in_the_order_of_the_slices(tmp_path: Path, kind: str) -> None:
     pair = make_pair(tmp_path, FORMATS[kind])
-    report = pair.compose(slices(LAYERS_OF[name]))
-    assert_restacked(pair, LAYERS_OF[name], shared_steps=kind in SHARED_STEPS)
-    moved = [unit.origin for unit in report.plan.staleness]
-    assert moved == ["", *(["layer 2", "", "layer 0"] if name == "turned" else ["", "layer 2", ""]), "", ""]
+    report = pair.compose(slices(TWICE))
+    assert_restacked(pair, TWICE, shared_steps=kind in SHARED_STEPS)
+    assert [unit.origin for unit in report.plan.staleness] == ["", "layer 2", "layer 0", "", "", ""]
+
+
+DEEPER: list[Slice] = [("new", 0, 2), ("old", 1, 3), ("new", 2, 3)]
+RESIZABLE = ("hf", "hf-zero2", "zero1", "zero2", "zero3", "zero3-saved")
+
+
+@pytest.mark.parametrize("kind", RESIZABLE)
+def test_compose__stacks_more_or_fewer_layers_than_there_were(tmp_path: Path, kind: str) -> None:
+    stack = DEEPER if kind != "zero1" else [("old", 2, 3), ("new", 0, 1)]
+
+    def write(folder: Path, known: KnownStates) -> None:
+        FORMATS[kind](folder, known)
+        if (folder / "config.json").exists():
+            config = {"model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False}
+            (folder / "config.json").write_text(json.dumps(config))
+
+    pair = make_pair(tmp_path, write)
+    pair.compose(slices(stack))
+    assert_restacked(pair, stack, shared_steps=kind in SHARED_STEPS)
+    for path in pair.out.rglob("*.pt"):
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+    if kind.startswith("hf"):
+        assert json.loads((pair.out / "config.json").read_text())["num_hidden_layers"] == len(origins_of(stack))
+
+
+def test_compose__stacks_for_another_number_of_ranks(tmp_path: Path) -> None:
+    for kind, stack in (("zero3", DEEPER), ("zero2", DEEPER), ("zero2-regrouped", TURNED)):
+        pair = make_pair(tmp_path / kind, FORMATS[kind])
+        pair.compose(slices(stack), replace(FULL, world_size=1))
+        assert_restacked(pair, stack, shared_steps=kind in SHARED_STEPS)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "zero2-regrouped", "zero3-regrouped"])
+def test_compose__refuses_other_numbers_of_layers_by_name(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, FORMATS[kind])
+    with pytest.raises(UnsupportedError) as caught:
+        pair.compose(slices(DEEPER))
+    assert caught.value.code == ("tailor.restack.resized" if kind == "dcp" else "tailor.restack.groups")
+    assert not pair.out.exists()
 
 
 def test_compose__links_layers_in_other_places(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, FORMATS["dcp"])
-    pair.compose(slices(LAYERS_OF["turned"]), ComposeOptions(32 << 20, linked=True, thoroughness=Thoroughness.FULL))
-    assert_restacked(pair, LAYERS_OF["turned"])
+    pair.compose(slices(TURNED), ComposeOptions(32 << 20, linked=True, thoroughness=Thoroughness.FULL))
+    assert_restacked(pair, TURNED)
 
 
 def test_compose__of_slices_in_order_changes_no_place(tmp_path: Path) -> None:
@@ -87,7 +125,7 @@ def test_compose__turns_lists_of_the_configuration_with_the_layers(tmp_path: Pat
         (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
 
     pair = make_pair(tmp_path, write)
-    pair.compose(slices(LAYERS_OF["turned"]))
+    pair.compose(slices(TURNED))
     assert json.loads((pair.out / "config.json").read_text())["layer_types"] == ["c", "b", "a"]
 
 

@@ -15,9 +15,8 @@ from mergepipe.checkpoints.tokenizers.chat_templates import (
 )
 from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
-from mergepipe.core.blocks import DType
 from mergepipe.errors import CorruptError
-from mergepipe.recipes.resolve.layer_config import parsed_config, text_sections, with_layers
+from mergepipe.recipes.resolve.adapted_config import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
@@ -31,7 +30,6 @@ from mergepipe.storage.traffic import concurrent_map
 MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""
 GENERATION_NAME = "generation_config.json"
-_DTYPE_KEYS = ("torch_dtype", "dtype")
 _TOKEN_ID_SUFFIX = "_token_id"
 
 
@@ -149,20 +147,6 @@ def read_sidecars(model: Checkpoint, store: Store) -> dict[str, bytes]:
 def _is_tokenizers(name: str) -> bool:
     """Whether a file belongs to the tokenizer, chat templates included."""
     return name in TOKENIZER_NAMES or "chat_template" in name or name.endswith(".tiktoken")
-
-
-def with_dtype(config: bytes, dtype: DType) -> bytes:
-    """Set the configuration's dtype to the output's, so that loaders do not cast; unchanged if it states none."""
-    content = parsed_config(config)
-    if content is None:
-        return config
-    changed = False
-    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
-        for key in _DTYPE_KEYS:
-            if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
-                section[key] = dtype.recipe_name
-                changed = True
-    return config_bytes(content) if changed else config
 
 
 def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lender: Checkpoint, store: Store) -> None:

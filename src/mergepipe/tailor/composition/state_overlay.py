@@ -12,7 +12,7 @@ from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
-from mergepipe.recipes.resolve.layer_config import states_layers, with_layers
+from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
@@ -126,6 +126,12 @@ def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
             status = stat_regular(store, folder, entry.name)
             if status is not None:
                 yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
+
+
+def apply_edits(edits: Edits, root: Node) -> None:
+    """Apply edits to a value that is pickled again anyway."""
+    for path, value in edits.items():
+        root.at(path[:-1]).mapping()[path[-1]] = value
 
 
 # --- options of the optimizer

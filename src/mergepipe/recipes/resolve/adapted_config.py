@@ -1,11 +1,13 @@
-"""Adapt a model's configuration to another number or order of its layers."""
+"""Adapt a model's configuration to the output: its dtype, the number and order of its layers."""
 
 from __future__ import annotations
 
 from mergepipe.checkpoints.formats.config_json import Json, config_bytes, parse_config
+from mergepipe.core.blocks import DType
 from mergepipe.errors import CorruptError, MismatchError
 from mergepipe.recipes.resolve.tasks import LayerCount
 
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "depth",
@@ -14,6 +16,20 @@ _SIDES = ("decoder", "encoder")  # of a model with layers of both
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
 _SECTION_SUFFIX = "_config"
+
+
+def with_dtype(config: bytes, dtype: DType) -> bytes:
+    """Set the configuration's dtype to the output's, so that loaders do not cast; unchanged if it states none."""
+    content = parsed_config(config)
+    if content is None:
+        return config
+    changed = False
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in _DTYPE_KEYS:
+            if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
+                section[key] = dtype.recipe_name
+                changed = True
+    return config_bytes(content) if changed else config
 
 
 def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
