@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -109,3 +110,13 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
     monkeypatch.setattr("mergepipe.runs.recovery.resume.INTERVAL_SECONDS", math.inf)
+
+
+@pytest.fixture(scope="module")
+def exact_reads() -> Iterator[None]:
+    """Local inputs are read to the byte, not by whole pages as soon as the system has dropped them from its cache."""
+    from mergepipe.storage import local
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local, "resident_fraction", lambda *_: 1.0)
+        yield
