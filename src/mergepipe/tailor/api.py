@@ -48,15 +48,15 @@ def check(
     """
     from mergepipe.tailor.composition.compose import ComposeOptions, check_recipe
 
+    options = ComposeOptions(
+        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
+        state_from=None if state_from is None else absolute(state_from),
+    )  # fmt: skip
     request = _average_request(recipe, state_from=state_from, world_size=world_size, link=link)
     if request is not None:
         from mergepipe.tailor.averaging.average import check_average
 
         return check_average(request)
-    options = ComposeOptions(
-        DEFAULT_MEMORY_BYTES, world_size=_ranks(world_size), linked=link,
-        state_from=None if state_from is None else absolute(state_from),
-    )  # fmt: skip
     return check_recipe(Location.of(recipe), options)
 
 
@@ -229,11 +229,12 @@ def recipe(
 def recipe_text(
     strategy: str, run: str | Path, *, at: int | None = None, ends: int = DEFAULT_ENDS, folder: str | Path = "."
 ) -> str:
-    """Write the recipe of a strategy (`parity`, `filter`, `latest`) over a run's newest checkpoints.
+    """Write the recipe of a strategy over a run's newest checkpoints.
 
     Args:
+        strategy: `parity`, `filter`, `paper-parity`, `paper-filter` or `latest`.
         at: the last step to look at; default, any.
-        ends: layers at either end that `filter` takes from the newest checkpoint.
+        ends: layers at either end that the filters take from the newest checkpoint.
         folder: where the recipe will lie; its paths are relative to that.
 
     Raises:

@@ -41,7 +41,13 @@ SelfCheck = Annotated[
     ),
 ]
 Strategy = Annotated[
-    str | None, typer.Option("--strategy", metavar="NAME", help="Of full checkpoints: parity, filter or latest.")
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        autocompletion=choices("parity", "filter", "paper-parity", "paper-filter", "latest"),
+        help="Of full checkpoints: parity, filter, paper-parity, paper-filter or latest.",
+    ),
 ]
 FromLog = Annotated[
     str | None, typer.Option("--from-log", metavar="LOG", help="Of partial checkpoints: what their log implies.")
@@ -79,7 +85,7 @@ FilesFrom = Annotated[
 ]
 Run = Annotated[str, typer.Option("--run", metavar="DIR", help="The directory that holds the run's checkpoints.")]
 AtStep = Annotated[int | None, typer.Option("--at", metavar="STEP", help="Look at checkpoints up to this step.")]
-Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that filter takes new.")]
+Ends = Annotated[int, typer.Option("--ends", metavar="K", help="Layers at either end that the filters take new.")]
 
 _THOROUGHNESS = ("sampled", "full", "off")
 
