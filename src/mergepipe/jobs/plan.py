@@ -185,7 +185,6 @@ def make_plan(
     plan = replace(
         plan,
         vocabulary=vocabulary_of(inputs),
-        outlook=ranking.outlook(plan),
         recipe_notices=inputs.recipe_notices,
     )
     if request.everything:

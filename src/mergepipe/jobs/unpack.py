@@ -49,11 +49,9 @@ def unpack_store(
     """
     started = time.perf_counter()
     store = Stores()
-    opened = read_store(store, root)
-    base_checkpoint = _open_base(store, opened, base)
+    opened, checkpoint, base_checkpoint = open_packed(store, root, base)
     bases = () if base_checkpoint is None else (base_checkpoint,)
-    check_target(out, (root, *(checkpoint.path for checkpoint in bases)), force=None)
-    checkpoint = open_store(store, root, base_checkpoint)
+    check_target(out, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
@@ -96,9 +94,7 @@ def verify_pack(
         CorruptError: header or index are damaged.
     """
     store = Stores()
-    opened = read_store(store, path)
-    base_checkpoint = _open_base(store, opened, base)
-    checkpoint = open_store(store, path, base_checkpoint)
+    opened, checkpoint, base_checkpoint = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads)
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
@@ -145,6 +141,20 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
     for file in header.kept:
         parts = _kept_parts(reader.opened, file.name, file.size_bytes, file.blake3, store)
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
+
+
+def open_packed(
+    store: Store, path: Location, base: Location | None
+) -> tuple[OpenedStore, Checkpoint, Checkpoint | None]:
+    """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
+
+    Raises:
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
+        CorruptError, UnsupportedError: header or index are damaged, or of another version.
+    """
+    opened = read_store(store, path)
+    base_checkpoint = _open_base(store, opened, base)
+    return opened, open_store(store, path, base_checkpoint), base_checkpoint
 
 
 def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:

@@ -82,6 +82,7 @@ def _outcome(report: CompositionReport) -> list[str]:
 
 def _staleness_row(unit: UnitStaleness) -> list[str]:
     paths = ", ".join(printable(path.name) for path, _, _ in unit.sources)
+    paths += f" {unit.origin}" if unit.origin else ""
     steps = ", ".join(str(step) for _, step, _ in unit.sources)
     ages = ", ".join(str(age) for _, _, age in unit.sources)
     adam = ", ".join(f"{step:g}" for step in unit.adam_steps)

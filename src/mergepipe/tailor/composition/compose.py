@@ -81,6 +81,9 @@ def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out
     """Plan the composition of a recipe; only linked composites use `out`."""
     assignment = assign(opened.recipe, opened.sources)
     training_format = format_named(assignment.skeleton.format)
+    if assignment.resized is not None and not options.linked:
+        world_size = options.world_size or assignment.skeleton.world_size
+        return training_format.plan_resized(store, assignment, world_size)
     if options.linked:
         return training_format.plan_linked(store, assignment, None if out is None else Location.local(out))
     if options.world_size not in (None, assignment.skeleton.world_size):
