@@ -24,6 +24,8 @@ _TENSORS: tuple[tuple[str, DType | None, DType, int, float], ...] = (
     ("far", BF16, BF16, 6000, 1.0),
     ("alone", None, BF16, 6000, 0.0),
     ("half", F16, F16, 5000, 1e-4),
+    ("wider", BF16, F32, 3000, 1e-4),
+    ("narrower", F32, BF16, 3000, 1e-4),
     ("single", F32, F32, 3000, 1e-5),
     ("eighth", _F8, _F8, 3000, 1e-3),
     ("few", BF16, BF16, 33, 1e-4),

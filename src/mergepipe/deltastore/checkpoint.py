@@ -122,10 +122,11 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) 
             f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
-    if (base_tensor.dtype, base_tensor.shape) != (entry.dtype, entry.shape):
+    if (base_tensor.dtype, base_tensor.shape) != (entry.base_dtype, entry.shape):
+        base_dtype = "" if entry.base_dtype is None else entry.base_dtype.name
         raise MismatchError.of(
             "store.base", opened.root,
-            f"tensor {shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, "
+            f"tensor {shown(entry.name)} was packed relative to {base_dtype} {list(entry.shape)}, "
             f"that of {base.path} is {base_tensor.dtype.name} {list(base_tensor.shape)}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip

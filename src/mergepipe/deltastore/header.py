@@ -13,10 +13,10 @@ from typing import NoReturn, TypeVar
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
-from mergepipe.core.blocks import BF16, DTYPES, BlockGrid, DType, element_count
+from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES, Piece
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -252,17 +252,26 @@ def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) ->
     shape = [size for size in fields.get("shape", list) if isinstance(size, int) and not isinstance(size, bool)]
     if len(shape) != len(fields.get("shape", list)) or any(size < 0 for size in shape):
         fields.refuse("shape", fields.get("shape", list))
+    if base_dtype is not None and not _is_base_of(base_dtype, dtype):
+        fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        base_dtype, is_plain, _cuts(fields, dtype),
+        base_dtype, is_plain, _cuts(fields, dtype, base_dtype),
     )  # fmt: skip
 
 
-def _cuts(fields: _Fields, dtype: DType) -> tuple[float, float, float] | None:
+def _is_base_of(base_dtype: DType, dtype: DType) -> bool:
+    """Whether a tensor can be encoded relative to a base of this dtype."""
+    return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
+
+
+def _cuts(fields: _Fields, dtype: DType, base_dtype: DType | None) -> tuple[float, float, float] | None:
     cuts = fields.raw("cuts")
     if cuts is None:
         return None
-    if dtype is BF16 and isinstance(cuts, list) and len(cuts) == 3 and all(isinstance(cut, float) for cut in cuts):
+    if not isinstance(cuts, list) or len(cuts) != 3 or dtype is not base_dtype or dtype not in BANDED_DTYPES:
+        return fields.refuse("cuts", cuts)
+    if all(isinstance(cut, float) for cut in cuts):
         first, second, third = (float(cut) for cut in cuts if isinstance(cut, float))
         if _LARGEST_CUT >= first >= second >= third >= _SMALLEST_CUT:
             return first, second, third

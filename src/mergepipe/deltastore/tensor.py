@@ -345,7 +345,8 @@ class PackedFetch:
         pieces = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
         for piece, content in pieces.items():
             self._index.check_piece(piece, row, content, where)
-        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
+        base_dtype = None if tensor.base is None else tensor.base.dtype
+        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where, base_dtype)
         codec = self._index.codec(row)
         if tensor.is_delta:
             target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))

@@ -17,12 +17,12 @@ from mergepipe.checkpoints.computed.expert_layouts import pieces_of
 from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.core.blocks import BF16, BlockGrid
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES
 from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
@@ -65,7 +65,8 @@ class Place:
     @property
     def can_have_bands(self) -> bool:
         """Whether its blocks may be encoded in bands."""
-        return self.base is not None and self.entry.dtype is BF16 and self.entry.n_elements > 0
+        is_same_dtype = self.base is not None and self.base.dtype is self.entry.dtype
+        return is_same_dtype and self.entry.dtype in BANDED_DTYPES and self.entry.n_elements > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,11 @@ class PackJob:
 
 
 def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> TensorEntry | None:
-    """The base's tensor of the same name, dtype and shape."""
+    """The base's tensor of the same name and shape, of the same dtype or one that is converted."""
     candidate = None if base is None else base.tensors.get(entry.name)
-    if isinstance(candidate, TensorEntry) and (candidate.dtype, candidate.shape) == (entry.dtype, entry.shape):
+    if not isinstance(candidate, TensorEntry) or candidate.shape != entry.shape:
+        return None
+    if candidate.dtype is entry.dtype or {candidate.dtype, entry.dtype} <= set(CONVERTED_DTYPES):
         return candidate
     return None
 
