@@ -38,6 +38,7 @@ from mergepipe.tailor.composition.state_overlay import CONFIG_NAME, StateOverlay
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.trainer_files import weight_state
 from mergepipe.tailor.inspect import differences
+from mergepipe.tailor.same_run import check_same_run
 from mergepipe.tailor.values import StateReader
 
 MOST_CHECKPOINTS = 128
@@ -98,6 +99,7 @@ def open_averaging(store: Store, request: AverageRequest) -> Averaging:
     order = sorted(range(count), key=lambda index: opened[index].step)
     sources = tuple(opened[index] for index in order)
     _check_fit(sources)
+    check_same_run(store, sources)
     if not isinstance(request.weights, str):
         scheme = normalised([request.weights[index] for index in order], "--weights")
     return Averaging(store, request, sources, scheme)

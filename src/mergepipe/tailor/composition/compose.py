@@ -34,6 +34,7 @@ from mergepipe.tailor.composition.self_check import SelfCheck, Thoroughness, che
 from mergepipe.tailor.composition.source_checkpoint import open_source_checkpoint
 from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
 from mergepipe.tailor.formats.registry import format_named
+from mergepipe.tailor.same_run import check_same_run
 
 OnProgress = Callable[[str, int, int], None]
 _MARGIN_BYTES = 16 << 20
@@ -86,6 +87,7 @@ def _as_named(store: Store, recipe: CompositionRecipe, path: Location) -> Locati
 
 def plan_recipe(store: Store, opened: OpenedRecipe, options: ComposeOptions, out: Path | None) -> CompositionPlan:
     """Plan the composition of a recipe; only linked composites use `out`."""
+    check_same_run(store, tuple(opened.sources.values()))
     assignment = assign(opened.recipe, opened.sources)
     training_format = format_named(assignment.skeleton.format)
     if assignment.resized is not None and not options.linked:

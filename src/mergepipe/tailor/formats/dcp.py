@@ -31,6 +31,7 @@ from mergepipe.tailor.checkpoint import (
     TrainingCheckpoint,
 )
 from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.units import model_units
@@ -212,6 +213,7 @@ def _classify(
 
     Weights are found by the names the optimizer states give; what stands before them gives the prefix of all weights.
     """
+    refuse_foreign_states(frozenset(key.rpartition(".")[2] for key in tensors if "state." in key), folder)
     states: dict[tuple[str, str], _Tensor] = {}
     for key, tensor in tensors.items():
         match = _STATE_KEY.fullmatch(key)

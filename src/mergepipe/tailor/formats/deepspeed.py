@@ -28,6 +28,7 @@ from mergepipe.tailor.checkpoint import (
     TrainingCheckpoint,
 )
 from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step, weight_state
@@ -54,6 +55,7 @@ class ZeroFiles:
 
     optimizer: Mapping[int, Location]
     model: Location
+    other_models: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def list_zero_files(store: Store, folder: Location) -> ZeroFiles | None:
     if not model:
         raise NotFoundError.of("tailor.zero.no_model", folder, "there is no *_model_states.pt file")
     first = min(model, key=lambda match: int(match[1] or 0))
-    return ZeroFiles(MappingProxyType({int(m[1]): folder / n for m, n in optimizer.items()}), folder / model[first])
+    others = tuple(folder / name for match, name in sorted(model.items(), key=lambda kv: kv[1]) if match is not first)
+    ranks = {int(match[1]): folder / name for match, name in optimizer.items()}
+    return ZeroFiles(MappingProxyType(ranks), folder / model[first], others)
 
 
 def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
@@ -132,6 +136,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
     for opened in ranks:
         _refuse_alignment(opened)
+    for path in files.other_models:
+        _check_step(store, path, model)
     stage = _stage(ranks[0])
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
@@ -177,6 +183,17 @@ def base_optimizer_path(stage: int | None) -> tuple[str, str]:
 def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
     archive = read_torch_zip(store, path)
     return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
+
+
+def _check_step(store: Store, path: Location, first: Node) -> None:
+    """Check that a rank's model file is of the step of the first one."""
+    node = Node(read_torch_zip(store, path).root, path.name).get("global_steps")
+    step = first.get("global_steps").integer()
+    if node.integer() != step:
+        raise CorruptError.of(
+            "tailor.zero.step", path, f"is of step {node.integer()}, {first.file} is of step {step}",
+            "copy the files of one save again",
+        )  # fmt: skip
 
 
 def _refuse_alignment(rank: _Rank) -> None:
@@ -303,6 +320,8 @@ class _Reader:
         """The flat tensors of one group in one rank's file, checked for length."""
         yield self._checked(_GroupState(rank.rank, FP32, rank.locate(self._masters(rank)[group])), group)
         entry = self._base_state(rank, group)
+        if entry is not None:
+            refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), rank.archive.file)
         for kind, node in entry.named_items() if entry is not None else ():
             if not isinstance(node.value, PickledTensor):
                 continue

@@ -28,6 +28,7 @@ from mergepipe.tailor.checkpoint import (
 from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
 from mergepipe.tailor.formats.contract import Copied, refuse_repartition
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME
+from mergepipe.tailor.formats.foreign import refuse_foreign_states
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
 from mergepipe.tailor.formats.trainer_files import (
@@ -158,6 +159,7 @@ def _check_shapes(folder: Location, optimizer: Node, names: Sequence[str], model
 
 def _states(entry: Node, archive: TorchArchive, weight: TensorEntry) -> Iterator[StoredState]:
     """The states of one parameter that have its shape."""
+    refuse_foreign_states(frozenset(kind for kind, _ in entry.named_items()), archive.file)
     for kind, node in entry.named_items():
         if kind == "step" or not isinstance(node.value, PickledTensor):
             continue

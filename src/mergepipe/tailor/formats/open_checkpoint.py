@@ -23,6 +23,6 @@ def open_training_checkpoint(store: Store, path: Location, home: Location | None
         raise NotFoundError.of("tailor.path", path, "there is no such directory")
     kind = next((candidate for candidate in CHECKPOINT_KINDS if candidate.recognise(store, path)), None)
     if kind is None:
-        looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS)
+        looked_for = "; ".join(candidate.looked_for for candidate in CHECKPOINT_KINDS if candidate.looked_for)
         raise NotFoundError.of("tailor.none", path, "no training checkpoint is here", f"looked for {looked_for}")
     return kind.open(store, path, home or path)

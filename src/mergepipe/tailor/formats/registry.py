@@ -5,6 +5,7 @@ from __future__ import annotations
 from mergepipe.tailor.formats.contract import CheckpointKind, TrainingFormat
 from mergepipe.tailor.formats.dcp import DcpFormat
 from mergepipe.tailor.formats.deepspeed import ZeroFormat
+from mergepipe.tailor.formats.foreign import ForeignKind
 from mergepipe.tailor.formats.hf_optimizer import HfFormat
 from mergepipe.tailor.formats.partial import PartialKind
 
@@ -14,7 +15,7 @@ TRAINING_FORMATS: tuple[TrainingFormat, ...] = (
     ZeroFormat(),
 )
 
-CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = (PartialKind(TRAINING_FORMATS), *TRAINING_FORMATS)
+CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = (PartialKind(TRAINING_FORMATS), ForeignKind(), *TRAINING_FORMATS)
 """In the order in which directories are tried: a partial checkpoint holds some files of its framework too."""
 
 

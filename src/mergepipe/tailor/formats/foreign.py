@@ -1,0 +1,88 @@
+"""Checkpoints that are recognised and not read: each is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mergepipe.errors import UnsupportedError
+from mergepipe.storage.contract import Store
+from mergepipe.storage.location import Location
+from mergepipe.tailor.checkpoint import TrainingCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFormat:
+    """A format by the names in its directory, and what can be done."""
+
+    name: str
+    is_shown_by: Callable[[frozenset[str]], bool]
+    hint: str
+
+
+_CONVERT = "convert it to a Hugging Face or torch DCP checkpoint with its own tools"
+_FOREIGN = (
+    ForeignFormat("a Megatron distributed checkpoint", lambda names: {"common.pt", "metadata.json"} <= names, _CONVERT),
+    ForeignFormat(
+        "a Megatron checkpoint",
+        lambda names: bool({"latest_checkpointed_iteration.txt", "model_optim_rng.pt"} & names),
+        _CONVERT,
+    ),
+    ForeignFormat("a NeMo checkpoint", lambda names: {"context", "weights"} <= names, _CONVERT),
+    ForeignFormat(
+        "a DeepSpeed universal checkpoint",
+        lambda names: "latest_universal" in names or ("zero" in names and "mp_rank_00_model_states.pt" in names),
+        "give the ZeRO checkpoint that it was made from",
+    ),
+    ForeignFormat(
+        "an FSDP checkpoint of Accelerate",
+        lambda names: bool({"pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"} & names),
+        "train with FSDP2 and save with torch.distributed.checkpoint, model and optimizer in one state dict",
+    ),
+)  # fmt: skip
+
+
+class ForeignKind:
+    """Recognises directories of other programs, so that the refusal says whose they are."""
+
+    __slots__ = ()
+    looked_for: ClassVar[str] = ""
+
+    def recognise(self, store: Store, path: Location) -> bool:
+        """Refuse a directory of a format that is not read; any other is left to the formats that are.
+
+        Raises:
+            UnsupportedError: `tailor.foreign`.
+        """
+        names = frozenset(entry.name for entry in store.list(path))
+        foreign = next((candidate for candidate in _FOREIGN if candidate.is_shown_by(names)), None)
+        if foreign is not None:
+            raise UnsupportedError.of("tailor.foreign", path, f"is {foreign.name}, which is not read", foreign.hint)
+        return False
+
+    def open(self, store: Store, path: Location, home: Location) -> TrainingCheckpoint:
+        """Nothing is recognised that could be opened."""
+        raise AssertionError(f"{path} is of no format that opens")
+
+
+# --- optimizers
+
+_FOREIGN_STATES = {
+    "exp_avg_sq_row": "Adafactor", "exp_avg_sq_col": "Adafactor", "qmap1": "an 8-bit optimizer",
+    "absmax1": "an 8-bit optimizer", "state1": "an 8-bit optimizer", "shadow": "an optimizer with shadow weights",
+}  # fmt: skip
+
+
+def refuse_foreign_states(kinds: frozenset[str], where: object) -> None:
+    """Refuse the states of an optimizer whose states are not arrays of the parameter's shape.
+
+    Raises:
+        UnsupportedError: `tailor.optimizer`, with the optimizer's name.
+    """
+    kind = next((kind for kind in _FOREIGN_STATES if kind in kinds), None)
+    if kind is not None:
+        raise UnsupportedError.of(
+            "tailor.optimizer", where, f"holds the state {kind!r} of {_FOREIGN_STATES[kind]}",
+            "only optimizers whose states have their parameter's shape are composed, as AdamW",
+        )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Checkpoints that do not belong together, are damaged, or are of others: one precise line each, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import FORMATS, Pair, make_pair, wrong_values
+
+from mergepipe import tailor
+from mergepipe.errors import MergePipeError
+from mergepipe.storage.local import LocalStore
+from mergepipe.storage.location import Location
+from mergepipe.tailor.formats.open_checkpoint import open_training_checkpoint
+from support.torch_bytes import torch_bytes
+from support.training_trees import KnownStates, decay_groups, decoder_shapes, known_states, write_hf, write_zero3
+
+PARITY = "default: new\ntake: [{from: old, units: [layers even]}]\n"
+
+
+def refusal(call: Callable[[], object]) -> MergePipeError:
+    with pytest.raises(MergePipeError) as caught:
+        call()
+    return caught.value
+
+
+def opened(path: Path) -> object:
+    return open_training_checkpoint(LocalStore(), Location.local(path))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Pair:
+    """Two steps of one run of the Trainer, with what it logs."""
+    pair = make_pair(tmp_path, write_hf)
+    logged = [{"step": 5, "loss": 2.5, "learning_rate": 0.1}, {"step": 8, "loss": 2.25}]
+    edit_json(tmp_path / "old" / "trainer_state.json", log_history=logged[:1])
+    edit_json(tmp_path / "new" / "trainer_state.json", log_history=[*logged, {"step": 8, "eval_loss": 2.0}])
+    return pair
+
+
+def test_compose__refuses_checkpoints_of_two_runs(trained: Pair) -> None:
+    trained.compose(PARITY)
+    shutil.rmtree(trained.out)
+    edit_json(trained.folder / "old" / "trainer_state.json", log_history=[{"step": 5, "loss": 2.75}])
+    error = refusal(lambda: trained.compose(PARITY))
+    assert (error.code, "its log of step 5" in str(error), trained.out.exists()) == ("tailor.runs", True, False)
+    averaged = refusal(lambda: tailor.average([trained.folder / "old", trained.folder / "new"], trained.out))
+    assert averaged.code == "tailor.runs"
+
+
+def test_compose__refuses_two_architectures_of_the_same_shapes(trained: Pair) -> None:
+    edit_json(trained.folder / "old" / "config.json", model_type="mistral")
+    error = refusal(lambda: trained.compose(PARITY))
+    assert (error.code, "model_type is mistral" in str(error)) == ("tailor.architecture", True)
+
+
+@pytest.mark.parametrize("kind", ["hf", "zero2", "zero3", "dcp"])
+def test_compose__refuses_a_truncated_file(tmp_path: Path, kind: str) -> None:
+    pair = make_pair(tmp_path, FORMATS[kind])
+    suffix = ".distcp" if kind == "dcp" else ".pt"
+    path = max((p for p in (tmp_path / "old").iterdir() if p.suffix == suffix), key=lambda p: p.stat().st_size)
+    path.write_bytes(path.read_bytes()[:-1000])
+    error = refusal(lambda: pair.compose(PARITY))
+    assert (str(path) in str(error), pair.out.exists()) == (True, False)
+
+
+def test_open__refuses_model_files_of_different_steps(tmp_path: Path) -> None:
+    for name, step in (("a", 7), ("b", 9)):
+        known = known_states(decoder_shapes(), seed=1, step=step)
+        write_zero3(tmp_path / name, known, decay_groups(known.shapes), 2)
+    file = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
+    error = refusal(lambda: opened(tmp_path / "b"))
+    assert (error.code, "is of step 7" in str(error), "of step 9" in str(error)) == ("tailor.zero.step", True, True)
+
+
+def test_compose__takes_composites_as_sources(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, FORMATS["zero3"])
+    pair.compose(PARITY)
+    pair.out.rename(tmp_path / "first")
+    pair.compose("default: first\ntake: [{from: old, units: [layer 1]}]\n")
+    assert wrong_values(pair.out, pair, [n for n in pair.old.shapes if ".layers." in n]) == []
+    manifest = json.loads((pair.out / "mergepipe.json").read_text())
+    assert [Path(source["path"]).name for source in manifest["inputs"]] == ["first", "old"]
+
+
+def _write_optimizer(folder: Path, known: KnownStates, states: Callable[[np.ndarray], dict[str, object]]) -> None:
+    """A Trainer checkpoint whose optimizer keeps other states."""
+    write_hf(folder, known)
+    groups = decay_groups(known.shapes)
+    names = [name for group in groups for name in group]
+    entries = {i: states(known.arrays[name, "exp_avg"]) for i, name in enumerate(names)}
+    numbers = [list(range(len(groups[0]))), list(range(len(groups[0]), len(names)))]
+    options = [{"lr": 0.1, "params": members} for members in numbers]
+    (folder / "optimizer.pt").write_bytes(torch_bytes({"state": entries, "param_groups": options}))
+
+
+FOREIGN_STATES: dict[str, Callable[[np.ndarray], dict[str, object]]] = {
+    "Adafactor": lambda a: {"step": 7, "RMS": 0.5, "exp_avg_sq_row": a[..., :1].copy(), "exp_avg_sq_col": a[:1].copy()},
+    "8-bit": lambda a: {"step": 7, "state1": a.astype(np.float32), "qmap1": np.zeros(256, np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_STATES)
+def test_open__names_the_optimizer_that_it_does_not_read(tmp_path: Path, name: str) -> None:
+    known = known_states(decoder_shapes())
+    _write_optimizer(tmp_path / "at", known, FOREIGN_STATES[name])
+    error = refusal(lambda: opened(tmp_path / "at"))
+    assert (error.code, name in str(error)) == ("tailor.optimizer", True)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (("common.pt", "metadata.json", ".metadata", "__0_0.distcp"), "Megatron distributed"),
+        (("latest_checkpointed_iteration.txt", "iter_0000100/x"), "Megatron"),
+        (("context/io.json", "weights/.metadata"), "NeMo"),
+        (("latest_universal", "latest"), "DeepSpeed universal"),
+        (("zero/a/fp32.pt", "mp_rank_00_model_states.pt"), "DeepSpeed universal"),
+        (("trainer_state.json", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"), "FSDP"),
+    ],
+)
+def test_open__names_checkpoints_of_other_programs(tmp_path: Path, files: tuple[str, ...], name: str) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(b"")
+    error = refusal(lambda: opened(tmp_path))
+    assert (error.code, name in str(error)) == ("tailor.foreign", True)
+
+
+def test_open__refuses_flat_groups_with_padding_between_parameters(tmp_path: Path) -> None:
+    known = known_states({"layer.weight": (4, 4)})
+    optimizer = {"zero_stage": 1, "param_alignment_paddings": [[0, 3]]}
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(
+        torch_bytes({"optimizer_state_dict": optimizer})
+    )
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(torch_bytes({"global_steps": known.step}))
+    error = refusal(lambda: opened(tmp_path))
+    assert (error.code, "padded between parameters" in str(error)) == ("tailor.zero.alignment", True)
