@@ -1,4 +1,4 @@
-"""For all tests: signals as in a terminal, an own home, cached bytecode, little garbage collection, and profiles.
+"""For all tests: signals as in a terminal, an own home, no clock, cached bytecode, few collections, and profiles.
 
 With `--no-fsync`, as in `make test`, nothing in a process of the suite waits for the disk: `os.fsync` refuses what is
 not an open descriptor, and returns. What a crash may lose is tested on a model of a disk (`support/power.py`).
@@ -10,10 +10,12 @@ Profiles of Hypothesis: `fast`, few examples and the same ones every time; `full
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -102,3 +104,19 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HOME", str(home / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return home
+
+
+@pytest.fixture(autouse=True)
+def _nothing_durable_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journal by bytes alone: on a busy machine a tiny merge may take a second, and what is durable is kept."""
+    monkeypatch.setattr("mergepipe.runs.recovery.resume.INTERVAL_SECONDS", math.inf)
+
+
+@pytest.fixture(scope="module")
+def exact_reads() -> Iterator[None]:
+    """Local inputs are read to the byte, not by whole pages as soon as the system has dropped them from its cache."""
+    from mergepipe.storage import local
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local, "resident_fraction", lambda *_: 1.0)
+        yield

@@ -27,6 +27,7 @@ EXPORTED = [
     "GcReport",
     "ImportedStatistics",
     "LineageNode",
+    "LoadedTensors",
     "MaterialiseReport",
     "MergeOptions",
     "MergePipeError",
@@ -58,6 +59,7 @@ EXPORTED = [
     "import_statistics",
     "lineage",
     "list_snapshots",
+    "load_file",
     "materialise",
     "merge",
     "operator",
@@ -93,7 +95,8 @@ CALLS = {
     "parts_status": ("plan out", "n_parts"),
     "explain": ("subject", "tensor home"),
     "sweep": ("recipe budgets", "seed work allow_dropped plan options on_progress"),
-    "pack": ("base experts out", "replace threads home on_progress"),
+    "pack": ("base experts out", "replace strict threads home on_progress"),
+    "load_file": ("path", "base framework threads"),
     "extract_lora": ("base model out", "rank energy save_modules base_model_id on_progress"),
     "unpack": ("path out", "base threads on_progress"),
     "list_snapshots": ("", "home"),
@@ -135,7 +138,7 @@ def test_package__names_are_those_of_their_modules() -> None:
     homes = (api, options, reports, errors, rows)
     wanted = {name: vars(home)[name] for home in homes for name in EXPORTED if name in vars(home)}
     assert {name: getattr(mergepipe, name) for name in wanted} == wanted
-    others = {"Catalog", "Plan", "__version__", "errors", "operator", "progress_bar", "tailor"}
+    others = {"Catalog", "LoadedTensors", "Plan", "__version__", "errors", "operator", "progress_bar", "tailor"}
     assert set(EXPORTED) - wanted.keys() == others
     assert mergepipe.progress_bar.__module__ == "mergepipe.cli.progress"
     assert mergepipe.Catalog.__module__ == "mergepipe.catalog.catalog"
@@ -174,7 +177,7 @@ def test_package__offers_tailor_as_the_command_line_does() -> None:
         "{getattr(t, n).__module__ for n in dir(t)})"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "['check', 'compose', 'diff', 'inspect', 'recipe'] {'mergepipe.tailor.api'}"
+    assert ran.stdout.strip() == "['average', 'check', 'compose', 'diff', 'inspect', 'recipe'] {'mergepipe.tailor.api'}"
 
 
 def test_package__importing_it_loads_no_dependency() -> None:

@@ -19,6 +19,8 @@ Merging on many machines
     run_part, parts_status
 Packing experts
     pack, unpack, extract_lora
+Reading models
+    load_file, LoadedTensors
 Looking after snapshots
     list_snapshots, show, lineage, diff, verify, repair, replay, materialise, push, gc
 The catalog
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         import_statistics,
         lineage,
         list_snapshots,
+        load_file,
         materialise,
         merge,
         pack,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
     from mergepipe.cli.progress import progress_bar
     from mergepipe.errors import MergePipeError
+    from mergepipe.jobs.load import LoadedTensors
     from mergepipe.operators.custom import operator
     from mergepipe.options import MergeOptions, PlanOptions, RunOptions
     from mergepipe.planning.plan import Plan
@@ -103,6 +107,7 @@ __all__ = [
     "GcReport",
     "ImportedStatistics",
     "LineageNode",
+    "LoadedTensors",
     "MaterialiseReport",
     "MergeOptions",
     "MergePipeError",
@@ -134,6 +139,7 @@ __all__ = [
     "import_statistics",
     "lineage",
     "list_snapshots",
+    "load_file",
     "materialise",
     "merge",
     "operator",
@@ -164,6 +170,7 @@ _OTHER_HOMES = {
     "ExtractLoraReport": "reports",
     "ImportedStatistics": "reports",
     "LineageNode": "catalog.rows",
+    "LoadedTensors": "jobs.load",
     "MergeOptions": "options",
     "MergePipeError": "errors",
     "PartsStatus": "reports",

@@ -3,7 +3,7 @@
 Making models: `check`, `merge`.
 Under a budget: `analyze`, `import_statistics`, `plan`, `store_plan`, `run`, `explain`, `sweep`.
 On many machines: `run_part`, `parts_status`.
-Packing experts: `pack`, `unpack`.
+Packing experts: `pack`, `unpack`. Reading models: `load_file`.
 Looking after snapshots: `list_snapshots`, `show`, `lineage`, `diff`, `verify`, `repair`, `replay`, `materialise`,
 `push`, `gc`.
 The catalog: `catalog_stats`, `rebuild_catalog`.
@@ -42,6 +42,7 @@ from mergepipe.storage.location import Location
 
 if TYPE_CHECKING:
     from mergepipe.catalog.rows import CatalogStats, LineageNode, RebuildReport
+    from mergepipe.jobs.load import LoadedTensors
     from mergepipe.planning.plan import Plan
     from mergepipe.recipes.parse.yaml_source import RecipeText
     from mergepipe.reports import (
@@ -452,11 +453,12 @@ def sweep(
 
 
 def pack(
-    base: str | Path,
+    base: str | Path | Sequence[str | Path] | None,
     experts: Sequence[str | Path],
     out: str | Path,
     *,
     replace: bool = False,
+    strict: bool = False,
     threads: int | None = None,
     home: str | Path | None = None,
     on_progress: ProgressCallback | None = None,
@@ -469,10 +471,16 @@ def pack(
     All are read in one pass with the base, eight at a time. Every element is decoded again and compared while it is
     packed. An interrupted run is resumed.
 
+    Of several bases each expert is packed relative to the nearest one, found from samples: 0.1 % of its bytes, or
+    128 KiB. A base that is hardly an expert's is a notice to `on_progress` before anything is written.
+
     Memory: 100 MiB for reading, 16 MiB an expert, some 6 MiB a thread, whatever the size of the models.
 
     Args:
+        base: full weights, or several candidates. None packs the models on their own: exponents coded, sign and
+            mantissa as they are.
         experts: full weights in safetensors files, fine-tuned from `base`.
+        strict: refuse a base that is hardly an expert's, or that was not told from another candidate.
         replace: read each store back from disk and every file of every original again, compare them, and only if all
             are the same remove the originals' files.
         threads: encoding threads; default, one per processor.
@@ -481,6 +489,7 @@ def pack(
 
     Raises:
         RecipeError: two experts of one name, or an expert whose files must not be removed.
+        MismatchError: `pack.base`, refused by `strict`.
         UnsupportedError: an expert that is no full weights in safetensors files.
         OutputError, ConflictError, StorageError: the store cannot go there, or an input changed. A store is published
             whole or not at all.
@@ -488,10 +497,16 @@ def pack(
     n_threads = threads_of(threads)  # before anything compiled is loaded
     from mergepipe.jobs.pack import pack_experts
 
-    paths = [Location.of(expert) for expert in experts]
-    place = place_of_packs(out)
+    bases = [base] if isinstance(base, str | Path) else base
     return pack_experts(
-        Location.of(base), paths, place, home_of(home), replaces=replace, threads=n_threads, on_progress=on_progress
+        None if bases is None else [Location.of(candidate) for candidate in bases],
+        [Location.of(expert) for expert in experts],
+        place_of_packs(out),
+        home_of(home),
+        replaces=replace,
+        strict=strict,
+        threads=n_threads,
+        on_progress=on_progress,
     )
 
 
@@ -523,6 +538,39 @@ def unpack(
 
     place = None if base is None else Location.of(base)
     return unpack_store(Location.of(path), Path(out), base=place, threads=n_threads, on_progress=on_progress)
+
+
+def load_file(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    framework: str = "numpy",
+    threads: int | None = None,
+) -> LoadedTensors:
+    """Open a packed expert, or any checkpoint that merges read, as a mapping from names to tensors.
+
+    A tensor is read when it is asked for, and not kept. Those of a packed expert are decoded in memory with the base,
+    which must be there; nothing is written.
+
+    Args:
+        path: a packed expert, a model's directory, one file of weights, a snapshot; here, in a bucket or on the Hub.
+        base: where the base of a packed expert is now, if not where it was.
+        framework: `numpy`: arrays, bfloat16 and float8 as float32, which holds their values exactly; `torch`: tensors
+            on the host in the dtype that is stored.
+        threads: decoding threads; default, one per processor.
+
+    Raises:
+        RecipeError: another framework, or a base for what needs none.
+        NotFoundError: the model, or the base of a packed expert.
+        MismatchError: another base.
+        UnsupportedError: an adapter or differences from a base: merge them first.
+        CorruptError, StorageError: from opening it.
+    """
+    n_threads = threads_of(threads)  # before anything compiled is loaded
+    from mergepipe.jobs.load import load_tensors
+
+    place = None if base is None else Location.of(base)
+    return load_tensors(Location.of(path), base=place, framework=framework, threads=n_threads)
 
 
 def extract_lora(

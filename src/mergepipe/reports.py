@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mergepipe.core.notebooks import Displayed
 from mergepipe.core.notices import Notice
@@ -14,6 +14,9 @@ from mergepipe.recipes.resolve.tasks import DroppedTensor
 from mergepipe.snapshots.manifest import LeftOutFile
 from mergepipe.storage.location import Location
 from mergepipe.storage.traffic import Traffic
+
+if TYPE_CHECKING:
+    from mergepipe.deltastore.pack.base_match import BaseMatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +272,7 @@ class PackedExpert:
     is_new: bool
     is_original_removed: bool = False
     resumed_bytes: int = 0
+    match: BaseMatch | None = None  # how near its base is; None where a merge or an analysis packed it
 
     @property
     def folder(self) -> Path:
@@ -291,9 +295,9 @@ class NotPacked:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PackReport(Displayed):
-    """Packed experts, and the bytes requested of the tensors of base and experts."""
+    """Packed experts, and the bytes requested of the tensors of base and experts. `base` is the first candidate."""
 
-    base: Location
+    base: Location | None
     experts: tuple[PackedExpert, ...]
     base_bytes: int
     expert_bytes: int
@@ -305,7 +309,7 @@ class UnpackReport(Displayed):
     """An expert restored from its store."""
 
     store: Location
-    base: Location
+    base: Location | None
     out: Path
     tensor_bytes: int
     seconds: float

@@ -27,6 +27,23 @@ models:
 dtype: bfloat16
 """
 
+# Runs the command line and sends a signal to itself when the interpreter reports an event about something.
+SIGNAL_AT_EVENT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told its children to ignore it
+number, event, about = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sent = []
+def hook(name, arguments):
+    if name == event and not sent and any(about in str(each) for each in arguments):
+        sent.append(True)
+        os.kill(os.getpid(), number)
+from mergepipe.cli import main
+sys.addaudithook(hook)
+exit_code = main(sys.argv[4:])
+print("sent" if sent else "not sent")
+sys.exit(exit_code)
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:

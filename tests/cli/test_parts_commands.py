@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from command_line import Runner, finish, make_workplace, start_command
+from command_line import SIGNAL_AT_EVENT, Runner, finish, make_workplace, start_python
 
 from support.disk_families import weights_digest
 
@@ -47,11 +45,10 @@ def test_run__part_of_a_killed_process_is_made_by_another(run: Runner, tmp_path:
     home = ("--home", tmp_path / "home")
     run("merge", place.recipe, tmp_path / "whole", *SHARDS, *home)
     run("plan", place.recipe, "--all", "--out", plan, *home)
-    worker = start_command("run", plan, place.out, "--part", "1/2", *SHARDS, "--no-catalog")
-    while worker.poll() is None and not list(tmp_path.glob(".out.mergepipe-parts-*/read-*")):
-        time.sleep(0.001)
-    os.kill(worker.pid, signal.SIGKILL)
-    assert finish(worker).exit_code == -signal.SIGKILL
+    command = ("run", plan, place.out, "--part", "1/2", *SHARDS, "--no-catalog")
+    killed = finish(start_python(SIGNAL_AT_EVENT, int(signal.SIGKILL), "open", "model-00001-of", *command))
+    assert killed.exit_code == -signal.SIGKILL
+    assert list(tmp_path.glob(".out.mergepipe-parts-*"))
     for part in ("2/2", "1/2"):
         assert run("run", plan, place.out, "--part", part, *SHARDS, *home).exit_code == 0
     assert weights_digest(place.out) == weights_digest(tmp_path / "whole")

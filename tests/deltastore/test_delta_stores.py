@@ -21,7 +21,7 @@ from mergepipe.checkpoints.open_files import open_files
 from mergepipe.core.blocks import BF16, F32, Span
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import open_store
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Level, Piece
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Level, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, OWN_NAMES, PIECE_NAMES
 from mergepipe.deltastore.index import ROW, ROW_BYTES
 from mergepipe.deltastore.tensor import PackedTensor
@@ -41,7 +41,8 @@ from mergepipe.storage.location import Location
 from support.disk_families import make_models, write_single
 from support.safetensors_bytes import file_bytes
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "delta-store-3"
+GOLDENS = {version: Path(__file__).resolve().parent.parent / "golden" / f"delta-store-{version}" for version in (3, 4)}
+GOLDEN = GOLDENS[4]
 BIG = "big.weight"
 EXTRA = "only.in.the.expert"
 N_BIG = BLOCK_ELEMENTS * 2 + 5000
@@ -346,7 +347,7 @@ def with_header(packed: Packed, **changes: object) -> None:
     path.write_text(json.dumps({**document, "digest": digest_of(document)}))
 
 
-@pytest.mark.parametrize(("version", "hint"), [(1, "pack the expert again"), (4, "update mergepipe")])
+@pytest.mark.parametrize(("version", "hint"), [(2, "pack the expert again"), (5, "update mergepipe")])
 def test_open_store__refuses_another_version(odd: Packed, version: int, hint: str) -> None:
     with_header(odd, format=f"mergepipe-delta-store/{version}")
     with pytest.raises(UnsupportedError) as caught:
@@ -362,8 +363,8 @@ def test_open_store__refuses_another_version(odd: Packed, version: int, hint: st
         {"format": "something"},
         {"block_elements": 1},
         {"tensors": []},
-        {"tensors": [{"name": "x", "dtype": "BF16", "shape": [1 << 40], "file": 0, "first_row": 0, "has_base": True,
-                      "cuts": None}]},
+        {"tensors": [{"name": "x", "dtype": "BF16", "shape": [1 << 40], "file": 0, "first_row": 0, "base_dtype": "BF16",
+                      "is_plain": False, "cuts": None}]},
         {"files": [{"name": "../up", "size_bytes": 8, "version": "", "header_bytes": 8, "header_blake3": ""}]},
         {"kept": [{"name": "/etc/passwd", "size_bytes": 8, "blake3": ""}]},
         {"kept": [{"name": INDEX_NAME, "size_bytes": 8, "blake3": ""}]},
@@ -417,9 +418,15 @@ def test_unpack__of_any_damage_gives_the_files_or_an_error_of_ours(big: Packed, 
     shutil.rmtree(copy)
 
 
-def test_format__golden_store_is_read_as_ever(tmp_path: Path) -> None:
-    unpack(GOLDEN / "store", tmp_path / "back", base=GOLDEN / "base.safetensors")
-    assert tree(tmp_path / "back") == {"expert.safetensors": (GOLDEN / "expert.safetensors").read_bytes()}
+@pytest.mark.parametrize("golden", GOLDENS.values(), ids=lambda golden: golden.name)
+def test_format__golden_stores_are_read_as_ever(tmp_path: Path, golden: Path) -> None:
+    unpack(golden / "store", tmp_path / "back", base=golden / "base.safetensors")
+    assert tree(tmp_path / "back") == {"expert.safetensors": (golden / "expert.safetensors").read_bytes()}
+
+
+def test_format__the_golden_expert_has_blocks_of_every_codec() -> None:
+    rows = np.frombuffer((GOLDEN / "store" / INDEX_NAME).read_bytes(), ROW)
+    assert set(rows["codec"].tolist()) == {int(codec) for codec in Codec}
 
 
 def test_format__golden_store_is_written_as_ever(tmp_path: Path) -> None:

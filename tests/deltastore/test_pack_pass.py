@@ -78,7 +78,8 @@ def test_pack__reads_several_blocks_at_a_time(
     read = LocalFile.read_into
 
     def watched(file: LocalFile, offset: int, buffer: memoryview, purpose: Purpose) -> int:
-        sizes.append(len(buffer))
+        if purpose is not Purpose.METADATA:  # samples by which the base is checked
+            sizes.append(len(buffer))
         return read(file, offset, buffer, purpose)
 
     monkeypatch.setattr(LocalFile, "read_into", watched)

@@ -113,7 +113,7 @@ def test_plan__with_levels_loses_no_more_with_a_larger_budget(place: Place, case
     assert (levels[0] < levels[-1]).any()
     errors = [plan.expected_error for plan in plans]
     for smaller, larger in pairwise(error for error in errors if error is not None):
-        assert larger <= smaller * (1 + 1e-3) or policy == "random"  # 7 % is no twentieth, and errors have 4 digits
+        assert larger <= smaller * (1 + 1e-3) or policy == "random"  # errors have 4 digits
     assert len(errors) == len(plans)
     assert errors[-1] == 0
     assert plans[-1].planned_bytes == plans[-1].full_cost_bytes

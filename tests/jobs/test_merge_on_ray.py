@@ -49,6 +49,8 @@ from support.ray_merges import merge_options, write_recipe
 from support.remote_stores import set_environment
 from support.s3_server import s3_server
 
+pytestmark = pytest.mark.usefixtures("exact_reads")
+
 SMALL_BYTES = 4096
 GIB = 1 << 30
 SAMPLED = FamilyShape(

@@ -40,6 +40,8 @@ from support.bucket_outputs import (
 from support.families import FamilyShape, write_family
 from support.s3_server import S3Server
 
+pytestmark = pytest.mark.usefixtures("exact_reads")
+
 SHAPE = FamilyShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=True)
 RECIPE = """merge_method: {method}
 base_model: {root}/base

@@ -34,6 +34,8 @@ from mergepipe.storage.ledger import Purpose
 from support.crashes import Death, count_operations, run_killed
 from support.disk_families import DiskFamily, make_models, tree_digest, write_family
 
+pytestmark = pytest.mark.usefixtures("exact_reads")
+
 SHARD_BYTES = 30_000
 BLOCK_ELEMENTS = 16384
 PARAMETERS: dict[str, dict[str, float]] = {

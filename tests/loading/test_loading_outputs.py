@@ -175,3 +175,18 @@ def test_merge__tied_embeddings_are_stored_once_and_stay_tied(saved: Saved, tmp_
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     is_tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
     assert is_tied is saved.tied
+
+
+def test_transformers__load_a_packed_expert_as_its_original(saved: Saved, tmp_path: Path) -> None:
+    mergepipe.pack(saved.root / "base", [saved.root / "expert-0"], tmp_path)
+    store = tmp_path / "expert-0"
+    tensors = mergepipe.load_file(store, framework="torch")
+    config = transformers.AutoConfig.from_pretrained(store)  # every file but the weights lies there as it was
+    architecture = getattr(transformers, config.architectures[0])
+    model = architecture.from_pretrained(None, config=config, state_dict=tensors, dtype="auto")
+    original = architecture.from_pretrained(saved.root / "expert-0", dtype="auto")
+    wanted = original.state_dict()
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in model.state_dict().values())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(logits(model), logits(original))

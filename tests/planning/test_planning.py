@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
@@ -24,9 +25,9 @@ from mergepipe.planning.candidates.known_statistics import REASON_MISSING, REASO
 from mergepipe.planning.candidates.operator_rules import NOTHING_KEPT_BITS, REASON_NO_CUT
 from mergepipe.planning.choices import AdjustPolicy, OnOmit, PlanningChoices, Policy
 from mergepipe.planning.plan import NOTHING_READ, Plan
-from mergepipe.planning.planner import plan_merge, rank_blocks
+from mergepipe.planning.planner import Ranking, plan_merge, rank_blocks
 from mergepipe.planning.problem import PlanningProblem
-from mergepipe.planning.selection.least_error import STEPS, least_error_budget
+from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
 from mergepipe.storage.prices import DecodingPrices, Speeds
 from support.planning_problems import BLOCK, DEFAULT_SIZES, Given, make, random_arrays
 
@@ -145,51 +146,56 @@ def test_plan__leaves_out_nothing_that_would_fit(
     assert not (items.cost_I[left_out_I] <= budget - selection.planned_bytes).any()
 
 
-ADDITIVE = ("linear", "task_arithmetic", "dare_linear")
+@lru_cache
+def ranked(operator: str, policy: Policy, seed: int, *, is_by_time: bool, has_ids: bool) -> Ranking:
+    """A ranking whose expected errors are kept, so that more budgets of it cost little."""
+    given = make(operator, 1 if operator == "slerp" else 3, seed)
+    problem = (given.with_content_ids() if has_ids else given).problem
+    return rank_blocks(replace(problem, speeds=SPEEDS if is_by_time else None), ALL, policy, PlanningChoices())
 
 
 @given(
-    operator=st.sampled_from(ADDITIVE),
-    seed=st.integers(0, 5),
-    budgets=st.lists(st.integers(0, LARGEST), min_size=2, max_size=6).map(sorted),
+    operator=st.sampled_from(OPERATORS),
+    policy=st.sampled_from([Policy.NORM, Policy.CONFLICT, Policy.STRATIFIED]),
+    is_by_time=st.booleans(),
+    has_ids=st.booleans(),
+    seed=st.integers(0, 1),
+    shares=st.lists(st.fractions(0, 1), min_size=2, max_size=6).map(sorted),
 )
-def test_plan__the_expected_error_never_grows_with_the_budget(operator: str, seed: int, budgets: list[int]) -> None:
-    ranking = rank_blocks(make(operator, 3, seed).with_content_ids().problem, ALL, Policy.NORM, PlanningChoices())
-    errors = [ranking.expected_error(budget) for budget in budgets]
-    assert all(more <= less * (1 + 1e-12) for less, more in pairwise(errors))
-
-
-COMPARED = [
-    ("ties", Policy.NORM, None),
-    ("ties", Policy.CONFLICT, None),
-    ("ties", Policy.STRATIFIED, SPEEDS),
-    ("dare_ties", Policy.NORM, SPEEDS),
-    ("task_arithmetic", Policy.NORM, SPEEDS),
-    ("linear", Policy.CONFLICT, None),
-    ("dare_linear", Policy.STRATIFIED, None),
-    ("slerp", Policy.STRATIFIED, SPEEDS),
-]
-
-
-@pytest.mark.parametrize(("operator", "policy", "speeds"), COMPARED)
-def test_plan__the_expected_error_never_grows_from_one_twentieth_on(
-    operator: str, policy: Policy, speeds: Speeds | None
+def test_plan__the_expected_error_never_grows_with_the_budget(
+    operator: str, policy: Policy, is_by_time: bool, has_ids: bool, seed: int, shares: list[Fraction]
 ) -> None:
-    problem = replace(made(operator, 1).problem, speeds=speeds)
-    ranking = rank_blocks(problem, ALL, policy, PlanningChoices())
-    full_bytes = ranking.full_cost_bytes
-    errors = [ranking.expected_error(full_bytes * step // STEPS) for step in range(STEPS + 1)]
+    ranking = ranked(operator, policy, seed, is_by_time=is_by_time, has_ids=has_ids)
+    least_bytes, full_bytes = ranking.least_useful_bytes() or 0, ranking.full_cost_bytes
+    budgets = [least_bytes + int(share * (full_bytes - least_bytes)) for share in shares]
+    errors = [ranking.expected_error(budget) for budget in budgets]
     assert all(more <= less + 1e-9 for less, more in pairwise(errors))
-    assert errors[-1] < errors[1]
-    assert ranking.expected_error(full_bytes * 5 // STEPS + 3000) <= errors[5] + 1e-9
-    assert ranking.select(full_bytes // 2).planned_bytes <= full_bytes // 2
+    assert all(ranking.select(budget).planned_bytes <= budget for budget in budgets)
+    assert ranking.expected_error(full_bytes) == 0.0
 
 
-def test_least_error_budget__is_smaller_only_if_less_is_lost() -> None:
-    errors = {5: 0.4, 10: 0.2, 15: 0.2, 20: 0.3}
-    assert [least_error_budget(nbytes, 100, lambda n: errors.get(n, 1.0)) for nbytes in (5, 10, 15, 20, 22)] == [
-        5, 10, 15, 15, 15
-    ]  # fmt: skip
+ERRORS = st.lists(st.integers(0, 9), min_size=1001, max_size=1001)
+
+
+@given(errors=ERRORS, budgets=st.tuples(st.integers(3, 1000), st.integers(3, 1000)).map(sorted))
+def test_least_error_budget__never_loses_more_with_a_larger_budget(errors: list[int], budgets: list[int]) -> None:
+    compared = compared_budgets(1000, 3)
+    less, more = (least_error_budget(budget, compared, errors.__getitem__) for budget in budgets)
+    assert errors[more] <= errors[less]
+    assert less <= budgets[0]
+    assert more <= budgets[1]
+
+
+def test_least_error_budget__spends_what_is_worth_it() -> None:
+    compared = compared_budgets(1000, 3)
+    assert compared == (3, 6, 12, 25, *range(50, 1001, 50))
+
+    def chosen(budget: int, errors: dict[int, float]) -> int:
+        return least_error_budget(budget, compared, lambda n: errors.get(n, 1 - n / 1000))
+
+    assert [chosen(budget, {}) for budget in (1, 100, 120, 1000)] == [1, 100, 118, 1000]  # sixteenths of 50
+    assert chosen(152, {150: 0.95}) == 100  # more is lost at 150
+    assert chosen(149, {112: 0.1}) == 146  # so little is lost at 112 that budgets from 150 on could not keep to it
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergepipe.errors import CorruptError, MergePipeError, NotFoundError, RecipeError, StorageError
+from mergepipe.recipes.parse import yaml_source
 from mergepipe.recipes.parse.yaml_source import MAX_DEPTH, MAX_NODES, Value, YamlSource, read_yaml, shortened
 from mergepipe.storage.limits import RECIPE_BYTES
 from mergepipe.storage.local import LocalStore
@@ -160,7 +161,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("---\na: 1\n" * 101, "recipe.yaml.too-many", "recipe.yml:202: more than 100 documents"),
         ("%YAML 3.0\n---\na: 1\n", "recipe.yaml.syntax", None),
         (BOMB, "recipe.yaml.too-many", None),
-        ("[" + "1," * MAX_NODES + "]", "recipe.yaml.too-many", None),
+        pytest.param("[" + "1," * MAX_NODES + "]", "recipe.yaml.too-many", None, marks=pytest.mark.slow),
         ("[" * 500_000, "recipe.yaml.too-deep", "recipe.yml:1: nested deeper than 64 levels"),
         ("a: &a [*a]\n", "recipe.yaml.too-deep", None),
         ("a: &a [*a, *a, *a]\n", "recipe.yaml.too-deep", None),
@@ -237,3 +238,10 @@ def test_shortened__is_one_printable_line(text: str, limit: int) -> None:
     found = shortened(text, limit)
     assert found.isprintable()
     assert found == text or len(text) > limit or not text.isprintable()
+
+
+def test_read_yaml__counts_every_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_source, "MAX_NODES", 100)
+    code, _ = refusal(folder, "[" + "1," * 100 + "]")  # and the list itself
+    assert code == "recipe.yaml.too-many"
+    assert read(folder, "[" + "1," * 99 + "]").root == [1] * 99

@@ -15,11 +15,10 @@ import mergepipe
 from mergepipe.checkpoints.tokenizers.chat_templates import NAMED
 from mergepipe.core.blocks import BF16, F32
 from mergepipe.errors import MismatchError, RecipeError
+from mergepipe.recipes.resolve.adapted_config import with_dtype, with_layers
 from mergepipe.recipes.resolve.tasks import LayerCount
 from mergepipe.runs.sidecars import (
     with_chat_template,
-    with_dtype,
-    with_layers,
     with_token_ids,
     with_vocab_size,
 )
@@ -155,6 +154,9 @@ def test_with_layers__draws_lists_of_one_entry_a_layer() -> None:
     changed = json.loads(with_layers(raw(config), TEXT, where="c"))
     assert changed == {**config, "num_hidden_layers": 4, "layer_types": ["a", "b", "b", "c"]}
     assert with_layers(raw(config), replace(TEXT, origins=(0, 1, 2)), where="c") == raw(config)
+    stated_twice = {"num_layers": 3, "num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}
+    turned = json.loads(with_layers(raw(stated_twice), replace(TEXT, origins=(1, 2, 0)), where="c"))
+    assert turned == {**stated_twice, "layer_types": ["b", "c", "a"]}
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_layers", "n_layers"])

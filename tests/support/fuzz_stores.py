@@ -99,6 +99,7 @@ class _Case:
 
     codec: Codec
     context: BlockContext
+    nbytes: int
     pieces: dict[Piece, RawBytes]
 
     def content(self, number: int, level: Level) -> bytes:
@@ -117,7 +118,10 @@ def _cases() -> list[_Case]:
         )
         bands = choose_bands(np.asarray(_values(expert, dtype) - _values(base, dtype)), is_sample=False)
         block = encode_block(base, expert, dtype, bands)
-        found.append(_Case(block.codec, BlockContext(base, dtype, bands, "fuzzed"), dict(block.pieces)))
+        found.append(_Case(block.codec, BlockContext(base, dtype, bands, "fuzzed"), len(base), dict(block.pieces)))
+        if dtype is not BF16 or n == 4096:
+            block = encode_block(None, expert, dtype, None)
+            found.append(_Case(block.codec, BlockContext(base, dtype, None, "fuzzed"), len(base), dict(block.pieces)))
     return found
 
 
@@ -148,10 +152,10 @@ def _block_target() -> Target:
 
 
 def _decode(case: _Case, level: Level, pieces: dict[Piece, RawBytes]) -> int:
-    out = np.zeros(len(case.context.base), np.uint8)
+    out = np.zeros(case.nbytes, np.uint8)
     if level is Level.LOSSLESS:
         decode_block(case.codec, pieces, case.context, out)
-    deltas_N = np.zeros(len(case.context.base) // case.context.dtype.itemsize, np.float32)
+    deltas_N = np.zeros(case.nbytes // case.context.dtype.itemsize, np.float32)
     decode_deltas(case.codec, level, pieces, case.context, deltas_N)
     return len(out)
 

@@ -64,9 +64,9 @@ def train(kind: str, out: Path) -> None:
     subprocess.run([PYTHON, HERE / "make_checkpoints.py", kind, out], check=True, capture_output=True, timeout=600)
 
 
-def resume(kind: str, out: Path, *steps: int, ranks: int = 2) -> list[Mapping[str, Any]]:
+def resume(kind: str, out: Path, *steps: int, ranks: int = 2, layers: int = 3) -> list[Mapping[str, Any]]:
     """What the framework loads from each checkpoint, the losses of its next steps, and the states after them."""
-    environment = dict(SOURCE_ENVIRONMENT, MERGEPIPE_TEST_RANKS=str(ranks))
+    environment = dict(SOURCE_ENVIRONMENT, MERGEPIPE_TEST_RANKS=str(ranks), MERGEPIPE_TEST_LAYERS=str(layers))
     command = [str(PYTHON), str(HERE / "resume.py"), kind, str(out), *map(str, steps)]
     subprocess.run(command, check=True, capture_output=True, timeout=900, env=environment)
     return [dict(np.load(out / f"resumed-{step}.npz")) for step in steps]
@@ -199,3 +199,50 @@ def test_composite__resumes_at_another_number_of_ranks(tmp_path: Path, kind: str
     wrong, compared = misplaced(loaded, out, kind)
     assert (wrong, compared >= 87, int(loaded["global_steps"])) == ([], True, NEW)
     assert sum(key.startswith("loss/") for key in loaded) == ranks
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["hf", "zero2", "zero2-tied", "zero3", "zero3-bf16", "hf-zero2", "hf-zero3", "dcp"])
+def test_composite__of_stacked_layers_resumes_with_the_values_of_its_sources(tmp_path: Path, kind: str) -> None:
+    """Five layers of a model of three, one of them three times; in DCP three in another order."""
+    out = tmp_path / "run"
+    train(kind, out)
+    stack = [(NEW, 0), (OLD, 2), (NEW, 1), (OLD, 2), (OLD, 2)][: 3 if kind == "dcp" else 5]
+    entries = [f"{{sources: [{{model: {folder(kind, s)}, layer_range: [{i}, {i + 1}]}}]}}" for s, i in stack]
+    text = f"merge_method: passthrough\nbase_model: {folder(kind, NEW)}\nslices: [{', '.join(entries)}]\n"
+    compose_as(kind, out, OTHER, text)
+    (loaded,) = resume(kind, out, OTHER, layers=len(stack))
+    truths = {step: np.load(out / f"truth-{step}.npz") for step in (OLD, NEW)}
+    wrong = []
+    keys = [key for key in loaded if "/" in key and not key.startswith(("after/", "loss/"))]
+    for key in keys:
+        layer = re.search(r"layers\.(\d+)\.", key)
+        step, origin = stack[int(layer[1])] if layer else (NEW, 0)
+        before = re.sub(r"layers\.\d+\.", f"layers.{origin}.", key)
+        wrong += [] if np.array_equal(loaded[key], truths[step][before]) else [key]
+    assert (wrong, len(keys) >= 87) == ([], True)
+    assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))
+
+
+@needs_frameworks
+@pytest.mark.parametrize("kind", ["hf", "zero2-bf16", "zero3-bf16", "hf-zero3", "dcp"])
+def test_average__resumes_with_averaged_weights_and_the_newest_moments(tmp_path: Path, kind: str) -> None:
+    """A quarter of step 2 and three of step 4, in float64 of what the framework loads from each."""
+    out = tmp_path / "run"
+    train(kind, out)
+    sources = [out / folder(kind, step) for step in (OLD, NEW)]
+    api.average(sources, out / folder(kind, OTHER), weights=(1, 3), optimizer="last", self_check="full")
+    (loaded,) = resume(kind, out, OTHER)
+    old, new = (np.load(out / f"truth-{step}.npz") for step in (OLD, NEW))
+    keys = [key for key in loaded if "/" in key and not key.startswith(("after/", "loss/"))]
+    for key in keys:
+        state, _, name = key.partition("/")
+        if state not in ("fp32", "weight"):
+            assert np.array_equal(loaded[key], new[key]), key
+            continue
+        master = f"fp32/{name}" if f"fp32/{name}" in old.files else key
+        mean = 0.25 * old[master].astype(np.float64) + 0.75 * new[master]
+        tolerance = 2.0**-8 if state == "weight" and kind.endswith("-bf16") else 1e-6
+        np.testing.assert_allclose(loaded[key], mean, rtol=tolerance, atol=1e-7, err_msg=key)
+    assert len(keys) >= 87
+    assert all(np.isfinite(loaded[key]).all() for key in loaded if key.startswith("loss/"))

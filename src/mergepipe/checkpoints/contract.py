@@ -157,13 +157,18 @@ class NeedsBase(Protocol):
 
 
 @runtime_checkable
-class IndexedEntry(Protocol):
-    """A computed tensor that is one byte range, located by an index that is read when first needed."""
+class IndexedFiles(Protocol):
+    """A computed tensor whose byte ranges are located by an index that is read when first needed."""
 
     @property
     def files(self) -> frozenset[Location]:
         """Return the files that reads need; see `NeedsBase.files`."""
         ...
+
+
+@runtime_checkable
+class IndexedEntry(IndexedFiles, Protocol):
+    """A computed tensor that is one byte range, located by an index that is read when first needed."""
 
     def entry(self) -> TensorEntry: ...
 
@@ -295,7 +300,7 @@ def files_of(sources: Iterable[Source]) -> set[Location]:
         elif isinstance(source, NeedsBase):
             files |= {*source.files, source.encoded_on.file}
         else:
-            files |= source.files if isinstance(source, IndexedEntry) else {entry.file for entry in source.stored}
+            files |= source.files if isinstance(source, IndexedFiles) else {entry.file for entry in source.stored}
     return files
 
 

@@ -25,10 +25,6 @@ RecipePath: TypeAlias = Annotated[
 SnapshotName: TypeAlias = Annotated[
     str, typer.Argument(metavar="SID|PATH", help="A snapshot's directory, its sid, or four or more first digits of it.")
 ]
-BasePath: TypeAlias = Annotated[
-    str, typer.Argument(metavar="BASE", help="The base model: a directory or a .safetensors file.")
-]
-ExpertPaths: TypeAlias = Annotated[list[str], typer.Argument(metavar="EXPERT...", help="Models fine-tuned from it.")]
 ExpertPart: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mergepipe.checkpoints.contract import TensorEntry
-from mergepipe.core.blocks import BF16, Span
+from mergepipe.core.blocks import DType, Span
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import RawBytes
 from mergepipe.deltastore.codec.levels import BAND_DENSITIES
@@ -38,8 +38,10 @@ def sample_spans(n_elements: int) -> tuple[Span, ...]:
 
 
 def bands_of(base: Sample, expert: Sample) -> Bands:
-    """Choose the bands of a bf16 tensor from samples of it and of its base."""
-    deltas = [_deltas(stretch, other) for stretch, other in zip(base.stretches, expert.stretches, strict=True)]
+    """Choose the bands of a tensor from samples of it and of its base, which has the same dtype."""
+    deltas = [
+        _deltas(stretch, other, expert.dtype) for stretch, other in zip(base.stretches, expert.stretches, strict=True)
+    ]
     return choose_bands(np.concatenate(deltas), is_sample=expert.n_elements > READ_WHOLE_ELEMENTS)
 
 
@@ -47,6 +49,7 @@ def bands_of(base: Sample, expert: Sample) -> Bands:
 class Sample:
     """The bytes at `sample_spans` of a tensor of `n_elements`."""
 
+    dtype: DType
     n_elements: int
     stretches: tuple[RawBytes, ...]
 
@@ -54,14 +57,16 @@ class Sample:
 def read_sample(entry: TensorEntry, file: RangeFile, purpose: Purpose) -> Sample:
     """Read a sample of a tensor: at most 256 KiB, in whole pages."""
     spans = sample_spans(entry.n_elements)
-    return Sample(entry.n_elements, tuple(read_exact(file, *_byte_range(entry, span), purpose) for span in spans))
+    return Sample(
+        entry.dtype, entry.n_elements, tuple(read_exact(file, *_byte_range(entry, span), purpose) for span in spans)
+    )
 
 
-def sample_of(content: RawBytes) -> Sample:
-    """Take the sample of a bf16 tensor that is in memory as a whole; it consists of views."""
-    n = len(content) // BF16.itemsize
-    size = BF16.itemsize
-    return Sample(n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
+def sample_of(content: RawBytes, dtype: DType) -> Sample:
+    """Take the sample of a tensor that is in memory as a whole; it consists of views."""
+    size = dtype.itemsize
+    n = len(content) // size
+    return Sample(dtype, n, tuple(content[span.start * size : span.stop * size] for span in sample_spans(n)))
 
 
 def choose_bands(deltas: Floats, *, is_sample: bool) -> Bands:
@@ -99,10 +104,10 @@ def _byte_range(entry: TensorEntry, span: Span) -> tuple[int, int]:
     return start, start + span.n_elements * entry.dtype.itemsize
 
 
-def _deltas(base: RawBytes, expert: RawBytes) -> Floats:
-    n = len(base) // BF16.itemsize
+def _deltas(base: RawBytes, expert: RawBytes, dtype: DType) -> Floats:
+    n = len(base) // dtype.itemsize
     base_values, expert_values, deltas = (np.empty(n, np.float32) for _ in range(3))
-    decode_tile(base, 0, BF16.kernel_code, n, base_values)
-    decode_tile(expert, 0, BF16.kernel_code, n, expert_values)
+    decode_tile(base, 0, dtype.kernel_code, n, base_values)
+    decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
     take_delta(expert_values, base_values, n, deltas)
     return deltas

@@ -25,7 +25,7 @@ from mergepipe.deltastore.header import (
 from mergepipe.deltastore.index import ROW_BYTES, StoreIndex
 from mergepipe.deltastore.index_reader import Charged, StoreIndexReader, as_expert, as_metadata
 from mergepipe.deltastore.plain_tensor import PlainTensor
-from mergepipe.deltastore.tensor import PackedTensor
+from mergepipe.deltastore.tensor import PackedTensor, StandaloneTensor
 from mergepipe.errors import MismatchError, NotFoundError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.limits import STORE_HEADER_BYTES
@@ -78,8 +78,8 @@ def _read_header(store: Store, path: Location, read_index: Charged) -> OpenedSto
     return OpenedStore(path, header, StoreIndexReader(store, path, header, sizes_bytes, read_index), prints)
 
 
-def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
-    """Open the store in `path` as the full checkpoint that was packed relative to `base`.
+def open_store(store: Store, path: Location, base: Checkpoint | None) -> Checkpoint:
+    """Open the store in `path` as the full checkpoint that was packed, relative to `base` if any.
 
     The index is read when it is first needed, charged to the expert. Blocks are checked against the digests of the
     base's blocks as they are read.
@@ -98,9 +98,22 @@ def open_store(store: Store, path: Location, base: Checkpoint) -> Checkpoint:
     )  # fmt: skip
 
 
-def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Readable:
+def has_base(store: Store, path: Location) -> bool:
+    """Whether the store in `path` was packed relative to a base.
+
+    Raises:
+        CorruptError, UnsupportedError, NotFoundError, StorageError: as `read_store`.
+    """
+    return bool(_read_header(store, path, as_metadata).header.base)
+
+
+def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint | None) -> Readable:
     if not entry.has_base:
-        return PlainTensor(entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row)
+        kind = PlainTensor if entry.is_plain else StandaloneTensor
+        return kind(entry.name, entry.dtype, entry.shape, opened.root, opened.index_reader, entry.first_row)
+    if base is None:
+        message = f"tensor {shown(entry.name)} was packed relative to its base, which is not named"
+        raise MismatchError.of("store.base", opened.root, message, f"name its base: it was {opened.header.base}")
     base_tensor = base.tensors.get(entry.name)
     if not isinstance(base_tensor, TensorEntry):
         what = "no such tensor" if base_tensor is None else "one that is computed, not stored"
@@ -109,10 +122,11 @@ def _readable(opened: OpenedStore, entry: PackedEntry, base: Checkpoint) -> Read
             f"tensor {shown(entry.name)} was packed relative to its base; {base.path} has {what}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip
-    if (base_tensor.dtype, base_tensor.shape) != (entry.dtype, entry.shape):
+    if (base_tensor.dtype, base_tensor.shape) != (entry.base_dtype, entry.shape):
+        base_dtype = "" if entry.base_dtype is None else entry.base_dtype.name
         raise MismatchError.of(
             "store.base", opened.root,
-            f"tensor {shown(entry.name)} is {entry.dtype.name} {list(entry.shape)}, "
+            f"tensor {shown(entry.name)} was packed relative to {base_dtype} {list(entry.shape)}, "
             f"that of {base.path} is {base_tensor.dtype.name} {list(base_tensor.shape)}",
             f"give the base that it was packed with: it was {opened.header.base}",
         )  # fmt: skip

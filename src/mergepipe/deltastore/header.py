@@ -13,10 +13,10 @@ from typing import NoReturn, TypeVar
 from mergepipe.checkpoints.contained_files import is_plain_name
 from mergepipe.checkpoints.formats.strict_json import JsonValue, parse_object, shown
 from mergepipe.checkpoints.formats.weight_files import STORE_HEADER_NAME
-from mergepipe.core.blocks import BF16, DTYPES, BlockGrid, DType, element_count
+from mergepipe.core.blocks import DTYPES, BlockGrid, DType, element_count
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Piece
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES, Piece
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store, is_file
 from mergepipe.storage.location import Location
@@ -29,8 +29,10 @@ PIECE_NAMES: dict[Piece, str] = {
 }
 OWN_NAMES = frozenset({HEADER_NAME, INDEX_NAME, HEADERS_NAME, *PIECE_NAMES.values()})
 FORMAT_NAME = "mergepipe-delta-store"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+OLDEST_VERSION = 3
 FORMAT = f"{FORMAT_NAME}/{FORMAT_VERSION}"
+_WITHOUT_BASE_DTYPES = 3  # the last version whose tensors had the base's dtype, or were plain
 _LARGEST_CUT = (2 - 2.0**-23) * 2.0**127  # the largest float32
 _SMALLEST_CUT = 2.0**-149
 T = TypeVar("T")
@@ -65,7 +67,8 @@ class KeptFile:
 class PackedEntry:
     """One tensor: its weight file, its first row of the index, its cuts.
 
-    Tensors are ordered by file, then by offset. `has_base`: the base has a tensor of this name, dtype and shape.
+    Tensors are ordered by file, then by offset. `base_dtype`: that of the base's tensor that it is encoded relative to;
+    None where there is none. `is_plain`: such a tensor whose blocks are all RAW, so that it is one byte range.
     """
 
     name: str
@@ -73,8 +76,13 @@ class PackedEntry:
     shape: tuple[int, ...]
     file: int
     first_row: int
-    has_base: bool
+    base_dtype: DType | None
+    is_plain: bool
     cuts: tuple[float, float, float] | None
+
+    @property
+    def has_base(self) -> bool:
+        return self.base_dtype is not None
 
     @property
     def n_rows(self) -> int:
@@ -89,8 +97,9 @@ class PackedEntry:
 class StoreHeader:
     """The fields of a header.
 
-    `base` and `expert` are the paths that were packed, as hints; `base_files` is a digest of the base's file
-    fingerprints. `content_id` is that of the expert (`checkpoints.content_id`).
+    `base` and `expert` are the paths that were packed, as hints; `base` is empty where no base was named.
+    `base_files` is a digest of the base's file fingerprints. `content_id` is that of the expert
+    (`checkpoints.content_id`).
     """
 
     base: str
@@ -106,9 +115,14 @@ class StoreHeader:
     def to_json(self) -> bytes:
         """Readable JSON with a digest of itself."""
         content: dict[str, object] = {"format": FORMAT, "block_elements": BLOCK_ELEMENTS, **asdict(self)}
-        content["tensors"] = [{**asdict(tensor), "dtype": tensor.dtype.name} for tensor in self.tensors]
+        content["tensors"] = [_entry_json(tensor) for tensor in self.tensors]
         document = {**content, "digest": digest_of(content)}
         return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _entry_json(tensor: PackedEntry) -> dict[str, object]:
+    base_dtype = None if tensor.base_dtype is None else tensor.base_dtype.name
+    return {**asdict(tensor), "dtype": tensor.dtype.name, "base_dtype": base_dtype}
 
 
 def parse_header(raw: bytes, path: Location) -> StoreHeader:
@@ -120,7 +134,7 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
     """
     document = parse_object(raw, where=path, code="store.header")
     fields = _Fields(document, path)
-    _check_version(fields.get("format", str), path)
+    version = _checked_version(fields.get("format", str), path)
     claimed = fields.get("digest", str)
     if digest_of({key: value for key, value in document.items() if key != "digest"}) != claimed:
         raise corrupt(path, "the header is damaged: its digest does not fit")
@@ -134,21 +148,22 @@ def parse_header(raw: bytes, path: Location) -> StoreHeader:
         index_blake3=fields.get("index_blake3", str),
         files=fields.each("files", _packed_file),
         kept=fields.each("kept", _kept_file),
-        tensors=fields.each("tensors", _entry),
+        tensors=fields.each("tensors", _entry if version > _WITHOUT_BASE_DTYPES else _entry_of_version_3),
         content_id=fields.get("content_id", str),
     )
     _check_tensors(header, path)
     return header
 
 
-def _check_version(format_name: str, path: Location) -> None:
+def _checked_version(format_name: str, path: Location) -> int:
     name, _, version = format_name.partition("/")
     if name != FORMAT_NAME or not version.isdecimal():
         raise corrupt(path, f"the format is {shown(format_name)}, not {FORMAT}")
-    if int(version) != FORMAT_VERSION:
+    if not OLDEST_VERSION <= int(version) <= FORMAT_VERSION:
         hint = "update mergepipe" if int(version) > FORMAT_VERSION else "pack the expert again"
-        message = f"a delta store of version {version}; this program reads version {FORMAT_VERSION}"
+        message = f"a delta store of version {version}; this program reads {OLDEST_VERSION} to {FORMAT_VERSION}"
         raise UnsupportedError.of("store.version", path, message, hint)
+    return int(version)
 
 
 def _check_tensors(header: StoreHeader, path: Location) -> None:
@@ -161,6 +176,8 @@ def _check_tensors(header: StoreHeader, path: Location) -> None:
     for tensor in header.tensors:
         if tensor.first_row != row or not file_number <= tensor.file < len(header.files):
             raise corrupt(path, f"tensor {shown(tensor.name)} does not follow the one before it")
+        if tensor.is_plain and tensor.has_base:
+            raise corrupt(path, f"tensor {shown(tensor.name)} is plain and has a base")
         row, file_number = row + tensor.n_rows, tensor.file
     for number, file in enumerate(header.files):
         stored = file.header_bytes + sum(tensor.nbytes for tensor in header.tensors if tensor.file == number)
@@ -197,6 +214,10 @@ class _Fields:
             made.append(make(_Fields(item, self.path)))
         return tuple(made)
 
+    def dtype(self, key: str) -> DType:
+        name = self.get(key, str)
+        return DTYPES.get(name) or self.refuse(key, name)
+
     def output_name(self) -> str:
         """Read a relative posix path of plain parts that is none of the store's own names."""
         name = self.get("name", str)
@@ -217,23 +238,40 @@ def _kept_file(fields: _Fields) -> KeptFile:
 
 
 def _entry(fields: _Fields) -> PackedEntry:
-    dtype = DTYPES.get(fields.get("dtype", str))
-    if dtype is None:
-        fields.refuse("dtype", fields.get("dtype", str))
+    base_dtype = None if fields.raw("base_dtype") is None else fields.dtype("base_dtype")
+    return _entry_with(fields, base_dtype, is_plain=fields.get("is_plain", bool))
+
+
+def _entry_of_version_3(fields: _Fields) -> PackedEntry:
+    has_base = fields.get("has_base", bool)
+    return _entry_with(fields, fields.dtype("dtype") if has_base else None, is_plain=not has_base)
+
+
+def _entry_with(fields: _Fields, base_dtype: DType | None, *, is_plain: bool) -> PackedEntry:
+    dtype = fields.dtype("dtype")
     shape = [size for size in fields.get("shape", list) if isinstance(size, int) and not isinstance(size, bool)]
     if len(shape) != len(fields.get("shape", list)) or any(size < 0 for size in shape):
         fields.refuse("shape", fields.get("shape", list))
+    if base_dtype is not None and not _is_base_of(base_dtype, dtype):
+        fields.refuse("base_dtype", base_dtype.name)
     return PackedEntry(
         fields.get("name", str), dtype, tuple(shape), fields.get("file", int), fields.get("first_row", int),
-        fields.get("has_base", bool), _cuts(fields, dtype),
+        base_dtype, is_plain, _cuts(fields, dtype, base_dtype),
     )  # fmt: skip
 
 
-def _cuts(fields: _Fields, dtype: DType) -> tuple[float, float, float] | None:
+def _is_base_of(base_dtype: DType, dtype: DType) -> bool:
+    """Whether a tensor can be encoded relative to a base of this dtype."""
+    return base_dtype is dtype or (base_dtype in CONVERTED_DTYPES and dtype in CONVERTED_DTYPES)
+
+
+def _cuts(fields: _Fields, dtype: DType, base_dtype: DType | None) -> tuple[float, float, float] | None:
     cuts = fields.raw("cuts")
     if cuts is None:
         return None
-    if dtype is BF16 and isinstance(cuts, list) and len(cuts) == 3 and all(isinstance(cut, float) for cut in cuts):
+    if not isinstance(cuts, list) or len(cuts) != 3 or dtype is not base_dtype or dtype not in BANDED_DTYPES:
+        return fields.refuse("cuts", cuts)
+    if all(isinstance(cut, float) for cut in cuts):
         first, second, third = (float(cut) for cut in cuts if isinstance(cut, float))
         if _LARGEST_CUT >= first >= second >= third >= _SMALLEST_CUT:
             return first, second, third

@@ -1,4 +1,4 @@
-"""A packed tensor as merges read it: fetch the pieces of blocks and decode them with the base's bytes."""
+"""Encoded tensors as merges read them: fetch the pieces of blocks and decode them, with the base's bytes if any."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ from mergepipe.storage.ranges import read_exact, request_bytes
 
 GROUP_BLOCKS = 16
 """Blocks whose pieces are read at once: at most 16 MiB of pieces and of decoded elements."""
+_BYTE = DTYPES["U8"]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below.
+class EncodedTensor:
+    """One tensor of a delta store, decoded block by block.
 
-    Blocks are decoded one by one. Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
+    Memory while fetching: the pieces and the elements of `GROUP_BLOCKS` blocks.
     """
 
     name: str
@@ -54,14 +55,8 @@ class PackedTensor:
     root: Location
     index_reader: StoreIndexReader
     first_row: int
-    base: TensorEntry
-    bands: Bands | None
-    level: Level = Level.LOSSLESS
-    others: dict[Level, PackedTensor] = field(default_factory=dict, repr=False, compare=False)
 
     is_unit = False
-    cut_elements = BLOCK_ELEMENTS
-    last_level = Level.LOSSLESS
 
     @property
     def index(self) -> StoreIndex:
@@ -71,6 +66,88 @@ class PackedTensor:
     @property
     def files(self) -> frozenset[Location]:
         return self.index_reader.files
+
+    @property
+    def n_elements(self) -> int:
+        return element_count(self.shape)
+
+    @property
+    def n_blocks(self) -> int:
+        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
+
+    def level_ranges(self, level: Level) -> tuple[TensorEntry, ...]:
+        """The byte ranges of the store's files that a level reads; the base's file is not included."""
+        entries = []
+        step = self.index_reader.granularity_bytes
+        for piece in PIECES_OF[level]:
+            start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
+            if stop > start:
+                size, path = stop - start, self.root / PIECE_NAMES[piece]
+                entries.append(TensorEntry(self.name, _BYTE, (size,), path, start, size, granularity_bytes=step))
+        return tuple(entries)
+
+    def level_bytes(self, level: Level) -> int:
+        """The stored bytes that a level reads."""
+        return self.index.bytes_of(PIECES_OF[level], self.first_row, self.first_row + self.n_blocks)
+
+    def level_cost_bytes(self, span: Span, level: int) -> int:
+        """Bytes requested to fetch `span` on its own at a level, in whole pages, without the base's."""
+        step = self.index_reader.granularity_bytes
+        return sum(
+            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop), step)
+            for first, stop in block_groups(span)
+            for piece in PIECES_OF[Level(level)]
+        )
+
+    def block_span(self, block: int) -> Span:
+        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneTensor(EncodedTensor):
+    """One tensor of a delta store that its base lacks, with encoded blocks: the expert's tensor."""
+
+    level = Level.LOSSLESS
+    is_delta = False
+    base = None
+    bands = None
+
+    @property
+    def dtype(self) -> DType:
+        return self.stored_dtype
+
+    @property
+    def kernel_code(self) -> int:
+        return self.dtype.kernel_code
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        return self.level_ranges(self.level)
+
+    @property
+    def nbytes(self) -> int:
+        return self.level_bytes(self.level)
+
+    def cost_bytes(self, span: Span) -> int:
+        """Bytes requested to fetch `span` on its own, in whole pages."""
+        return self.level_cost_bytes(span, self.level)
+
+    def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
+        """Make the fetch over open files; it keeps nothing between calls."""
+        return PackedFetch(self, files)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(EncodedTensor):
+    """One tensor of a delta store at a level: the expert's tensor at LOSSLESS, float32 deltas below."""
+
+    base: TensorEntry
+    bands: Bands | None
+    level: Level = Level.LOSSLESS
+    others: dict[Level, PackedTensor] = field(default_factory=dict, repr=False, compare=False)
+
+    cut_elements = BLOCK_ELEMENTS
+    last_level = Level.LOSSLESS
 
     @property
     def encoded_on(self) -> TensorEntry:
@@ -89,31 +166,13 @@ class PackedTensor:
         return self.dtype.kernel_code | (DELTA_FLAG if self.is_delta else 0)
 
     @property
-    def n_elements(self) -> int:
-        return element_count(self.shape)
-
-    @property
-    def n_blocks(self) -> int:
-        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).n_blocks
-
-    @property
     def stored(self) -> tuple[TensorEntry, ...]:
         """The byte ranges of the store's files that this level reads; the base's file is not included."""
-        entries = []
-        for piece in PIECES_OF[self.level]:
-            start, stop = self.index.piece_range(piece, self.first_row, self.first_row + self.n_blocks)
-            if stop > start:
-                size = stop - start
-                step = self.index_reader.granularity_bytes
-                entry = TensorEntry(
-                    self.name, DTYPES["U8"], (size,), self._path(piece), start, size, granularity_bytes=step
-                )
-                entries.append(entry)
-        return tuple(entries)
+        return self.level_ranges(self.level)
 
     @property
     def nbytes(self) -> int:
-        return self.index.bytes_of(PIECES_OF[self.level], self.first_row, self.first_row + self.n_blocks)
+        return self.level_bytes(self.level)
 
     def at_level(self, level: int) -> PackedTensor:
         """The same tensor read at another level; the same object for the same level."""
@@ -134,15 +193,6 @@ class PackedTensor:
     def cost_bytes(self, span: Span) -> int:
         """Bytes requested to fetch `span` on its own, in whole pages, without the base's."""
         return self.level_cost_bytes(span, self.level)
-
-    def level_cost_bytes(self, span: Span, level: int) -> int:
-        """`cost_bytes` at another level."""
-        step = self.index_reader.granularity_bytes
-        return sum(
-            range_cost_bytes(*self.index.piece_range(piece, self.first_row + first, self.first_row + stop), step)
-            for first, stop in block_groups(span)
-            for piece in PIECES_OF[Level(level)]
-        )
 
     def level_costs_bytes(self, level: int, stretches: int) -> NDArray[np.int64]:
         """`level_cost_bytes` of each run of `stretches` blocks."""
@@ -184,9 +234,6 @@ class PackedTensor:
         """Elements with |delta| at or above cut `band` (0, 1, 2): the densities up to which a level is exact."""
         return int(self.index.rows["counts"][self.first_row : self.first_row + self.n_blocks, band].sum())
 
-    def block_span(self, block: int) -> Span:
-        return BlockGrid(self.n_elements, BLOCK_ELEMENTS).span(block)
-
     def opened(self, files: Mapping[Location, RangeFile]) -> PackedFetch:
         """Make the fetch over open files; it keeps nothing between calls."""
         return PackedFetch(self, files)
@@ -194,9 +241,6 @@ class PackedTensor:
     def opened_on_base(self, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> FetchOnBase:
         """Open a tensor like `opened`, for callers that have the base's bytes."""
         return PackedFetch(self, files, turns).with_base
-
-    def _path(self, piece: Piece) -> Location:
-        return self.root / PIECE_NAMES[piece]
 
 
 def block_groups(span: Span) -> Iterator[tuple[int, int]]:
@@ -226,7 +270,9 @@ class _Group:
 class PackedFetch:
     """Fetches spans of one packed tensor. Safe to call from many threads."""
 
-    def __init__(self, tensor: PackedTensor, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS) -> None:
+    def __init__(
+        self, tensor: PackedTensor | StandaloneTensor, files: Mapping[Location, RangeFile], turns: Turns = NO_TURNS
+    ) -> None:
         self._tensor = tensor
         self._index = tensor.index
         self._files = files
@@ -268,12 +314,14 @@ class PackedFetch:
             at += sizes[piece]
         return _Group(first, stop, offsets, contents)
 
-    def _base_of(self, block: int, block_span: Span, span: Span, base: BaseBytes | None) -> RawBytes:
-        """Return the base's bytes of a block after checking their digest.
+    def _base_of(self, block: int, block_span: Span, span: Span, base: BaseBytes | None) -> RawBytes | None:
+        """Return the base's bytes of a block after checking their digest; None without a base.
 
         Raises:
             MismatchError: it is not the base that the store was packed with.
         """
+        if self._tensor.base is None:
+            return None
         entry, itemsize = self._tensor.base, self._tensor.base.dtype.itemsize
         if base is not None and span.start <= block_span.start and block_span.stop <= span.stop:
             start, stop = (block_span.start - span.start) * itemsize, (block_span.stop - span.start) * itemsize
@@ -292,12 +340,13 @@ class PackedFetch:
     def _where(self, block: int) -> str:
         return f"{self._tensor.root}: tensor {self._tensor.name!r}, block {block}"
 
-    def _decode(self, block: int, base: RawBytes, group: _Group, target: _Target) -> None:
+    def _decode(self, block: int, base: RawBytes | None, group: _Group, target: _Target) -> None:
         tensor, row, where = self._tensor, self._tensor.first_row + block, self._where(block)
         pieces = {piece: group.content(piece, block) for piece in PIECES_OF[tensor.level]}
         for piece, content in pieces.items():
             self._index.check_piece(piece, row, content, where)
-        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where)
+        base_dtype = None if tensor.base is None else tensor.base.dtype
+        context = BlockContext(base, tensor.stored_dtype, tensor.bands, where, base_dtype)
         codec = self._index.codec(row)
         if tensor.is_delta:
             target.write(lambda view: decode_deltas(codec, tensor.level, pieces, context, view.view(np.float32)))

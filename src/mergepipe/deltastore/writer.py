@@ -13,9 +13,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.block import RawBytes
-from mergepipe.deltastore.codec.levels import Piece
+from mergepipe.deltastore.codec.levels import Codec, Piece
 from mergepipe.deltastore.header import HEADER_NAME, HEADERS_NAME, INDEX_NAME, PIECE_NAMES, StoreHeader
-from mergepipe.deltastore.index import ROW_BYTES
+from mergepipe.deltastore.index import ROW, ROW_BYTES
 from mergepipe.storage import owned
 from mergepipe.storage.ledger import Ledger, Purpose
 from mergepipe.storage.local import os_error
@@ -38,8 +38,8 @@ class DurableStore:
 class StoreWriter:
     """The files of a store in the staging directory `directory`, which belongs to the caller. A context manager.
 
-    Blocks are appended in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files. With
-    `durable` it resumes an earlier writer, whose files were truncated to these sizes.
+    Blocks are appended in the order of tensors and blocks. Memory: `chunk_bytes` for each of eight files, a byte a row.
+    With `durable` it resumes an earlier writer, whose files were truncated to these sizes.
 
     Raises:
         StorageError: the operating system refused.
@@ -52,11 +52,14 @@ class StoreWriter:
         self._ledger = ledger
         self._files: dict[str, _GrowingFile] = {}
         self._index_hasher = blake3()
+        self._codecs = bytearray()
         self.n_rows = 0
         try:
             if durable is not None:
                 self.n_rows = durable.n_rows
-                self._index_hasher.update(read_rows(directory, durable.n_rows))
+                rows = read_rows(directory, durable.n_rows)
+                self._index_hasher.update(rows)
+                self._codecs += np.frombuffer(rows, ROW)["codec"].tobytes()
             for name in GROWING_FILES:
                 start = None if durable is None else durable.file_bytes[name]
                 self._files[name] = _GrowingFile(directory / name, start, chunk_bytes)
@@ -69,6 +72,10 @@ class StoreWriter:
         """The digest of the index rows appended so far."""
         return self._index_hasher.hexdigest(16)
 
+    def are_raw(self, first: int, stop: int) -> bool:
+        """Whether all blocks of the rows `[first, stop)` are unencoded."""
+        return self._codecs.count(int(Codec.RAW), first, stop) == stop - first
+
     def append(self, row: NDArray[np.void], pieces: Mapping[Piece, RawBytes]) -> None:
         """Append the next block: its row from `index.make_row`, and its pieces."""
         for piece in Piece:
@@ -77,6 +84,7 @@ class StoreWriter:
                 self._write(PIECE_NAMES[piece], content)
         raw = row.view(np.uint8)
         self._index_hasher.update(raw.data)
+        self._codecs.append(raw[0])
         self._write(INDEX_NAME, raw)
         self.n_rows += 1
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mergepipe.checkpoints.contract import Checkpoint
 from mergepipe.checkpoints.directory import open_checkpoint
 from mergepipe.checkpoints.open_files import allow_open_files, open_files
 from mergepipe.deltastore.checkpoint import read_store
+from mergepipe.deltastore.pack.base_match import BaseMatch, doubt_about, match_base
 from mergepipe.deltastore.pack.builder import FILES_OF_BUILDER, PackJob, StoreBuilder, open_builder
 from mergepipe.deltastore.pack.encode_pass import EXPERTS_AT_ONCE, pack_all
 from mergepipe.deltastore.pack.job import check_names, is_packed, job_of, open_base
@@ -19,7 +21,7 @@ from mergepipe.deltastore.pack.originals import (
     remove_original,
     sync_store,
 )
-from mergepipe.errors import MergePipeError, RecipeError
+from mergepipe.errors import MergePipeError, MismatchError, Problem, RecipeError
 from mergepipe.jobs.unpack import verify_store
 from mergepipe.reports import PackedExpert, PackReport, Progress, ProgressCallback
 from mergepipe.runs.packing.facts import packed_facts
@@ -31,27 +33,38 @@ from mergepipe.storage.stores import Stores
 
 
 def pack_experts(
-    base: Location,
+    bases: Sequence[Location] | None,
     experts: Sequence[Location],
     folder: Location,
     home: Path,
     *,
     replaces: bool,
+    strict: bool,
     threads: int,
     on_progress: ProgressCallback | None,
 ) -> PackReport:
-    """Pack each expert into a store `folder/NAME`; see `api.pack`. With `replaces` the originals are removed last.
+    """Pack each expert into a store `folder/NAME`, relative to the nearest of `bases`, or on its own; see `api.pack`.
+
+    With `replaces` the originals are removed last.
 
     Raises:
-        RecipeError, UnsupportedError: see `api.pack`.
+        RecipeError, UnsupportedError, MismatchError: see `api.pack`.
         OutputError, ConflictError, StorageError: the store cannot go there, or an input changed.
     """
     started = time.perf_counter()
     store = Stores()
-    base_checkpoint = open_base(store, store.pin(base))
+    if bases is not None and not bases:
+        raise RecipeError.of("pack.base-missing", folder, "no base was named", "give one as BASE, or more as --base")
+    candidates = [open_base(store, store.pin(base)) for base in bases or ()]
     checkpoints = [open_checkpoint(store, store.pin(location)) for location in experts]
-    jobs = [job_of(store, base_checkpoint, checkpoint, folder, home) for checkpoint in checkpoints]
+    choices = [match_base(store, checkpoint, candidates) for checkpoint in checkpoints] if candidates else []
+    chosen: list[Checkpoint | None] = [None] * len(checkpoints)
+    if candidates:
+        chosen = [candidates[number] for number, _ in choices]
+    jobs = [job_of(store, base, checkpoint, folder, home) for base, checkpoint in zip(chosen, checkpoints, strict=True)]
+    matches = {job.place: match for job, (_, match) in zip(jobs, choices, strict=False)}
     check_names(jobs)
+    _check_bases(jobs, matches, on_progress, strict=strict)
     if replaces:
         for job in jobs:
             _check_removable(job)
@@ -71,9 +84,36 @@ def pack_experts(
         for job in jobs:
             remove_original(job)
         done = tuple(replace(expert, is_original_removed=True) for expert in done)
+    done = tuple(replace(expert, match=matches.get(job.place)) for job, expert in zip(jobs, done, strict=True))
     usage = store.ledger.usage()
     expert_bytes = usage[Purpose.EXPERT] + usage[Purpose.ANALYSIS]
-    return PackReport(base, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started)
+    return PackReport(
+        bases[0] if bases else None, done, usage[Purpose.BASE], expert_bytes, time.perf_counter() - started
+    )
+
+
+def _check_bases(
+    jobs: Sequence[PackJob],
+    matches: Mapping[Location, BaseMatch],
+    on_progress: ProgressCallback | None,
+    *,
+    strict: bool,
+) -> None:
+    """Tell of bases that are hardly the experts' or were not told from others, before anything is written.
+
+    Raises:
+        MismatchError: `pack.base`, if `strict`.
+    """
+    doubts = [
+        Problem("pack.base", str(job.expert.path), doubt, "name its base")
+        for job in jobs
+        if job.place in matches and (doubt := doubt_about(matches[job.place]))
+    ]
+    if doubts and strict:
+        raise MismatchError(*doubts)
+    if doubts and on_progress is not None:
+        total = sum(job.expert.tensor_bytes for job in jobs)
+        on_progress(Progress("pack", 0, total, tuple(f"{doubt.where}: {doubt.message}" for doubt in doubts)))
 
 
 def _pack_together(
@@ -92,7 +132,7 @@ def _pack_together(
         builders = [stack.enter_context(open_builder(job, store, resumes=True)) for job in jobs]
         counter = _Counter(on_progress, sum(builder.done_bytes for builder in builders), total)
         counter.add(0)
-        checkpoints = [checkpoint for job in jobs for checkpoint in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in jobs for checkpoint in (*job.bases, job.expert)]
         with open_files(store, inputs, checkpoints) as files:
             pack_all(builders, files, threads, counter.add)
         published, errors = _published(builders)
@@ -143,7 +183,9 @@ def _check_removable(job: PackJob) -> None:
     if not expert.path.is_local:
         message = "is not on this machine: --replace removes only files of this machine"
         raise RecipeError.of("pack.replace", expert.path, message, "pack without --replace")
-    base_files = {(job.base.root / file.name).local_path.resolve() for file in job.base.files if job.base.path.is_local}
+    base_files = {
+        (base.root / file.name).local_path.resolve() for base in job.bases if base.path.is_local for file in base.files
+    }
     names = [file.name for file in (*expert.files, *job.kept)]
     root = expert.root.local_path
     for place in (expert.path.local_path, *(root / name for name in names)):

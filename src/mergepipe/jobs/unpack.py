@@ -49,24 +49,24 @@ def unpack_store(
     """
     started = time.perf_counter()
     store = Stores()
-    opened = read_store(store, root)
-    base_checkpoint = _open_base(store, opened, base)
-    check_target(out, (root, base_checkpoint.path), force=None)
-    checkpoint = open_store(store, root, base_checkpoint)
+    opened, checkpoint, base_checkpoint = open_packed(store, root, base)
+    bases = () if base_checkpoint is None else (base_checkpoint,)
+    check_target(out, (root, *(base_checkpoint.path for base_checkpoint in bases)), force=None)
     tensor_bytes = sum(entry.nbytes for entry in opened.header.tensors)
     check_free_space(out, tensor_bytes)
     progress = _Counter(on_progress, tensor_bytes)
     reader = _Reader(opened, checkpoint, threads)
-    inputs = open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint))
+    inputs = open_files(store, _inputs(opened, base_checkpoint), (*bases, checkpoint))
     with inputs as files, Staging(out, force=False) as staging:
         _write_weights(reader, files, staging.path, store, progress)
         _write_kept(opened, staging.path, store)
-        check_unchanged(store, (base_checkpoint, checkpoint))
+        check_unchanged(store, (*bases, checkpoint))
         staging.publish()
-    return UnpackReport(root, base_checkpoint.path, out, tensor_bytes, time.perf_counter() - started)
+    base_path = None if base_checkpoint is None else base_checkpoint.path
+    return UnpackReport(root, base_path, out, tensor_bytes, time.perf_counter() - started)
 
 
-def verify_store(store: Store, path: Location, base: Checkpoint, threads: int) -> None:
+def verify_store(store: Store, path: Location, base: Checkpoint | None, threads: int) -> None:
     """Decode everything in the store at `path`, and compare it with the digests of the originals.
 
     Raises:
@@ -74,7 +74,7 @@ def verify_store(store: Store, path: Location, base: Checkpoint, threads: int) -
     """
     opened = read_store(store, path)
     reader = _Reader(opened, open_store(store, path, base), threads)
-    with open_files(store, _inputs(opened, base), (base,)) as files:
+    with open_files(store, _inputs(opened, base), () if base is None else (base,)) as files:
         for check in _checks(reader, files, store):
             check.run()
 
@@ -94,20 +94,19 @@ def verify_pack(
         CorruptError: header or index are damaged.
     """
     store = Stores()
-    opened = read_store(store, path)
-    base_checkpoint = _open_base(store, opened, base)
-    checkpoint = open_store(store, path, base_checkpoint)
+    opened, checkpoint, base_checkpoint = open_packed(store, path, base)
     reader = _Reader(opened, checkpoint, threads)
     progress = _Counter(on_progress, sum(entry.nbytes for entry in opened.header.tensors), "verify")
     damages: list[Damage] = []
-    with open_files(store, _inputs(opened, base_checkpoint), (base_checkpoint, checkpoint)) as files:
+    bases = () if base_checkpoint is None else (base_checkpoint,)
+    with open_files(store, _inputs(opened, base_checkpoint), (*bases, checkpoint)) as files:
         for check in _checks(reader, files, store):
             try:
                 check.run()
             except CorruptError as error:
                 damages.append(Damage("pack", check.file, check.tensor, 0, 0, error.problems[0].message))
             progress.add(check.nbytes)
-        check_unchanged(store, (base_checkpoint, checkpoint))
+        check_unchanged(store, (*bases, checkpoint))
     usage = store.ledger.usage()
     return VerifyReport(
         path=path.local_path if path.is_local else path,
@@ -144,7 +143,24 @@ def _checks(reader: _Reader, files: Mapping[Location, RangeFile], store: Store) 
         yield _Check(file.name, "", 0, partial(deque, parts, 0))
 
 
-def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint:
+def open_packed(
+    store: Store, path: Location, base: Location | None
+) -> tuple[OpenedStore, Checkpoint, Checkpoint | None]:
+    """Open a packed expert by itself: header and index, the expert, and its base, which lies where it was packed.
+
+    Raises:
+        NotFoundError, MismatchError: the store or its base is gone, or it is another base.
+        CorruptError, UnsupportedError: header or index are damaged, or of another version.
+    """
+    opened = read_store(store, path)
+    base_checkpoint = _open_base(store, opened, base)
+    return opened, open_store(store, path, base_checkpoint), base_checkpoint
+
+
+def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Checkpoint | None:
+    """Open the base of a store; None for one that was packed without a base."""
+    if not opened.header.base:
+        return None
     try:
         return open_checkpoint(store, Location.parse(opened.header.base) if base is None else base)
     except NotFoundError as error:
@@ -158,10 +174,11 @@ def _open_base(store: Store, opened: OpenedStore, base: Location | None) -> Chec
         ) from error  # fmt: skip
 
 
-def _inputs(opened: OpenedStore, base: Checkpoint) -> Iterator[Location]:
+def _inputs(opened: OpenedStore, base: Checkpoint | None) -> Iterator[Location]:
     sidecars = {file.name for file in opened.header.kept}
     yield from (opened.root / file.name for file in opened.fingerprints if file.name not in sidecars)
-    yield from (base.root / file.name for file in base.files)
+    if base is not None:
+        yield from (base.root / file.name for file in base.files)
 
 
 class _Counter:

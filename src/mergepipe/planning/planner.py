@@ -45,7 +45,7 @@ from mergepipe.planning.plan_assembly import (
 )
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import conflict_order, tensor_cosines
-from mergepipe.planning.selection.least_error import least_error_budget
+from mergepipe.planning.selection.least_error import compared_budgets, least_error_budget
 from mergepipe.planning.selection.policy_order import Order, ascending_steps, norm_order, random_order, stratified_order
 from mergepipe.planning.selection.select import Selection, full_costs, select_items
 from mergepipe.storage.buffers import PAGE_BYTES
@@ -56,10 +56,9 @@ def plan_merge(problem: PlanningProblem, request: BudgetRequest, policy: Policy,
     """Choose which blocks of the experts are read under the budget `request`.
 
     Laws: the planned cost is at most the budget; nothing that is left out would fit as well, unless more of it is
-    expected to make the result worse; the expected error never grows with the budget: for the policy `norm` and rules
-    that add deltas from any budget to any larger one, else from each twentieth of the full cost on, and never for the
-    policy `random`, which is a draw; a budget of the full cost reads everything; the same problem gives the same plan
-    on any machine.
+    expected to make the result worse, and for rules other than sums as far as budgets are compared (`least_error`); the
+    expected error never grows with the budget, but for the policy `random`, which is a draw; a budget of the full cost
+    reads everything; the same problem gives the same plan on any machine.
 
     Raises:
         RecipeError: `plan.on-omit`, the operator has no weights to renormalise.
@@ -252,7 +251,10 @@ class Ranking:
         wanted_bytes = budget_bytes if self.enough_bytes is None else min(budget_bytes, self.enough_bytes)
         if not self._compares_budgets:
             return wanted_bytes
-        return least_error_budget(wanted_bytes, self.full_cost_bytes, self._error_at)
+        return least_error_budget(wanted_bytes, self._compared_budgets(), self._error_at)
+
+    def _compared_budgets(self) -> tuple[int, ...]:
+        return compared_budgets(self.full_cost_bytes, self.least_useful_bytes() or 0)
 
     def select_in_order(self, budget_bytes: int) -> Selection:
         """Select in the policy's order within the budget, indices included; see `select_items`."""
@@ -287,14 +289,16 @@ class Ranking:
         return self._error_at(self._wanted_bytes(budget_bytes))
 
     def outlook(self, plan: Plan) -> Outlook | None:
-        """Estimate what a plan loses, and what half as much budget again would leave; None where nothing is known."""
+        """Estimate what a plan of this ranking loses, and what half as much again would leave; None if not known."""
         if not self._is_informed():
             return None
         spent_bytes = plan.planned_bytes + plan.saved_bytes
-        larger_bytes = min(self.full_cost_bytes, spent_bytes + max(1, spent_bytes // 2))
+        half_more_bytes = spent_bytes + max(1, spent_bytes // 2)
+        larger = (nbytes for nbytes in self._compared_budgets() if nbytes >= half_more_bytes)
+        larger_bytes = next(larger, self.full_cost_bytes)
         selected = replace(self, enough_bytes=None)  # beyond a target error too
         return Outlook(
-            three_digits(self.expected_error(spent_bytes)),
+            three_digits(self.expected_error(plan.budget_bytes)),
             larger_bytes,
             three_digits(selected.expected_error(larger_bytes)),
             is_least=not is_error_complete(self.data.columns, self.data.rules),
@@ -347,23 +351,18 @@ class Ranking:
             name = self.problem.experts[int(np.flatnonzero(unknown_E)[0])].text
             message = "has tensors without statistics, so that its error cannot be estimated"
             raise UnsupportedError.of("plan.target-unknown", name, message, "run `mergepipe analyze` first, or pack it")
-        error_by_bytes: dict[int, float] = {}
-        error = self._error(self.budget_bytes, error_by_bytes)
+        error = self.expected_error(self.budget_bytes)
         if error > target:
             message = f"the error that is expected within {self.budget_bytes} bytes is {error:.4g}, not {target:g}"
             raise LimitError.of("plan.target-error", "--target-error", message, "raise --budget or --target-error")
         low, high = 0, self.budget_bytes
+        for compared in self._compared_budgets() if self._compares_budgets else ():
+            if compared < high:
+                low, high = (compared + 1, high) if self.expected_error(compared) > target else (low, compared)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._error(middle, error_by_bytes) <= target else (middle + 1, high)
-        return self.select(high).planned_bytes
-
-    def _error(self, budget_bytes: int, error_by_bytes: dict[int, float]) -> float:
-        """Compute the expected error of a budget, cached in `error_by_bytes` by planned bytes."""
-        selection = self.select(budget_bytes)
-        if selection.planned_bytes not in error_by_bytes:
-            error_by_bytes[selection.planned_bytes] = expected_error(self._energies(selection))
-        return error_by_bytes[selection.planned_bytes]
+            low, high = (low, middle) if self.expected_error(middle) <= target else (middle + 1, high)
+        return high if self._compares_budgets else self.select(high).planned_bytes
 
     def _energies(self, selection: Selection) -> NDArray[np.float64]:
         return expected_energies(self.data.candidates, selection, self.score_EB, self.data.rules)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mergepipe.checkpoints.contract import Checkpoint
-from mergepipe.checkpoints.formats.config_json import Json, config_bytes, parse_config
+from mergepipe.checkpoints.formats.config_json import config_bytes, parse_config
 from mergepipe.checkpoints.tokenizers.chat_templates import (
     TEMPLATE_JSON_NAME,
     TEMPLATE_KEY,
@@ -15,9 +15,8 @@ from mergepipe.checkpoints.tokenizers.chat_templates import (
 )
 from mergepipe.checkpoints.tokenizers.embeddings import VOCAB_SIZE_KEY
 from mergepipe.checkpoints.tokenizers.vocabulary_files import CONFIG_NAME, SETTINGS_NAME, TOKENIZER_NAMES
-from mergepipe.core.blocks import DType
-from mergepipe.errors import CorruptError, MismatchError
-from mergepipe.recipes.resolve.tasks import LayerCount
+from mergepipe.errors import CorruptError
+from mergepipe.recipes.resolve.adapted_config import parsed_config, text_sections, with_dtype, with_layers
 from mergepipe.recipes.resolve.vocabulary_alignment import Alignment
 from mergepipe.runs.inputs.opened import Inputs
 from mergepipe.runs.publication.input_cards import InputCard, read_input_card
@@ -30,15 +29,7 @@ from mergepipe.storage.traffic import concurrent_map
 MERGEKIT_CONFIG_NAME = "mergekit_config.yml"
 """Where the Hub looks for the recipe of a merged model."""
 GENERATION_NAME = "generation_config.json"
-_DTYPE_KEYS = ("torch_dtype", "dtype")
-_LAYER_KEYS = (
-    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers", "depth",
-)  # fmt: skip
-_SIDES = ("decoder", "encoder")  # of a model with layers of both
-_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
-_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "text_model")
-_SECTION_SUFFIX, _TOKEN_ID_SUFFIX = "_config", "_token_id"
+_TOKEN_ID_SUFFIX = "_token_id"
 
 
 def planned_sidecars(inputs: Inputs, store: Store) -> dict[str, bytes]:
@@ -159,70 +150,6 @@ def _is_tokenizers(name: str) -> bool:
     return name in TOKENIZER_NAMES or "chat_template" in name or name.endswith(".tiktoken")
 
 
-def with_dtype(config: bytes, dtype: DType) -> bytes:
-    """Set the configuration's dtype to the output's, so that loaders do not cast; unchanged if it states none."""
-    content = _parsed(config)
-    if content is None:
-        return config
-    changed = False
-    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
-        for key in _DTYPE_KEYS:
-            if isinstance(section.get(key), str) and section[key] != dtype.recipe_name:
-                section[key] = dtype.recipe_name
-                changed = True
-    return config_bytes(content) if changed else config
-
-
-def with_layers(config: bytes, layers: LayerCount, *, where: object) -> bytes:
-    """Set the number of layers to that of the slices, and reorder lists with one entry per layer likewise.
-
-    Raises:
-        MismatchError: `config.layers`, nothing states the number of layers before.
-    """
-    content = _parsed(config) or {}
-    sections = _sections_of(content, layers.prefix)
-    stated = [(section, key) for section in sections for key in _layer_keys(section, layers)]
-    if not stated:
-        raise MismatchError.of(
-            "config.layers", where,
-            f"{layers.after} layers '{layers.prefix}*' cannot be stated: none of {', '.join(_LAYER_KEYS)} is "
-            f"{layers.before}, which is their number before",
-            "is it the configuration of this model?",
-        )  # fmt: skip
-    if layers.origins == tuple(range(layers.before)):
-        return config
-    for section, key in stated:
-        section[key] = layers.after
-        for name in _LAYER_LISTS:
-            listed = section.get(name)
-            if isinstance(listed, list) and len(listed) == layers.before:
-                section[name] = [listed[origin % layers.before] for origin in layers.origins]
-    return config_bytes(content)
-
-
-def _layer_keys(section: Json, layers: LayerCount) -> list[str]:
-    """Find the keys that state the number of these layers, such as `num_hidden_layers` or `decoder_layers`."""
-    stated_keys = [key for key in _LAYER_KEYS if section.get(key) == layers.before]
-    side = next((side for side in _SIDES if side in layers.prefix), None)
-    if side is None:
-        return stated_keys
-    side_keys = [key for key in stated_keys if side in key]
-    neutral = [key for key in stated_keys if not any(other_side in key for other_side in _SIDES)]
-    if side_keys and side == "decoder":
-        return side_keys
-    return side_keys + neutral  # models with both count encoders without naming them
-
-
-def _sections_of(content: Json, prefix: str) -> list[Json]:
-    """Find the sections that describe the layers of a prefix: `vision_config` for `vision_tower.layers.`."""
-    named = [
-        section
-        for name, section in content.items()
-        if isinstance(section, dict) and name.endswith(_SECTION_SUFFIX) and name.removesuffix(_SECTION_SUFFIX) in prefix
-    ]
-    return named or _text_sections(content)
-
-
 def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lender: Checkpoint, store: Store) -> None:
     """Set the vocabulary size to the number of rows, and token ids to those of the model whose tokenizer is used."""
     if CONFIG_NAME in contents:
@@ -236,8 +163,8 @@ def _align_configuration(contents: dict[str, bytes], alignment: Alignment, lende
 
 def with_vocab_size(config: bytes, n_rows: int) -> bytes:
     """Set every text vocabulary size in the configuration; unchanged if it states none."""
-    content = _parsed(config) or {}
-    stating = [section for section in _text_sections(content) if VOCAB_SIZE_KEY in section]
+    content = parsed_config(config) or {}
+    stating = [section for section in text_sections(content) if VOCAB_SIZE_KEY in section]
     if all(section[VOCAB_SIZE_KEY] == n_rows for section in stating):
         return config
     for section in stating:
@@ -247,7 +174,7 @@ def with_vocab_size(config: bytes, n_rows: int) -> bytes:
 
 def with_token_ids(config: bytes, lent: bytes) -> bytes:
     """Copy the ids of special tokens (`bos_token_id`, ...) from `lent`; unchanged if there are none."""
-    content, other = _parsed(config), _parsed(lent)
+    content, other = parsed_config(config), parsed_config(lent)
     if content is None or other is None:
         return config
     ids = {key: other[key] for key in content if key.endswith(_TOKEN_ID_SUFFIX) and key in other}
@@ -258,20 +185,7 @@ def with_chat_template(contents: Mapping[str, bytes], template: str) -> dict[str
     """Add this chat template in the files where newer and older loaders look for it."""
     changed = {name: content for name, content in contents.items() if name != TEMPLATE_JSON_NAME}
     changed[TEMPLATE_NAME] = template.encode()
-    settings = _parsed(contents[SETTINGS_NAME]) if SETTINGS_NAME in contents else None
+    settings = parsed_config(contents[SETTINGS_NAME]) if SETTINGS_NAME in contents else None
     if settings is not None:
         changed[SETTINGS_NAME] = config_bytes({**settings, TEMPLATE_KEY: template})
     return changed
-
-
-def _text_sections(content: Json) -> list[Json]:
-    """List the configuration and, for a multimodal model, its text section."""
-    return [content, *(content[name] for name in _TEXT_SECTIONS if isinstance(content.get(name), dict))]
-
-
-def _parsed(raw: bytes) -> Json | None:
-    """Parse a JSON object; None if the file holds none, in which case it is copied as it is."""
-    try:
-        return parse_config(raw, "")
-    except CorruptError:
-        return None

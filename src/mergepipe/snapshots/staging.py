@@ -203,11 +203,13 @@ class Staging:
     output is: anything else of that name is refused.
     """
 
+    _process = 0  # the one that has entered the context and not left it
+
     def __init__(self, out: Path, *, force: bool, can_continue: Callable[[Path], bool] | None = None) -> None:
         self._out = out.absolute()
         self._force = force
         self._can_continue = can_continue
-        self._made_parents: tuple[Path, ...] = ()
+        self._made_parents: list[Path] = []
         self._directory = staging_directory(self._out)
         self._lock = -1
         self._keeps = False
@@ -231,8 +233,9 @@ class Staging:
         return self._directory
 
     def __enter__(self) -> Staging:
+        self._process = os.getpid()
         try:
-            self._made_parents = _make_parents(self._out.parent)
+            _make_parents(self._out.parent, self._made_parents)
             while self._lock < 0:
                 self._lock = self._acquire()
             self._keeps = not self._is_new  # whatever is wrong, what an interrupted run left stays
@@ -299,7 +302,16 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._abandon()
+        try:
+            self._abandon()
+        except BaseException:  # an interrupt of the clearing itself
+            self._abandon()
+            raise
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():  # an interrupt came at the first step of `__enter__`, or of `__exit__`
+            with contextlib.suppress(Exception):
+                self._abandon()
 
     def keep(self) -> None:
         """Keep the directory when the context ends, so that another run can resume it."""
@@ -331,7 +343,7 @@ class Staging:
                 message = "was created, or written to, by somebody else meanwhile"
                 raise ConflictError.of("output.appeared", self._out, message, "choose another name") from error
             raise os_error(error, self._out, "publishing it") from error
-        self._made_parents = ()
+        self._made_parents.clear()
         self._keeps = False
         note_committed(self._out)
         try:
@@ -345,16 +357,20 @@ class Staging:
             ) from error
 
     def _abandon(self) -> None:
+        """Let go of the directory, and remove it unless it is kept; may be called again after an interrupt."""
+        if self._process == 0:
+            return
         if self._lock >= 0:
-            if not self._keeps:
+            if not self._keeps and _is_same(self._lock, self._directory):
                 _remove_all(self._directory)
-            os.close(self._lock)
-            self._lock = -1
+            lock, self._lock = self._lock, -1
+            os.close(lock)
         else:  # an interrupt may have come between making and locking it; another's is not empty, or tried again
             with contextlib.suppress(OSError, MergePipeError):
                 owned.remove_folder(self._directory)
         _remove_empty(self._made_parents)
-        self._made_parents = ()
+        self._made_parents.clear()
+        self._process = 0
 
 
 def staging_directory(out: Path) -> Path:
@@ -481,23 +497,20 @@ def _bring_back(directory: Path, out: Path) -> None:
         owned.rename(aside, out)
 
 
-def _make_parents(parent: Path) -> tuple[Path, ...]:
-    """Create missing directories; return those created, outermost first."""
+def _make_parents(parent: Path, made: list[Path]) -> None:
+    """Create missing directories, noting each in `made` before, outermost first; the caller removes them."""
     missing = []
     while not parent.exists():
         missing.append(parent)
         parent = parent.parent
-    missing.reverse()
-    try:
-        for directory in missing:
-            with contextlib.suppress(FileExistsError):
-                owned.make_folder(directory)
-    except BaseException as error:
-        _remove_empty(missing)
-        if isinstance(error, OSError):
-            raise os_error(error, missing[-1], "creating it") from error
-        raise
-    return tuple(missing)
+    for directory in reversed(missing):
+        made.append(directory)
+        try:
+            owned.make_folder(directory)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise os_error(error, missing[0], "creating it") from error
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -96,7 +97,13 @@ def _layers(text: str, rest: str, where: str) -> EveryLayer | TheseLayers:
         hint = did_you_mean(rest, tuple(every))
         raise RecipeError.of("tailor.units.layers", where, f"{text[:80]!r}: {rest[:80]!r} names no layers", hint)
     indices = [index for part in rest.split(",") for index in _index_range(part.strip(), text, where)]
-    return TheseLayers(text, tuple(dict.fromkeys(indices)))
+    repeated = [index for index, count in Counter(indices).items() if count > 1]
+    if repeated:
+        raise RecipeError.of(
+            "tailor.units.layers", where, f"{text[:80]!r} names layer {repeated[0]} twice",
+            "name each layer once; to put a layer in several places write 'slices', as for mergekit's passthrough",
+        )  # fmt: skip
+    return TheseLayers(text, tuple(indices))
 
 
 def _index_range(part: str, text: str, where: str) -> range:

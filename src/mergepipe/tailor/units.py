@@ -44,6 +44,12 @@ def layer(index: int) -> Unit:
     return Unit(UnitKind.LAYER, index)
 
 
+def at_layer(parameter: str, index: int) -> str:
+    """Return the name that a parameter of a layer has in layer `index`; other names are returned as they are."""
+    match = _STACK.match(parameter)
+    return f"{match['stack']}.{index}.{parameter[match.end() :]}" if match else parameter
+
+
 _STACK_WORDS = ("layers", "layer", "h", "blocks", "block")
 _STACK = re.compile(rf"^(?P<stack>(?:.*?\.)?(?:{'|'.join(_STACK_WORDS)}))\.(?P<index>\d{{1,6}})\.", re.ASCII)
 _EMBED_WORDS = frozenset({

@@ -12,6 +12,7 @@ from mergepipe.cli.render.json import check_json, merge_json
 from mergepipe.cli.render.merges import check_table, merge_table, shorten_names
 from mergepipe.cli.render.packing import pack_table
 from mergepipe.cli.render.snapshots import verify_table
+from mergepipe.deltastore.pack.base_match import BaseMatch
 from mergepipe.recipes.resolve.tasks import DroppedTensor
 from mergepipe.reports import (
     BudgetVerdict,
@@ -175,6 +176,12 @@ def test_pack_table__has_a_row_for_each_expert_and_fits_the_terminal(monkeypatch
     assert lines[1].split()[-7:] == ["6.77", "MB", "20.0%", "1.7", "s", "19.9", "MB/s"]
     assert "was packed before" in lines[2]
     assert "`mergepipe unpack /p/chat -o /m/math`" in lines[-1]
+    match = BaseMatch(Location.local(Path("/m/base")), 0.015, 40, 0.95, Location.local(Path("/m/other")), 1.41)
+    chosen = pack_table(replace(report, experts=(replace(math, match=match), replace(removed, match=match))))
+    assert "/p/math: /m/base, deltas of 1.5 % of the weights, nearest at 95 % of 40 samples; next is" in chosen
+    assert "/m/other with 141 %" in chosen
+    assert "not sure" not in chosen
+    assert "not sure" in pack_table(replace(report, experts=(replace(math, match=replace(match, next_delta=0.016)),)))
     monkeypatch.setenv("COLUMNS", "80")
     table = pack_table(report)
     assert max(map(len, table.splitlines())) <= 80

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -107,3 +110,44 @@ def test_signature_of__tells_arrays_apart_as_numba_does() -> None:
     arrays = (whole, whole.T, whole[:, ::2], whole.astype(np.float64), whole.astype(">f4"), whole[0], fixed)
     assert len({machine_code.signature_of((array,)) for array in arrays}) == len(arrays)
     assert machine_code.signature_of((1, 1.0, True, 1 << 63)) == (int, float, bool, machine_code.LARGE)
+
+
+class CountedJit:
+    """Stands in for LLVM: counts linkers, and gives each library the address of its code's length."""
+
+    def __init__(self) -> None:
+        self.linkers = 0
+
+    def create_lljit_compiler(self) -> int:
+        self.linkers += 1
+        time.sleep(0.01)  # other threads come by meanwhile
+        return self.linkers
+
+    def JITLibraryBuilder(self) -> CountedJit:
+        return self
+
+    def add_object_img(self, code: bytes) -> CountedJit:
+        assert code
+        return self
+
+    def add_current_process(self) -> CountedJit:
+        return self
+
+    def export_symbol(self, name: str) -> CountedJit:
+        assert name == "entry"
+        return self
+
+    def link(self, linker: int, name: str) -> dict[str, int]:
+        assert name
+        return {"entry": linker}
+
+
+def test_link__by_many_threads_at_once_makes_one_linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is forgotten would take away the code that it linked."""
+    jit = CountedJit()
+    monkeypatch.setattr(machine_code, "_binding", lambda: jit)
+    monkeypatch.setattr(machine_code, "_linked", [])
+    monkeypatch.setattr(machine_code, "_linker", cache(jit.create_lljit_compiler))
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(machine_code._link, [b"code"] * 8)) == {1}
+    assert jit.linkers == 1

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from mergepipe.planning.budget import ByteBudget, ShareBudget
+from mergepipe.planning.budget import ShareBudget
 from mergepipe.planning.candidates.block_columns import lay_out_columns
 from mergepipe.planning.candidates.items import Items
 from mergepipe.planning.candidates.level_ladders import ALL
 from mergepipe.planning.choices import PlanningChoices, Policy
-from mergepipe.planning.planner import plan_merge
+from mergepipe.planning.planner import plan_merge, rank_blocks
 from mergepipe.planning.problem import PlanningProblem
 from mergepipe.planning.selection.conflict_order import tensor_cosines
 from mergepipe.planning.selection.policy_order import (
@@ -148,9 +148,9 @@ def one_tensor(base: NDArray[np.float32], deltas: list[NDArray[np.float64]]) -> 
 
 
 def blocks_read(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[set[int]]:
-    """Blocks read of each expert under a budget of `n_blocks` blocks: four pages each, and one more as they lie."""
-    plan = plan_merge(problem, ByteBudget(n_blocks * 5 * 4096), policy, PlanningChoices())
-    return [{b for start, stop in access.blocks for b in range(start, stop)} for access in plan.tensors[0].access]
+    """Blocks that come first of each expert in `n_blocks` blocks: four pages each, and one more as they lie."""
+    ranking = rank_blocks(problem, ShareBudget(Fraction(1)), policy, PlanningChoices())
+    return [set(np.flatnonzero(read_B).tolist()) for read_B in ranking.select_in_order(n_blocks * 5 * 4096).read_EB]
 
 
 def read_of(problem: PlanningProblem, n_blocks: int, policy: Policy) -> list[int]:

@@ -67,7 +67,10 @@ def test_merge__without_statistics_comes_close_to_the_analysed_plan(family: Path
         assert report.expert_bytes + report.analysis_bytes <= report.planned_bytes <= report.budget_bytes
         analysed, probed = (_error(family, tmp_path / f"{kind}{budget}", tmp_path / "full") for kind in "ap")
         assert probed <= 1.25 * analysed
-    _merge(family, tmp_path / "unprobed", tmp_path / "other", "25%", probe=False)
+    unprobed = _merge(family, tmp_path / "unprobed", tmp_path / "other", "25%", probe=False)
+    advice = "\n".join(unprobed.notices)
+    assert "nothing is known of tensors, and what is read of them is spread evenly: `mergepipe analyze" in advice
+    assert "estimates" not in advice
     assert _error(family, tmp_path / "unprobed", tmp_path / "full") > 1.5 * probed
 
 
@@ -77,10 +80,18 @@ def test_merge__that_probes_says_so_and_remembers(family: Path, tmp_path: Path) 
     plan = json.loads((tmp_path / "first/mergepipe.json").read_text())["plan"]
     assert sum("known from a sample" in each["decision"] for each in plan["fallbacks"]) == N_EXPERTS
     assert all(each["side_bytes"] > 0 for each in plan["models"] if each["role"] == "expert")
-    assert [notice for notice in first.notices if "mergepipe analyze" in notice]
+    assert [n for n in first.notices if n.startswith("the plan is made from estimates: `mergepipe analyze")]
     _merge(family, tmp_path / "second", home, "25%")
     again = json.loads((tmp_path / "second/mergepipe.json").read_text())["plan"]
     assert not any(each.get("side_bytes") for each in again["models"])
+
+
+def test_merge__for_a_target_error_needs_no_preparation(family: Path, tmp_path: Path) -> None:
+    full = _merge(family, tmp_path / "full", tmp_path / "none", None)
+    options = MergeOptions(home=tmp_path / "home", plan=PlanOptions(block_elements=GRAIN))
+    report = mergepipe.merge(family / "ties-0.2.yml", tmp_path / "out", target_error="40%", options=options)
+    assert 0 < report.expert_bytes + report.analysis_bytes < 0.9 * full.expert_bytes
+    assert _error(family, tmp_path / "out", tmp_path / "full") < 0.5
 
 
 def test_merge__of_very_many_blocks_samples_none(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

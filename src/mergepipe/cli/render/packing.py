@@ -14,6 +14,7 @@ _CODEC_WORDS = {
     "bands": "in levels",
     "bytes": "without levels",
     "raw": "unencoded",
+    "standalone": "without the base",
 }
 
 
@@ -21,13 +22,29 @@ def pack_table(report: PackReport) -> str:
     """A row for each expert, and how to get replaced ones back."""
     head = ("store", "blocks", "expert", "packed", "of it", "time", "speed")
     table = columns_text(head, [_packed_row(expert) for expert in report.experts], left=2)
-    removed: list[Fact] = []
+    facts = [fact for expert in report.experts for fact in _base_of_choice(expert)]
     for expert in report.experts:
         if expert.is_original_removed:
+            base = report.base if expert.match is None else expert.match.base
             place = str(expert.expert).removesuffix(".safetensors")  # a bare file comes back in a directory
             command = f"`mergepipe unpack {expert.store} -o {place}`"
-            removed.append(("removed", f"{expert.expert}; {command} brings it back and needs the base {report.base}"))
-    return f"{table}\n\n{facts_text(removed)}" if removed else table
+            needs = "" if base is None else f" and needs the base {base}"
+            facts.append(("removed", f"{expert.expert}; {command} brings it back{needs}"))
+    return f"{table}\n\n{facts_text(facts)}" if facts else table
+
+
+def _base_of_choice(expert: PackedExpert) -> list[Fact]:
+    """Show the base that was chosen among several for an expert, and how sure that is."""
+    match = expert.match
+    if match is None or match.next_base is None or match.next_delta is None:
+        return []
+    sure = "" if match.is_sure else "; not sure"
+    text = (
+        f"{expert.store}: {match.base}, deltas of {100 * match.relative_delta:.3g} % of the weights, nearest at "
+        f"{100 * match.nearest_fraction:.3g} % of {match.n_samples} samples; next is {match.next_base} with "
+        f"{100 * match.next_delta:.3g} %{sure}"
+    )
+    return [("base", text)]
 
 
 def packing_facts(packed: Iterable[PackedExpert], not_packed: Iterable[NotPacked]) -> list[Fact]:

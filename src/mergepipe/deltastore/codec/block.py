@@ -7,26 +7,35 @@ module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.core.blocks import BF16, DType, DTypeKind
+from mergepipe.core.blocks import BF16, F16, DType, DTypeKind
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.decode import decode_band_deltas, decode_band_values
 from mergepipe.deltastore.codec.encode import BaseContexts, encode_bands
 from mergepipe.deltastore.codec.generic.byte_equality import bytes_equal
 from mergepipe.deltastore.codec.generic.byte_reader import corrupt
 from mergepipe.deltastore.codec.generic.bytewise import decode_bytewise, encode_bytewise
+from mergepipe.deltastore.codec.generic.standalone import (
+    decode_standalone,
+    encode_standalone,
+    estimate_standalone,
+)
 from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, RECORDED_LEVELS, Codec, Level, Piece
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.kernels.codec import decode_tile
+from mergepipe.deltastore.codec.tiles.element_codes import BF16_MANTISSA_BITS, F16_MANTISSA_BITS
+from mergepipe.kernels.codec import decode_all, decode_tile, encode_all
 from mergepipe.kernels.compilation.compiled import Floats
 from mergepipe.kernels.merge import take_delta
 
 RawBytes = NDArray[np.uint8]
+MANTISSA_BITS = {BF16: BF16_MANTISSA_BITS, F16: F16_MANTISSA_BITS}
 _NO_ERRORS = (0.0,) * len(RECORDED_LEVELS)
+_ALONE_FROM_SHARE = 0.5
+"""Blocks that are no larger than this share relative to their base are not encoded without it."""
 _MAX_SQUARED_ERROR = float(np.finfo(np.float32).max)
 
 
@@ -50,12 +59,21 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockContext:
-    """Inputs of decoding other than the pieces: the base's bytes of the block, its dtype, its tensor's bands."""
+    """Inputs of decoding other than the pieces: the base's bytes of the block, its dtype, its tensor's bands.
 
-    base: RawBytes
+    `base` is None for a tensor that its base lacks. Without `base_dtype` it has the dtype `dtype`.
+    """
+
+    base: RawBytes | None
     dtype: DType
     bands: Bands | None
     where: str
+    base_dtype: DType | None = None
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the base has another dtype."""
+        return self.base_dtype is not None and self.base_dtype is not self.dtype
 
 
 def base_contexts(base: RawBytes | None, dtype: DType) -> BaseContexts | None:
@@ -63,9 +81,29 @@ def base_contexts(base: RawBytes | None, dtype: DType) -> BaseContexts | None:
 
     None where no part does. The result is valid until the same thread calls this again.
     """
-    if base is None or dtype is not BF16 or len(base) < BANDED_FROM_ELEMENTS * dtype.itemsize:
+    if base is None or dtype not in MANTISSA_BITS or len(base) < BANDED_FROM_ELEMENTS * dtype.itemsize:
         return None
-    return BaseContexts.of(base.view(np.uint16))
+    return BaseContexts.of(base.view(np.uint16), MANTISSA_BITS[dtype])
+
+
+def raw_block(expert: RawBytes) -> EncodedBlock:
+    """Keep a block of a tensor without a base as it is."""
+    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert})
+
+
+def encode_converted(base: RawBytes, base_dtype: DType, expert: RawBytes, dtype: DType) -> EncodedBlock:
+    """Encode a block like `encode_block` relative to a base of another dtype, which is converted; without levels."""
+    encoded = encode_block(convert(base, base_dtype, dtype), expert, dtype, None)
+    return replace(encoded, errors=_plain_errors(base, expert, dtype, base_dtype))
+
+
+def convert(base: RawBytes, base_dtype: DType, dtype: DType) -> RawBytes:
+    """Convert a block of floats to another dtype, to the nearest, ties to even; the result is in `scratch`."""
+    n = len(base) // base_dtype.itemsize
+    values, converted = scratch("convert-values", n, np.float32), scratch("converted", n * dtype.itemsize, np.uint8)
+    decode_all(base, base_dtype.kernel_code, n, values)
+    encode_all(values, converted, dtype.kernel_code)
+    return converted
 
 
 def encode_block(
@@ -73,27 +111,29 @@ def encode_block(
 ) -> EncodedBlock:
     """Encode one block (bytes) relative to the same elements of its base, and verify that it decodes exactly.
 
-    A codec whose result does not decode to the expert's bytes, or is not smaller, is replaced by a simpler one.
+    The smallest of the results is taken. Where that does not decode to the expert's bytes it is replaced by the next.
     `prepared` is `base_contexts` of the base, if the caller has it.
     """
-    if base is not None:
-        if bytes_equal(base, expert):
-            return EncodedBlock(Codec.SAME, {})
-        for encoded in _candidates(base, expert, dtype, bands, prepared):
-            if encoded.nbytes < len(expert) and _decodes_to(
-                encoded, BlockContext(base, dtype, bands, "encoding"), expert
-            ):
-                return encoded
-    errors = _NO_ERRORS if base is None else _plain_errors(base, expert, dtype)
-    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}, errors)
+    if base is not None and bytes_equal(base, expert):
+        return EncodedBlock(Codec.SAME, {})
+    candidates = [] if base is None else _candidates(base, expert, dtype, bands, prepared)
+    if base is None or _may_be_smaller_alone(expert, dtype, min(candidate.nbytes for candidate in candidates)):
+        content = {Piece.WHOLE: encode_standalone(expert, dtype)}
+        candidates.append(EncodedBlock(Codec.STANDALONE, content, _plain_errors(base, expert, dtype)))
+    context = BlockContext(base, dtype, bands, "encoding")
+    for encoded in sorted(candidates, key=lambda candidate: candidate.nbytes):
+        if encoded.nbytes < len(expert) and _decodes_to(encoded, context, expert):
+            return encoded
+    return EncodedBlock(Codec.RAW, {Piece.WHOLE: expert}, _plain_errors(base, expert, dtype))
 
 
 def _candidates(
     base: RawBytes, expert: RawBytes, dtype: DType, bands: Bands | None, prepared: BaseContexts | None
 ) -> list[EncodedBlock]:
+    """Encode a block relative to its base; in the last one all elements can be expressed."""
     banded = None
-    if dtype is BF16 and bands is not None and len(expert) >= BANDED_FROM_ELEMENTS * dtype.itemsize:
-        banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, prepared)
+    if dtype in MANTISSA_BITS and bands is not None and len(expert) >= BANDED_FROM_ELEMENTS * dtype.itemsize:
+        banded = encode_bands(base.view(np.uint16), expert.view(np.uint16), bands, prepared, MANTISSA_BITS[dtype])
     candidates = [] if banded is None else [EncodedBlock(Codec.BANDS, banded.pieces, banded.errors, banded.counts)]
     if banded is None or candidates[0].nbytes >= len(expert):
         content = {Piece.WHOLE: encode_bytewise(base, expert, dtype)}
@@ -101,20 +141,27 @@ def _candidates(
     return candidates
 
 
-def _plain_errors(base: RawBytes, expert: RawBytes, dtype: DType) -> tuple[float, ...]:
+def _may_be_smaller_alone(expert: RawBytes, dtype: DType, nbytes: int) -> bool:
+    """Whether encoding without the base may take less than `nbytes`."""
+    return nbytes > _ALONE_FROM_SHARE * len(expert) and estimate_standalone(expert, dtype).estimated_bytes < nbytes
+
+
+def _plain_errors(
+    base: RawBytes | None, expert: RawBytes, dtype: DType, base_dtype: DType | None = None
+) -> tuple[float, ...]:
     """Squared errors of a block without levels: the whole delta at NOTHING, 0 from HEAD on."""
-    if dtype.kind is not DTypeKind.FLOAT:
+    if base is None or dtype.kind is not DTypeKind.FLOAT:
         return _NO_ERRORS
-    deltas = _deltas(base, expert, dtype).astype(np.float64)
+    deltas = _deltas(base, expert, dtype, base_dtype or dtype).astype(np.float64)
     squares = float((deltas[np.isfinite(deltas)] ** 2).sum())
     return (min(squares, _MAX_SQUARED_ERROR), *_NO_ERRORS[1:])
 
 
-def _deltas(base: RawBytes, expert: RawBytes, dtype: DType) -> Floats:
-    n, code = len(base) // dtype.itemsize, dtype.kernel_code
+def _deltas(base: RawBytes, expert: RawBytes, dtype: DType, base_dtype: DType) -> Floats:
+    n = len(expert) // dtype.itemsize
     base_values, expert_values, deltas = (np.empty(n, np.float32) for _ in range(3))
-    decode_tile(base, 0, code, n, base_values)
-    decode_tile(expert, 0, code, n, expert_values)
+    decode_tile(base, 0, base_dtype.kernel_code, n, base_values)
+    decode_tile(expert, 0, dtype.kernel_code, n, expert_values)
     take_delta(expert_values, base_values, n, deltas)
     return deltas
 
@@ -132,13 +179,16 @@ def decode_block(codec: Codec, pieces: Mapping[Piece, RawBytes], context: BlockC
         CorruptError: the pieces are not a valid encoding.
     """
     if codec is Codec.SAME:
-        out[:] = context.base
+        out[:] = _base(context)
     elif codec is Codec.BANDS:
         bands = _bands(context)
-        base, values = context.base.view(np.uint16), out.view(np.uint16)
-        decode_band_values(pieces, base, bands, context.where, values)
+        base_bits, values = _base(context).view(np.uint16), out.view(np.uint16)
+        mantissa_bits = MANTISSA_BITS[context.dtype]
+        decode_band_values(pieces, base_bits, bands, context.where, values, mantissa_bits=mantissa_bits)
     elif codec is Codec.BYTES:
-        out[:] = decode_bytewise(pieces[Piece.WHOLE], context.base, context.dtype, context.where)
+        out[:] = decode_bytewise(pieces[Piece.WHOLE], _base(context), context.dtype, context.where)
+    elif codec is Codec.STANDALONE:
+        decode_standalone(pieces[Piece.WHOLE], context.dtype, context.where, out)
     else:
         raw = pieces[Piece.WHOLE]
         if len(raw) != len(out):
@@ -154,20 +204,34 @@ def decode_deltas(
     Raises:
         CorruptError: the pieces are not a valid encoding.
     """
-    if codec is Codec.SAME or level is Level.NOTHING:
+    if level is Level.NOTHING or (codec is Codec.SAME and not context.is_converted):
         out[:] = 0
     elif codec is Codec.BANDS:
         bands = _bands(context)
-        base = context.base.view(np.uint16)
-        decode_band_deltas(pieces, level, base, bands, context.where, out)
+        base_bits, mantissa_bits = _base(context).view(np.uint16), MANTISSA_BITS[context.dtype]
+        decode_band_deltas(pieces, level, base_bits, bands, context.where, out, mantissa_bits=mantissa_bits)
     else:
-        expert = np.empty(len(context.base), np.uint8)
+        expert = np.empty(len(out) * context.dtype.itemsize, np.uint8)
         decode_block(codec, pieces, context, expert)
-        out[:] = _deltas(context.base, expert, context.dtype)
+        out[:] = _deltas(_stored_base(context), expert, context.dtype, context.base_dtype or context.dtype)
+
+
+def _base(context: BlockContext) -> RawBytes:
+    """The base's bytes in the expert's dtype."""
+    base = _stored_base(context)
+    if context.base_dtype is not None and context.is_converted:
+        return convert(base, context.base_dtype, context.dtype)
+    return base
+
+
+def _stored_base(context: BlockContext) -> RawBytes:
+    if context.base is None:
+        raise corrupt(context.where, "the block is encoded relative to its base, which lacks its tensor")
+    return context.base
 
 
 def _bands(context: BlockContext) -> Bands:
-    if context.dtype is not BF16:
+    if context.dtype not in MANTISSA_BITS:
         raise corrupt(context.where, f"the block is encoded in bands, which {context.dtype.name} does not support")
     if context.bands is None:
         raise corrupt(context.where, "the block is encoded in bands, but the header has no cuts for its tensor")

@@ -19,6 +19,7 @@ from mergepipe.deltastore.codec.piece_headers import CURSOR_FIELDS, END, FAULT, 
 from mergepipe.deltastore.codec.residuals.bit_unpacking import HAS_PDEP
 from mergepipe.deltastore.codec.scratch import scratch
 from mergepipe.deltastore.codec.tiles.decode import VECTOR_RESIDUALS, VECTOR_SYMBOLS, decode_tiles
+from mergepipe.deltastore.codec.tiles.element_codes import BF16_MANTISSA_BITS
 from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats
 
 BAND_PIECES = (Piece.HEAD, Piece.HEAD_FINE, Piece.BODY, Piece.BODY_FINE, Piece.REST)
@@ -30,29 +31,31 @@ Pieces = Mapping[Piece, NDArray[np.uint8]]
 
 
 def decode_band_values(
-    pieces: Pieces, base: Bits16, bands: Bands, where: str, out: Bits16, features: int = _FEATURES
-) -> None:
-    """Decode the expert's bf16 bits from all pieces.
+    pieces: Pieces, base: Bits16, bands: Bands, where: str, out: Bits16, features: int = _FEATURES,
+    mantissa_bits: int = BF16_MANTISSA_BITS,
+) -> None:  # fmt: skip
+    """Decode the expert's 16 bits an element from all pieces.
 
     Raises:
         CorruptError: the pieces are not a valid encoding.
     """
     values = out if _is_contiguous(out) else scratch("values", len(out), np.uint16)
-    _decode(pieces, Level.LOSSLESS, base, bands, where, values, _NO_DELTAS, features)
+    _decode(pieces, Level.LOSSLESS, base, bands, where, values, _NO_DELTAS, features, mantissa_bits)
     if values is not out:
         out[:] = values
 
 
 def decode_band_deltas(
-    pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, out: Floats, features: int = _FEATURES
-) -> None:
+    pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, out: Floats, features: int = _FEATURES,
+    mantissa_bits: int = BF16_MANTISSA_BITS,
+) -> None:  # fmt: skip
     """Decode deltas: exact where residuals are read, else the centroid of the band or the centre of the cell, else 0.
 
     Raises:
         CorruptError: the pieces that `level` reads are not a valid encoding.
     """
     deltas = out if _is_contiguous(out) else scratch("deltas", len(out), np.float32)
-    _decode(pieces, level, base, bands, where, _NO_VALUES, deltas, features)
+    _decode(pieces, level, base, bands, where, _NO_VALUES, deltas, features, mantissa_bits)
     if deltas is not out:
         out[:] = deltas
 
@@ -63,8 +66,9 @@ def _is_contiguous(array: NDArray[np.generic]) -> bool:
 
 
 def _decode(
-    pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, values: Bits16, deltas: Floats, features: int
-) -> None:
+    pieces: Pieces, level: Level, base: Bits16, bands: Bands, where: str, values: Bits16, deltas: Floats, features: int,
+    mantissa_bits: int,
+) -> None:  # fmt: skip
     n = len(base)
     if len(values) + len(deltas) != n:  # compiled code does not check bounds
         raise ValueError(f"{n} elements of the base, room for {len(values)} values and {len(deltas)} deltas")
@@ -84,6 +88,7 @@ def _decode(
         cursors_PF,
         requested_P,
         base_bits,
+        mantissa_bits,
         cuts,
         bands.limit,
         features,

@@ -1,4 +1,4 @@
-"""Encode a bf16 block relative to its bf16 base: bands of magnitude, and cells around the base's values for the rest.
+"""Encode a bf16 or fp16 block relative to a base of that dtype: bands of magnitude, and cells around the base.
 
 Format: "BANDS" in docs/internals/formats/delta-store.md.
 """
@@ -21,7 +21,15 @@ from mergepipe.deltastore.codec.residuals.bit_packing import pack_streams, resid
 from mergepipe.deltastore.codec.residuals.streams import STREAM_CODES, Exceptions
 from mergepipe.deltastore.codec.residuals.widths import N_SAMPLE_COUNTS, choose_widths
 from mergepipe.deltastore.codec.scratch import scratch
-from mergepipe.deltastore.codec.tiles.element_codes import FIRST_BODY_CODE, FIRST_CELL_CODE, N_WIDTHS, WIDTHS_PER_CLASS
+from mergepipe.deltastore.codec.tiles.element_codes import (
+    BF16_MANTISSA_BITS,
+    F16_MANTISSA_BITS,
+    FIRST_BODY_CODE,
+    FIRST_CELL_CODE,
+    N_WIDTHS,
+    WIDTHS_PER_CLASS,
+    are_finite,
+)
 from mergepipe.deltastore.codec.tiles.encode import count_sample, encode_tiles
 from mergepipe.kernels.compilation.compiled import Bytes, Counts, Doubles
 
@@ -50,13 +58,13 @@ class BaseContexts:
     by_element: Bytes
 
     @classmethod
-    def of(cls, base: Bits16) -> BaseContexts:
-        """Compute the contexts of a base block (bf16 bits).
+    def of(cls, base: Bits16, mantissa_bits: int = BF16_MANTISSA_BITS) -> BaseContexts:
+        """Compute the contexts of a base block (bits of bf16 or fp16).
 
         `by_element` is in `scratch`: valid until the same thread calls this for another block.
         """
         base = _contiguous(base, "encode-base")
-        contexts = Contexts.of(base)
+        contexts = Contexts.of(base, mantissa_bits)
         by_element = scratch("encode-contexts", padded_length(len(base)), np.uint8)
         contexts.fill_rows(base, by_element)
         return cls(contexts, by_element)
@@ -85,14 +93,22 @@ class _EncodedElements:
 
 
 def encode_bands(
-    base: Bits16, expert: Bits16, bands: Bands, prepared: BaseContexts | None = None
+    base: Bits16,
+    expert: Bits16,
+    bands: Bands,
+    prepared: BaseContexts | None = None,
+    mantissa_bits: int = BF16_MANTISSA_BITS,
 ) -> BandedBlock | None:
     """Encode one block; None where a delta is not finite, which this codec does not support.
 
     `prepared` are the contexts of `base`, if the caller has them.
     """
     base, expert = _contiguous(base, "encode-base"), _contiguous(expert, "encode-expert")
-    base_contexts = BaseContexts.of(base) if prepared is None else prepared
+    if mantissa_bits == F16_MANTISSA_BITS and not (
+        are_finite(base, mantissa_bits) and are_finite(expert, mantissa_bits)
+    ):
+        return None
+    base_contexts = BaseContexts.of(base, mantissa_bits) if prepared is None else prepared
     tables = _choose_tables(base, expert, base_contexts, bands)
     elements = _encode_elements(base, expert, base_contexts, bands, tables)
     if elements is None:
@@ -128,8 +144,16 @@ def _choose_tables(base: Bits16, expert: Bits16, base_contexts: BaseContexts, ba
     """Choose the widths of residuals from a sample of the block."""
     counts = np.zeros(N_SAMPLE_COUNTS, np.uint32)
     stride = _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
+    contexts = base_contexts.contexts
     count_sample(
-        base, expert, base_contexts.by_element, int(base_contexts.contexts.lows[0]), bands.bits, stride, counts
+        base,
+        expert,
+        contexts.mantissa_bits,
+        base_contexts.by_element,
+        int(contexts.lows[0]),
+        bands.bits,
+        stride,
+        counts,
     )
     cell_bits, widths = np.empty(_N_LOOKED_UP, np.uint8), np.empty(_N_LOOKED_UP, np.uint8)
     choose_widths(counts, base_contexts.contexts.count, cell_bits, widths)
@@ -146,7 +170,8 @@ def _encode_elements(
     codes[n:] = 0
     sums, errors = np.zeros(SUMS_SHAPE), np.zeros(ERROR_SUMS)
     n_exceptions = encode_tiles(
-        base, expert, base_contexts.by_element, int(base_contexts.contexts.lows[0]), bands.bits, bands.limit,
+        base, expert, base_contexts.contexts.mantissa_bits, base_contexts.by_element,
+        int(base_contexts.contexts.lows[0]), bands.bits, bands.limit,
         tables.cell_bits, tables.widths, codes, residuals, residual_widths, exceptions, sums.reshape(-1), errors,
     )  # fmt: skip
     if n_exceptions < 0:

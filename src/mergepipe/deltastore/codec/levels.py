@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from mergepipe.core.blocks import BF16, F16, F32
+
 BLOCK_ELEMENTS = 256 * 1024
 BANDED_FROM_ELEMENTS = 4096
 """Smaller blocks are not encoded in bands: the tables would cost more than they save."""
+BANDED_DTYPES = (BF16, F16)
+"""Dtypes that bands support, beside the same dtype."""
+CONVERTED_DTYPES = (BF16, F16, F32)
+"""Dtypes of bases that an expert of another of them is encoded relative to, after a conversion of the base."""
 BAND_DENSITIES = (0.2, 0.5)
 """Shares of a tensor's elements, largest deltas first, that its first two and its three bands hold at least."""
 
@@ -21,6 +27,7 @@ class Codec(IntEnum):
     BANDS = 1  # bf16 beside bf16: bands of magnitude, in levels
     BYTES = 2  # any dtype beside the same dtype: ordered differences, byte by byte
     RAW = 3  # the expert's bytes, unencoded
+    STANDALONE = 4  # any dtype, without the base: exponents coded, sign and mantissa kept
 
 
 class Piece(IntEnum):

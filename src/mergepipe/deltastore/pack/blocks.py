@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from mergepipe.checkpoints.contract import TensorEntry
 from mergepipe.core.blocks import BlockGrid, Span
 from mergepipe.deltastore.band_sample import Sample, bands_of, read_sample, sample_of
-from mergepipe.deltastore.codec.block import RawBytes, base_contexts, encode_block
+from mergepipe.deltastore.codec.block import (
+    EncodedBlock,
+    RawBytes,
+    base_contexts,
+    encode_block,
+    encode_converted,
+    raw_block,
+)
+from mergepipe.deltastore.codec.encode import BaseContexts
 from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
 from mergepipe.deltastore.index import digest, make_row
 from mergepipe.deltastore.pack.builder import Place, StoreBuilder
@@ -37,9 +45,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """The elements `span` of tensors of the same name, dtype and shape: the base's bytes and those of each expert.
+    """The elements `span` of tensors of the same name and shape: the base's bytes and those of each expert.
 
-    `span` begins and ends at block boundaries. Without a base (both None) the blocks are stored unencoded.
+    `span` begins and ends at block boundaries. Without a base both are None.
     """
 
     span: Span
@@ -60,17 +68,29 @@ class BlockGroup:
         Raises:
             StorageError: a block could not be written.
         """
-        base = None if self.base is None else self._part(self.base, block)
+        base = None
+        if self.base is not None and self.base_entry is not None:
+            base = self._part(self.base, self.base_entry, block)
         base_digest = None if base is None else digest(base)
-        prepared = base_contexts(base, self.members[0].entry.dtype) if len(self.members) > 1 else None
+        same_dtype = [m for m in self.members if self.base_entry and m.entry.dtype is self.base_entry.dtype]
+        prepared = base_contexts(base, same_dtype[0].entry.dtype) if len(same_dtype) > 1 else None
         for member in self.members:
-            content = self._part(member.content, block)
-            encoded = encode_block(base, content, member.entry.dtype, member.builder.bands(member.number), prepared)
+            content = self._part(member.content, member.entry, block)
+            encoded = self._encoded(base, member, content, prepared)
             row = make_row(encoded, base_digest, content)
             member.builder.put(member.number, block, content, encoded, row)
 
-    def _part(self, content: RawBytes, block: int) -> RawBytes:
-        entry = self.members[0].entry
+    def _encoded(
+        self, base: RawBytes | None, member: Member, content: RawBytes, prepared: BaseContexts | None
+    ) -> EncodedBlock:
+        dtype = member.entry.dtype
+        if member.place.stays_plain:
+            return raw_block(content)
+        if base is not None and self.base_entry is not None and self.base_entry.dtype is not dtype:
+            return encode_converted(base, self.base_entry.dtype, content, dtype)
+        return encode_block(base, content, dtype, member.builder.bands(member.number), prepared)
+
+    def _part(self, content: RawBytes, entry: TensorEntry, block: int) -> RawBytes:
         block_span = BlockGrid(entry.n_elements, BLOCK_ELEMENTS).span(block)
         first, size = self.span.start, entry.dtype.itemsize
         return content[(block_span.start - first) * size : (block_span.stop - first) * size]
@@ -103,7 +123,7 @@ class BandChooser:
 
     def _sample(self, entry: TensorEntry, content: RawBytes, purpose: Purpose) -> Sample:
         if len(content) == entry.nbytes:
-            return sample_of(content)
+            return sample_of(content, entry.dtype)
         return read_sample(entry, self._files[entry.file], purpose)
 
 

@@ -13,15 +13,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 import mergepipe
+from mergepipe.checkpoints.computed.expert_layouts import pieces_of
 from mergepipe.checkpoints.content_id import PassingContentId
 from mergepipe.checkpoints.contract import Checkpoint, FileFingerprint, TensorEntry
 from mergepipe.checkpoints.open_files import check_unchanged, open_files
-from mergepipe.core.blocks import BF16, BlockGrid
+from mergepipe.core.blocks import BlockGrid
 from mergepipe.core.canonical_json import digest_of
 from mergepipe.deltastore.checkpoint import OpenedStore, read_store
 from mergepipe.deltastore.codec.bands import Bands
 from mergepipe.deltastore.codec.block import EncodedBlock, RawBytes
-from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BLOCK_ELEMENTS, CONVERTED_DTYPES
 from mergepipe.deltastore.header import FORMAT, HEADER_NAME, KeptFile, PackedEntry, PackedFile, StoreHeader
 from mergepipe.deltastore.ordered_blocks import EARLY_BYTES, OrderedBlocks
 from mergepipe.deltastore.pack.kept_files import file_parts, write_kept
@@ -46,12 +47,16 @@ _WORTH_KEEPING = (KeyboardInterrupt, SystemExit, MemoryError, StorageError)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor of the expert: its counterpart in the base (or None), its file, its first row of the index."""
+    """One tensor of the expert: its counterpart in the base (or None), its file, its first row of the index.
+
+    `stays_plain`: merges may cut it into tensors of the base's layout, which needs its bytes as they are.
+    """
 
     entry: TensorEntry
     base: TensorEntry | None
     file: int
     first_row: int
+    stays_plain: bool
 
     @property
     def n_rows(self) -> int:
@@ -60,18 +65,19 @@ class Place:
     @property
     def can_have_bands(self) -> bool:
         """Whether its blocks may be encoded in bands."""
-        return self.base is not None and self.entry.dtype is BF16 and self.entry.n_elements > 0
+        is_same_dtype = self.base is not None and self.base.dtype is self.entry.dtype
+        return is_same_dtype and self.entry.dtype in BANDED_DTYPES and self.entry.n_elements > 0
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """One expert to be packed relative to its base: the store grows beside `out`, and is published at `place`.
+    """One expert to be packed, relative to its base if any: the store grows beside `out`, and is published at `place`.
 
     The two are the same unless `place` is in a bucket. `kept` are its files other than weights; `places` describes its
     tensors in the order of the store.
     """
 
-    base: Checkpoint
+    base: Checkpoint | None
     expert: Checkpoint
     out: Path
     place: Location
@@ -80,7 +86,12 @@ class PackJob:
 
     @classmethod
     def of(
-        cls, base: Checkpoint, expert: Checkpoint, out: Path, place: Location, kept_files: tuple[FileFingerprint, ...]
+        cls,
+        base: Checkpoint | None,
+        expert: Checkpoint,
+        out: Path,
+        place: Location,
+        kept_files: tuple[FileFingerprint, ...],
     ) -> PackJob:
         numbers = {expert.root / file.name: number for number, file in enumerate(expert.files)}
         places: list[Place] = []
@@ -88,7 +99,9 @@ class PackJob:
         for entry in expert.tensors.values():
             if not isinstance(entry, TensorEntry):
                 raise TypeError(f"not one byte range: {entry!r}")
-            places.append(Place(entry, _matching_tensor(base, entry), numbers[entry.file], row))
+            matching = _matching_tensor(base, entry)
+            stays_plain = base is not None and matching is None and bool(pieces_of(entry.name, entry.shape))
+            places.append(Place(entry, matching, numbers[entry.file], row, stays_plain))
             row += places[-1].n_rows
         return cls(base, expert, out, place, kept_files, tuple(places))
 
@@ -98,21 +111,26 @@ class PackJob:
         return sum(place.n_rows for place in self.places)
 
     @property
+    def bases(self) -> tuple[Checkpoint, ...]:
+        """The base, if there is one."""
+        return () if self.base is None else (self.base,)
+
+    @property
     def weight_files(self) -> set[Location]:
         """The weight files of the expert and of the base."""
-        return {checkpoint.root / file.name for checkpoint in (self.base, self.expert) for file in checkpoint.files}
+        return {checkpoint.root / file.name for checkpoint in (*self.bases, self.expert) for file in checkpoint.files}
 
     @property
     def base_files(self) -> str:
         """A digest of the fingerprints of the base's files."""
-        return digest_of(_fingerprints_of(self.base))
+        return digest_of([] if self.base is None else _fingerprints_of(self.base))
 
     @property
     def key(self) -> str:
         """A digest of everything that must be unchanged to resume another run's unfinished store."""
-        roots = [str(checkpoint.path.absolute()) for checkpoint in (self.base, self.expert)]
+        roots = [str(checkpoint.path.absolute()) for checkpoint in (*self.bases, self.expert)]
         kept_files = [[file.name, file.size_bytes, file.version] for file in self.kept]
-        fingerprints = [_fingerprints_of(self.base), _fingerprints_of(self.expert)]
+        fingerprints = [_fingerprints_of(checkpoint) for checkpoint in (*self.bases, self.expert)]
         return digest_of([mergepipe.__version__, FORMAT, BLOCK_ELEMENTS, *roots, *fingerprints, kept_files])
 
     def check_unchanged(self, store: Store) -> None:
@@ -121,13 +139,15 @@ class PackJob:
         Raises:
             ConflictError: naming the file.
         """
-        check_unchanged(store, (self.base, replace(self.expert, files=(*self.expert.files, *self.kept))))
+        check_unchanged(store, (*self.bases, replace(self.expert, files=(*self.expert.files, *self.kept))))
 
 
-def _matching_tensor(base: Checkpoint, entry: TensorEntry) -> TensorEntry | None:
-    """The base's tensor of the same name, dtype and shape."""
-    candidate = base.tensors.get(entry.name)
-    if isinstance(candidate, TensorEntry) and (candidate.dtype, candidate.shape) == (entry.dtype, entry.shape):
+def _matching_tensor(base: Checkpoint | None, entry: TensorEntry) -> TensorEntry | None:
+    """The base's tensor of the same name and shape, of the same dtype or one that is converted."""
+    candidate = None if base is None else base.tensors.get(entry.name)
+    if not isinstance(candidate, TensorEntry) or candidate.shape != entry.shape:
+        return None
+    if candidate.dtype is entry.dtype or {candidate.dtype, entry.dtype} <= set(CONVERTED_DTYPES):
         return candidate
     return None
 
@@ -317,7 +337,7 @@ class StoreBuilder:
     def _header(self, kept_files: tuple[KeptFile, ...], content_id: str) -> StoreHeader:
         job = self.job
         return StoreHeader(
-            base=str(job.base.path.absolute()),
+            base="" if job.base is None else str(job.base.path.absolute()),
             base_files=job.base_files,
             expert=str(job.expert.path.absolute()),
             is_bare_file=job.expert.path != job.expert.root,
@@ -333,9 +353,16 @@ class StoreBuilder:
 
     def _entry(self, number: int, place: Place) -> PackedEntry:
         entry, bands = place.entry, self.bands(number)
-        cuts = None if bands is None else bands.cuts
-        has_base = place.base is not None
-        return PackedEntry(entry.name, entry.dtype, entry.shape, place.file, place.first_row, has_base, cuts)
+        return PackedEntry(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            file=place.file,
+            first_row=place.first_row,
+            base_dtype=None if place.base is None else place.base.dtype,
+            is_plain=place.base is None and self._writer.are_raw(place.first_row, place.first_row + place.n_rows),
+            cuts=None if bands is None else bands.cuts,
+        )
 
     def _header_bytes(self, file: FileFingerprint) -> int:
         """The bytes of a weight file before its tensors: the header, with its length prefix."""

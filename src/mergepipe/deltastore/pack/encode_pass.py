@@ -131,7 +131,8 @@ def _cut(tensors: Sequence[tuple[StoreBuilder, int]]) -> Iterator[_Group]:
     place = builder.job.places[number]
     entry = place.entry
     first_blocks = [max(builder.n_done - builder.job.places[n].first_row, 0) for builder, n in tensors]
-    most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // block_bytes(entry))
+    entries = [builder.job.places[n].entry for builder, n in tensors] + ([] if place.base is None else [place.base])
+    most = max(1, min(REQUEST_BYTES, GROUP_BYTES // (len(tensors) + 1)) // max(map(block_bytes, entries)))
     block = min(first_blocks)
     while block < place.n_rows:
         later = [start for start in first_blocks if start > block]

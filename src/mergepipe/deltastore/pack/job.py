@@ -39,8 +39,10 @@ def open_base(store: Store, path: Location) -> Checkpoint:
     return base
 
 
-def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
-    """The job of packing an expert under its name in `folder`; one in a bucket is staged in `home`.
+def job_of(store: Store, base: Checkpoint | None, expert: Checkpoint, folder: Location, home: Path) -> PackJob:
+    """The job of packing an expert, relative to `base` if any, under its name in `folder`.
+
+    One in a bucket is staged in `home`.
 
     Raises:
         UnsupportedError: its files are not plain safetensors weights, or one has a name that stores use.
@@ -54,7 +56,7 @@ def job_of(store: Store, base: Checkpoint, expert: Checkpoint, folder: Location,
     real_path = store.real_path(expert.path) or expert.path
     place = folder / (real_path.name or real_path.root.rpartition("/")[2]).removesuffix(_SUFFIX)
     out = place.local_path if place.is_local else staging_place(place, home)
-    inputs = (base.path, expert.path)
+    inputs = (expert.path,) if base is None else (base.path, expert.path)
     if not place.is_local:
         check_apart(place, inputs)
     elif not is_store(store, place):

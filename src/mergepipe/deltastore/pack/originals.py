@@ -68,7 +68,9 @@ def differing_weights(store: Store, opened: OpenedStore, job: PackJob, threads: 
 def differing_base(store: Store, opened: OpenedStore, job: PackJob, threads: int) -> Location | None:
     """Find the first file of the base with a block that differs from what the store was packed with."""
     if [place.base is not None for place in job.places] != [tensor.has_base for tensor in opened.header.tensors]:
-        return job.base.path
+        return (job.base or job.expert).path
+    if job.base is None:
+        return None
     beside = [(place.base, place.first_row) for place in job.places if place.base is not None]
     entries, rows = [base for base, _ in beside], [row for _, row in beside]
     return _differing_file(store, job.base, opened.index.rows["base"], entries, rows, threads)

@@ -23,7 +23,7 @@ def portable_store(store: Store, opened: OpenedStore) -> OutputContent:
         StorageError: a small file cannot be read.
     """
     header = opened.header
-    paths = [path for path in (header.base, header.expert) if Location.parse(path).is_local]
+    paths = [path for path in (header.base, header.expert) if path and Location.parse(path).is_local]
     names = {path: PurePath(path).name for path in paths if PurePath(path).name != path}
     base, expert = (names.get(path, path) for path in (header.base, header.expert))
     objects = {

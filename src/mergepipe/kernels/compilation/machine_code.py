@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ def load(folders: list[Path], name: str, signature: Signature) -> Entry | None:
 
 
 _linked: list[Any] = []
+_link_lock = threading.Lock()
 
 
 @cache
@@ -203,13 +205,15 @@ def _linker() -> Any:
 
 
 def _link(code: bytes) -> int:
-    """Link object code into this process, for as long as it lives; return the address of its entry."""
-    binding = _binding()
-    name = f"kernel-{len(_linked)}"
-    library = binding.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol("entry")
-    tracker = library.link(_linker(), name)
-    _linked.append(tracker)
-    return int(tracker["entry"])
+    """Link object code into this process, for as long as it lives; return the address of its entry.
+
+    One thread at a time: a second linker, made meanwhile and forgotten, would take the code away that it has linked.
+    """
+    with _link_lock:
+        builder = _binding().JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol("entry")
+        tracker = builder.link(_linker(), f"kernel-{len(_linked)}")
+        _linked.append(tracker)
+        return int(tracker["entry"])
 
 
 def _entry_at(address: int, result_type: Any, signature: Signature) -> Entry:

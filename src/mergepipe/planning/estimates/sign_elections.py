@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from mergepipe.checkpoints.contract import LeveledTensor
+from mergepipe.checkpoints.contract import LeveledTensor, TensorEntry
 from mergepipe.planning.candidates.block_columns import Columns
 from mergepipe.planning.candidates.items import Candidates
 from mergepipe.planning.candidates.operator_rules import Rules
@@ -84,24 +84,42 @@ class ElectionExperts:
     normalize: bool
 
 
+@lru_cache(maxsize=64)
+def _unit_values(share_E: tuple[float, ...], tail_E: tuple[float, ...]) -> NDArray[np.float64]:
+    """Draw the kept values (E, N), with a mean square of 1 among those kept, of the elements that any expert keeps."""
+    sample, shares_E1 = element_sample(len(share_E)), np.array(share_E)[:, None]
+    is_kept_EN = sample.rank_EN < shares_E1
+    place_EN = sample.rank_EN / np.where(shares_E1 > 0, shares_E1, 1.0)
+    quantile_EN = np.clip(place_EN * _QUANTILES, 0, _QUANTILES - 1).astype(np.int64)
+    magnitude_EN = np.stack([tail_magnitudes(tail)[at_N] for tail, at_N in zip(tail_E, quantile_EN, strict=True)])
+    return np.asarray(np.where(is_kept_EN, sample.sign_EN * magnitude_EN, 0.0)[:, is_kept_EN.any(axis=0)])
+
+
+@lru_cache(maxsize=64)
+def _unit_noise(share_E: tuple[float, ...]) -> NDArray[np.float64]:
+    """Draw the signs of errors of kept values (E, N), of the elements that any expert keeps; 0 where not kept."""
+    sample = element_sample(len(share_E))
+    is_kept_EN = sample.rank_EN < np.array(share_E)[:, None]
+    return np.asarray(np.where(is_kept_EN, sample.noise_EN, 0.0)[:, is_kept_EN.any(axis=0)])
+
+
 def lost_and_total_energy(experts: ElectionExperts) -> tuple[float, float]:
     """Estimate the squared loss per element by unread experts, and the squared result per element."""
-    sample = element_sample(len(experts.weight_E))
-    kept_EN = sample.rank_EN < experts.share_E[:, None]
-    place_EN = sample.rank_EN / np.where(experts.share_E > 0, experts.share_E, 1.0)[:, None]
-    quantile_EN = np.clip(place_EN * _QUANTILES, 0, _QUANTILES - 1).astype(np.int64)
-    root_E = np.sqrt(np.divide(experts.energy_E, experts.share_E, out=np.zeros_like(experts.energy_E),
-                               where=experts.share_E > 0))  # fmt: skip
-    magnitude_EN = np.stack(
-        [tail_magnitudes(float(tail))[at_N] for tail, at_N in zip(experts.tail_E, quantile_EN, strict=True)]
-    )
-    value_EN = np.where(kept_EN, sample.sign_EN * magnitude_EN * root_E[:, None], 0.0)
-    noise_E = np.sqrt(np.divide(experts.noise_E, experts.share_E, out=np.zeros_like(experts.noise_E),
-                                where=experts.share_E > 0))  # fmt: skip
-    read_EN = np.where(kept_EN & experts.is_read_E[:, None], value_EN + sample.noise_EN * noise_E[:, None], 0.0)
+    share_E = tuple(experts.share_E.tolist())
+    value_EN = _unit_values(share_E, tuple(experts.tail_E.tolist())) * _per_kept(experts.energy_E, experts)[:, None]
+    read_EN = value_EN * experts.is_read_E[:, None]
+    if experts.noise_E.any():
+        noise_E = np.where(experts.is_read_E, _per_kept(experts.noise_E, experts), 0.0)
+        read_EN += _unit_noise(share_E) * noise_E[:, None]
     whole_N = ties_consensus(value_EN, experts.weight_E, normalize=experts.normalize)
     lost_N = ties_consensus(read_EN, experts.weight_E, normalize=experts.normalize) - whole_N
-    return float(np.mean(np.square(lost_N))), float(np.mean(np.square(whole_N)))
+    return float(lost_N @ lost_N) / SAMPLE_ELEMENTS, float(whole_N @ whole_N) / SAMPLE_ELEMENTS
+
+
+def _per_kept(energy_E: NDArray[np.float64], experts: ElectionExperts) -> NDArray[np.float64]:
+    """Compute the root mean square of kept values from energies per element."""
+    share_E = experts.share_E
+    return np.asarray(np.sqrt(np.divide(energy_E, share_E, out=np.zeros_like(energy_E), where=share_E > 0)))
 
 
 def ties_consensus(
@@ -109,13 +127,17 @@ def ties_consensus(
 ) -> NDArray[np.float64]:
     """Merge by TIES consensus (2306.01708, algorithm 1): weighted sum, or mean, of values of the elected sign."""
     weighted_EN = value_EN * weight_E[:, None]
-    is_up_N = weighted_EN.sum(axis=0) >= 0
-    agrees_EN = (value_EN != 0) & ((weighted_EN > 0) == is_up_N)
-    sum_N: NDArray[np.float64] = np.where(agrees_EN, weighted_EN, 0.0).sum(axis=0)
+    is_up_EN = weighted_EN > 0
+    sum_N: NDArray[np.float64] = weighted_EN.sum(axis=0)
+    up_N = (weighted_EN * is_up_EN).sum(axis=0)
+    elects_up_N = sum_N >= 0
+    elected_N: NDArray[np.float64] = np.where(elects_up_N, up_N, sum_N - up_N)
     if not normalize:
-        return sum_N
-    divisor_N = np.where(agrees_EN, weight_E[:, None], 0.0).sum(axis=0)
-    return sum_N / np.where(divisor_N == 0, 1.0, divisor_N)
+        return elected_N
+    up_weight_N = weight_E @ is_up_EN
+    down_weight_N = weight_E @ ((value_EN != 0) ^ is_up_EN)
+    divisor_N = np.where(elects_up_N, up_weight_N, down_weight_N)
+    return elected_N / np.where(divisor_N == 0, 1.0, divisor_N)
 
 
 def expected_energies(
@@ -212,7 +234,9 @@ def _shares_kept(columns: Columns, rules: Rules, t: int, share_E: NDArray[np.flo
         source = columns.source(e, t)
         if (e, t) in rules.shares_kept:
             kept_share_E[e] = rules.shares_kept[e, t]
-        if source is not None and isinstance(source, LeveledTensor) and share_E[e] < 1:
+        if share_E[e] == 1 or source is None or isinstance(source, TensorEntry):  # asked first: protocols are slow
+            continue
+        if isinstance(source, LeveledTensor):
             n_kept = source.kept_with_ties(int(share_E[e] * n_elements))
             kept_share_E[e] = kept_share_E[e] if n_kept is None else n_kept / n_elements
     return kept_share_E

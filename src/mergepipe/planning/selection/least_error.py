@@ -1,22 +1,51 @@
-"""Choose the budget to select for: the one asked for, or a smaller one with which less is expected to be lost."""
+"""Choose the budget to select for, so that the expected error never grows with the budget that is asked for."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 STEPS = 20
-"""Budgets are compared with those at multiples of this part of the full cost."""
+"""Budgets are compared at multiples of this part of the full cost, and at halves of the first of them."""
+HALVINGS = 3
+FINE_STEPS = 16
+"""Between two such budgets, selections are made at this many of their differences."""
 _DIGITS = 9  # so that the choice does not depend on the last bits of a sum
 
 
-def least_error_budget(budget_bytes: int, full_cost_bytes: int, error_of: Callable[[int], float]) -> int:
-    """Return which of `budget_bytes` and the steps below it has the least expected error, of equals the largest.
+def compared_budgets(full_cost_bytes: int, least_bytes: int) -> tuple[int, ...]:
+    """Return the budgets that are compared, ascending from the least useful one to the full cost."""
+    multiples = {full_cost_bytes * step // STEPS for step in range(1, STEPS + 1)}
+    halves = {full_cost_bytes // STEPS >> halving for halving in range(1, HALVINGS + 1)}
+    return tuple(sorted({least_bytes} | {nbytes for nbytes in multiples | halves if nbytes > least_bytes}))
 
-    Law: for steps `a <= b`, `error_of(least_error_budget(b)) <= error_of(least_error_budget(a))`.
+
+def least_error_budget(budget_bytes: int, compared: tuple[int, ...], error_of: Callable[[int], float]) -> int:
+    """Return the budget to select for: of those compared with the least error, of equals the largest.
+
+    Between two compared budgets their fine steps count as well, unless they have a smaller error than the upper one.
+    Below the first compared budget nothing is compared.
+
+    Law: for `compared[0] <= a <= b`, `error_of(least_error_budget(b)) <= error_of(least_error_budget(a))`.
     """
-    least_bytes, least_error = budget_bytes, round(error_of(budget_bytes), _DIGITS)
-    for step in range(STEPS - 1, 0, -1):
-        smaller_bytes = full_cost_bytes * step // STEPS
-        if smaller_bytes < budget_bytes and round(error_of(smaller_bytes), _DIGITS) < least_error:
-            least_bytes, least_error = smaller_bytes, round(error_of(smaller_bytes), _DIGITS)
-    return least_bytes
+
+    def error_at(nbytes: int) -> float:
+        return round(error_of(nbytes), _DIGITS)
+
+    n_reached = bisect_right(compared, budget_bytes)
+    if not n_reached:
+        return budget_bytes
+    least_error, least_bytes = min((error_at(nbytes), -nbytes) for nbytes in compared[:n_reached])
+    fine = [nbytes for nbytes in _fine_steps(compared[n_reached - 1 : n_reached + 1]) if nbytes <= budget_bytes]
+    if fine:
+        lower_limit = error_at(compared[n_reached])
+        allowed = [(error, -nbytes) for nbytes in fine if (error := error_at(nbytes)) >= lower_limit]
+        least_error, least_bytes = min([(least_error, least_bytes), *allowed])
+    return -least_bytes
+
+
+def _fine_steps(bounds: tuple[int, ...]) -> list[int]:
+    """List the fine steps between a compared budget and the next one, if there is one."""
+    lower_bytes, upper_bytes = bounds[0], bounds[-1]
+    steps = {lower_bytes + (upper_bytes - lower_bytes) * step // FINE_STEPS for step in range(1, FINE_STEPS)}
+    return sorted(steps - {lower_bytes})

@@ -18,6 +18,10 @@ SCALE = (
     (PARTIAL_ERROR, "a part of the merge: at 0.7 three quarters of its gain were kept"),
     (float("inf"), "little of the merge: an error of 1 is that of the base"),
 )
+_ADVISED = {
+    SAMPLED: "the plan is made from estimates",
+    REASON_MISSING: "nothing is known of tensors, and what is read of them is spread evenly",
+}
 UNKNOWN = "not known: nothing is known of some experts"
 
 
@@ -51,13 +55,12 @@ def verdict_of(plan: Plan) -> BudgetVerdict:
 
 def analysis_advice(plan: Plan) -> tuple[str, ...]:
     """Name the command that would make a plan exact, and what it reads; nothing where all is known."""
-    wanted = {fallback.where for fallback in plan.fallbacks if fallback.reason in (SAMPLED, REASON_MISSING)}
-    experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in wanted]
+    reasons = {fallback.where: fallback.reason for fallback in plan.fallbacks if fallback.reason in _ADVISED}
+    experts = [model for model in plan.models if model.role == "expert" and f"expert '{model.model}'" in reasons]
     bases = [model for model in plan.models if model.role == "base"]
     if not experts or not bases:
         return ()
     command = " ".join(["mergepipe analyze", *(shlex.quote(model.path) for model in (bases[0], *experts))])
     nbytes = bases[0].full_cost_bytes + sum(model.full_cost_bytes for model in experts)
-    return (
-        f"the plan is made from estimates: `{command}` reads {format_bytes(nbytes)} once, and makes later plans exact",
-    )
+    reason = "; ".join(text for reason, text in _ADVISED.items() if reason in reasons.values())
+    return (f"{reason}: `{command}` reads {format_bytes(nbytes)} once, and makes later plans exact",)

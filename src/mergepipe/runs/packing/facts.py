@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from mergepipe.core.blocks import BF16, BlockGrid, element_count
+from mergepipe.core.blocks import BlockGrid, element_count
 from mergepipe.deltastore.checkpoint import OpenedStore
-from mergepipe.deltastore.codec.levels import BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
+from mergepipe.deltastore.codec.levels import BANDED_DTYPES, BANDED_FROM_ELEMENTS, BLOCK_ELEMENTS, Codec
 from mergepipe.deltastore.header import PackedEntry
 from mergepipe.deltastore.pack.builder import PackJob
 from mergepipe.reports import PackedExpert
@@ -41,7 +41,7 @@ def blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:
     for tensor in opened.header.tensors:
         for block, span in enumerate(BlockGrid(element_count(tensor.shape), BLOCK_ELEMENTS).spans()):
             codec = opened.index.codec(tensor.first_row + block)
-            if codec not in (Codec.SAME, Codec.BANDS):
+            if codec not in (Codec.SAME, Codec.BANDS) and opened.header.base:
                 reasons[_reason(tensor, span.n_elements, codec)] += 1
     return dict(sorted(reasons.items()))
 
@@ -49,8 +49,10 @@ def blocks_outside_bands(opened: OpenedStore) -> dict[str, int]:
 def _reason(tensor: PackedEntry, n_elements: int, codec: Codec) -> str:
     if not tensor.has_base:
         return "no such tensor in the base"
-    if tensor.dtype is not BF16:
+    if tensor.dtype not in BANDED_DTYPES:
         return f"{tensor.dtype.name}, which has no bands"
     if n_elements < BANDED_FROM_ELEMENTS:
         return f"fewer than {BANDED_FROM_ELEMENTS} elements"
+    if codec is Codec.STANDALONE:
+        return "smaller without the base"
     return "not finite, or no smaller in levels" if codec is Codec.BYTES else "no smaller in any codec"

@@ -159,7 +159,7 @@ def _tap_packer(plan: TapPackRequest, threads: int, on_tick: Callable[[], None])
         builders = tuple(
             stack.enter_context(open_builder(job, store, resumes=False, sharing=len(plan.jobs))) for job in plan.jobs
         )
-        checkpoints = [checkpoint for job in plan.jobs for checkpoint in (job.base, job.expert)]
+        checkpoints = [checkpoint for job in plan.jobs for checkpoint in (*job.bases, job.expert)]
         files = stack.enter_context(open_files(store, inputs, checkpoints))
         streamed = {id(plan.jobs[j].places[number]) for route in plan.routes.values() for _, j, number in route}
         for first in range(0, len(builders), EXPERTS_AT_ONCE):

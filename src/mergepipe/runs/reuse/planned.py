@@ -47,7 +47,7 @@ class ReusingPlanner:
         budget = self.ranking.budget_bytes
         best = self._charged(budget)
         if self.ranking.options.target_error is not None or not any(True for _ in self.snapshots):
-            return best
+            return replace(best, outlook=self.ranking.outlook(best))
         above = self.ranking.full_cost_bytes
         for limit in self._trial_budgets():
             if limit <= best.budget_bytes:
@@ -63,7 +63,7 @@ class ReusingPlanner:
                 break
             tried = self._charged(limit)
             best, above = (tried, above) if tried.planned_bytes <= budget else (best, limit)
-        return replace(best, budget_bytes=budget)
+        return replace(best, budget_bytes=budget, outlook=self.ranking.outlook(best))
 
     def _trial_budgets(self) -> list[int]:
         """List the prefix costs above the budget that are tried, in descending order."""

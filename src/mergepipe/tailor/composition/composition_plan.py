@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergepipe.checkpoints.formats.zip_directory import Window
-from mergepipe.core.blocks import ByteRange
+from mergepipe.core.blocks import ByteRange, DType, Span
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Packing, Piece, StoredState
 from mergepipe.tailor.composition.archives.checksums import stale_checksums
 from mergepipe.tailor.composition.archives.edited_archive import plan_edited
-from mergepipe.tailor.composition.copy.plan import FilePlan, Literal, Patch, patch_states, patched_file
-from mergepipe.tailor.composition.request.assignment import Assignment, state_to_copy
+from mergepipe.tailor.composition.copy.plan import (
+    FilePlan,
+    Literal,
+    Patch,
+    Segment,
+    average_states,
+    patch_states,
+    patched_file,
+)
+from mergepipe.tailor.composition.request.assignment import Assignment
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, UnitStaleness, choose_steps, staleness_of
 from mergepipe.tailor.composition.state_overlay import StateOverlay, overlay_state
 from mergepipe.tailor.formats.dcp import unpack_piece
 from mergepipe.tailor.formats.pickle_node import PicklePath
 
+_MEMBER = Location.parse("member")  # stands for a file or member whose content is being planned
 _STEP_FORMS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
@@ -54,13 +63,8 @@ def plan_composition(store: Store, assignment: Assignment) -> CompositionPlan:
     steps = choose_steps(assignment)
     patches = PatchCollector(store)
     for (name, kind), target in assignment.skeleton.states.items():
-        owner = assignment.skeleton.units.tied.get(name, name)
-        if assignment.source_of[owner] == assignment.skeleton_index:
-            continue
-        source_state = state_to_copy(assignment.source(owner), name, kind)
-        if source_state is None:
-            raise AssertionError(f"{kind} of {name} was checked to be there")
-        patches.state(source_state, target)
+        if not assignment.keeps(name):
+            patches.state(assignment.state_of(name, kind), target)
     for choice in steps:
         patches.step(choice)
     overlay = overlay_state(store, assignment, list_skeleton(store, assignment.skeleton))
@@ -82,6 +86,12 @@ class PatchCollector:
         """Copy the values of `given` to the places of `target`."""
         self._note_windows(target.pieces)
         for file, patch in patch_states(unpacked(self._store, source), unpacked(self._store, target)):
+            self.by_file[file].append(patch)
+
+    def average(self, sources: Sequence[StoredState], weights: tuple[float, ...], target: StoredState) -> None:
+        """Write the average of raw states to the places of `target`."""
+        self._note_windows(target.pieces)
+        for file, patch in average_states(sources, weights, unpacked(self._store, target)):
             self.by_file[file].append(patch)
 
     def step(self, choice: StepChoice) -> None:
@@ -114,6 +124,14 @@ def unpacked(store: Store, state: StoredState) -> StoredState:
         return state
     pieces = (p if p.packing is Packing.RAW else unpack_piece(store, p, state.dtype) for p in state.pieces)
     return replace(state, pieces=tuple(pieces))
+
+
+def state_segments(store: Store, stored: StoredState, span: Span, dtype: DType) -> Iterator[Segment]:
+    """Yield the segments of the elements `span` of a source's state, in order, as values of `dtype`."""
+    place = Piece(_MEMBER, 0, span.n_elements * dtype.itemsize, span)
+    target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,) if span.n_elements else ())
+    for _, patch in patch_states(unpacked(store, stored), target):
+        yield patch.segment
 
 
 def plan_file(store: Store, file: SkeletonFile, patches: PatchCollector, overlay: StateOverlay) -> FilePlan:

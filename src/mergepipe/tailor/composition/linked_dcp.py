@@ -31,6 +31,13 @@ def plan_linked(store: Store, assignment: Assignment, out: Location | None) -> C
     """
     skeleton = assignment.skeleton
     require_own_state(assignment)
+    if assignment.resized is not None:
+        raise UnsupportedError.of(
+            "tailor.restack.link",
+            skeleton.path,
+            "a model of another number of layers is not composed by links",
+            "compose without --link",
+        )
     home = (out or skeleton.path.with_name("composite")).normal()
     moved = dict(_moves(assignment))
     metadata = read_dcp_metadata(store, skeleton.path)
@@ -56,10 +63,10 @@ def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
     skeleton = assignment.skeleton
     counters = [{name: step for step in source.steps for name in step.parameters} for source in assignment.sources]
     for (name, kind), target in skeleton.states.items():
-        index = assignment.source_of[skeleton.units.tied.get(name, name)]
-        if index == assignment.skeleton_index:
+        if assignment.keeps(name):
             continue
-        source_state = assignment.sources[index].states[name, kind]
+        index = assignment.source_of[skeleton.units.tied.get(name, name)]
+        source_state = assignment.sources[index].states[assignment.origin(name), kind]
         if any(piece.packing is not Packing.TORCH_ZIP for piece in source_state.pieces):
             raise UnsupportedError.of(
                 "tailor.link.partial", assignment.sources[index].path, "is partial: it has no chunks to point to",
@@ -73,8 +80,9 @@ def _moves(assignment: Assignment) -> Iterator[tuple[_Place, _Place]]:
         yield from zip(map(_place, target.pieces), map(_place, source_state.pieces), strict=True)
     for name, index in assignment.source_of.items():
         skeleton_counter = counters[assignment.skeleton_index].get(name)
-        if index != assignment.skeleton_index and skeleton_counter is not None:
-            yield from zip(map(_place, skeleton_counter.cells), map(_place, counters[index][name].cells), strict=True)
+        if not assignment.keeps(name) and skeleton_counter is not None:
+            cells = counters[index][assignment.origin(name)].cells
+            yield from zip(map(_place, skeleton_counter.cells), map(_place, cells), strict=True)
 
 
 def _place(piece: Piece) -> _Place:

@@ -16,7 +16,7 @@ from mergepipe.storage.contract import Store
 from mergepipe.tailor.checkpoint import FP32, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.composition_plan import unpacked
 from mergepipe.tailor.composition.copy.dtype_cast import cast_bytes, values_of
-from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
+from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment
 from mergepipe.tailor.composition.staleness import StepChoice
 from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.values import StateReader
@@ -86,7 +86,7 @@ class _Check:
         Returns how many elements were compared, and whether there was a master.
         """
         owner = self.made.units.tied.get(state.parameter, state.parameter)
-        stored = state_to_copy(self.assignment.source(owner), state.parameter, state.kind)
+        stored = self.assignment.find_state(state.parameter, state.kind)
         if stored is None:
             raise _failed(self.made, f"{state.kind} of {state.parameter} has no source")
         target = unpacked(self.store, state)
@@ -99,7 +99,7 @@ class _Check:
     def _compare(self, stored: StoredState, target: StoredState) -> int:
         """Compare `target` with `stored` cast to its dtype; return how many elements were compared."""
         count = 0
-        for span in _spans(target, self.thoroughness):
+        for span in compared_spans(target, self.thoroughness):
             wanted = cast_bytes(self.reader.read(stored, span), stored.dtype, target.dtype, stored.parameter)
             if not _same(wanted, self.reader.read(target, span), target):
                 raise _failed(
@@ -117,11 +117,10 @@ def _failed(made: TrainingCheckpoint, message: str) -> MergePipeError:
 
 
 def _check_structure(made: TrainingCheckpoint, assignment: Assignment, steps: tuple[StepChoice, ...]) -> None:
-    skeleton = assignment.skeleton
     if made.missing:
         raise _failed(made, f"lacks {made.missing[0]}")
     is_other_step = made.step != assignment.state.step and format_named(made.format).records_step
-    if is_other_step or dict(made.parameters) != dict(skeleton.parameters):
+    if is_other_step or dict(made.parameters) != dict(assignment.model.parameters):
         raise _failed(made, f"is at step {made.step} with {len(made.parameters)} parameters")
     wanted = {name: choice.value for choice in steps for name in choice.counter.parameters}
     written_steps = {name: step.value for step in made.steps for name in step.parameters}
@@ -138,7 +137,8 @@ def _same(a: NDArray[np.uint8], b: NDArray[np.uint8], state: StoredState) -> boo
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)))) and bool(np.isnan(x).any())
 
 
-def _spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+def compared_spans(state: StoredState, thoroughness: Thoroughness) -> Iterator[Span]:
+    """Yield the elements of a state that are compared."""
     for piece in state.pieces:
         start, stop = piece.span.start, piece.span.stop
         if thoroughness is Thoroughness.FULL:

@@ -10,6 +10,7 @@ from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import AdamStep, TrainingCheckpoint
 from mergepipe.tailor.composition.request.assignment import Assignment
+from mergepipe.tailor.units import Unit, UnitKind, layer
 
 
 class StepPolicy(StrEnum):
@@ -32,6 +33,7 @@ class StepChoice:
 class UnitStaleness:
     """One unit: its sources as (path, step, age), and the step counters it resumes with.
 
+    `origin` is the unit that it is in its sources, where that is another: a layer in another place.
     Ages are in steps behind the one training resumes at; a negative one is of a part that is newer.
     """
 
@@ -40,12 +42,14 @@ class UnitStaleness:
     sources: tuple[tuple[Location, int, int], ...]
     adam_steps: tuple[float, ...]
     step_policies: tuple[StepPolicy, ...]
+    origin: str = ""
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the staleness as JSON values."""
         return {
             "unit": self.unit,
             "parameters": self.n_parameters,
+            **({"origin": self.origin} if self.origin else {}),
             "sources": [{"path": str(path), "step": step, "age": age} for path, step, age in self.sources],
             "adam_steps": list(self.adam_steps),
             "step_policies": [policy.value for policy in self.step_policies],
@@ -53,12 +57,12 @@ class UnitStaleness:
 
 
 def choose_steps(assignment: Assignment, groups: Sequence[Sequence[str]] | None = None) -> tuple[StepChoice, ...]:
-    """Choose the value of every step counter: of the skeleton's, or of one for each of `groups`.
+    """Choose the value of every step counter: of the result's, or of one for each of `groups`.
 
     Law: where all of a counter's parameters come from one source, its value is that source's.
     """
     counters = [_counters(source) for source in assignment.sources]
-    wanted = assignment.skeleton.steps if groups is None else _regrouped(assignment.skeleton.steps, groups)
+    wanted = assignment.model.steps if groups is None else _regrouped(assignment.model.steps, groups)
     return tuple(_choose(assignment, counters, counter) for counter in wanted)
 
 
@@ -80,7 +84,7 @@ def _counters(source: TrainingCheckpoint) -> dict[str, float]:
 def _choose(assignment: Assignment, counters: list[dict[str, float]], counter: AdamStep) -> StepChoice:
     used = {assignment.source_of[name] for name in counter.parameters if name in assignment.source_of}
     candidates = [
-        counters[assignment.source_of[name]].get(name, counter.value)
+        counters[assignment.source_of[name]].get(assignment.origin(name), counter.value)
         for name in counter.parameters
         if name in assignment.source_of
     ]
@@ -97,7 +101,7 @@ def staleness_of(assignment: Assignment, steps: tuple[StepChoice, ...]) -> tuple
 def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterator[UnitStaleness]:
     newest = assignment.state.step
     for unit, indices in assignment.unit_sources():
-        names = assignment.skeleton.units.parameters[unit]
+        names = assignment.model.units.parameters[unit]
         choices = [by_name[name] for name in names if name in by_name]
         opened = [assignment.sources[index] for index in indices]
         yield UnitStaleness(
@@ -106,4 +110,12 @@ def _units(assignment: Assignment, by_name: Mapping[str, StepChoice]) -> Iterato
             sources=tuple((source.path, source.step, newest - source.step) for source in opened),
             adam_steps=tuple(sorted({choice.value for choice in choices})),
             step_policies=tuple(sorted({choice.policy for choice in choices})),
+            origin=_origin(assignment, unit),
         )
+
+
+def _origin(assignment: Assignment, unit: Unit) -> str:
+    """The layer that a layer is in its source, where that is another."""
+    if assignment.layers is None or unit.kind is not UnitKind.LAYER or assignment.layers[unit.index] == unit.index:
+        return ""
+    return str(layer(assignment.layers[unit.index]))

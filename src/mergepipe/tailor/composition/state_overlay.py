@@ -12,11 +12,14 @@ from mergepipe.checkpoints.formats.inert_values import PickledTensor
 from mergepipe.checkpoints.formats.strict_json import JsonValue
 from mergepipe.checkpoints.formats.torch_zip import read_torch_zip, walk_tensors
 from mergepipe.errors import CorruptError, MismatchError, UnsupportedError
+from mergepipe.recipes.resolve.adapted_config import states_layers, with_layers
 from mergepipe.storage.contract import Store, is_file
+from mergepipe.storage.limits import CONFIG_BYTES
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import Framework
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler
 from mergepipe.tailor.composition.request.assignment import Assignment
+from mergepipe.tailor.composition.request.restack import layer_count
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile
 from mergepipe.tailor.formats.dcp import METADATA_NAME
 from mergepipe.tailor.formats.dcp_metadata import merge_state, read_dcp_metadata
@@ -28,6 +31,7 @@ from mergepipe.tailor.formats.registry import format_named
 from mergepipe.tailor.formats.trainer_files import TRAINER_STATE_NAME, read_global_step
 
 SCHEDULER_NAME = "scheduler.pt"
+CONFIG_NAME = "config.json"
 _STATE_FILES = re.compile(r"trainer_state\.json|scheduler\.pt|rng_state(_\d{1,6})?\.pth", re.ASCII)
 _MODEL_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt", re.ASCII)
 _GROUPS = "param_groups"
@@ -74,10 +78,24 @@ def overlay_state(store: Store, assignment: Assignment, files: Sequence[Skeleton
         CorruptError, MismatchError: the state lacks what the framework needs, or has other parameter groups.
     """
     if assignment.state_index is None:
-        return StateOverlay(tuple(files))
+        return _with_layers(store, assignment, StateOverlay(tuple(files)))
     _check_state(store, assignment)
     replaced = _with_state_files(store, assignment, files)
-    return format_named(assignment.skeleton.format).overlay_state(store, assignment, replaced)
+    overlay = format_named(assignment.skeleton.format).overlay_state(store, assignment, replaced)
+    return _with_layers(store, assignment, overlay)
+
+
+def _with_layers(store: Store, assignment: Assignment, overlay: StateOverlay) -> StateOverlay:
+    """Describe a restacked model's layers in the configuration, where the checkpoint holds one."""
+    config = next((file for file in overlay.files if file.name == CONFIG_NAME), None)
+    if assignment.layers is None or config is None:
+        return overlay
+    layers = layer_count(assignment.skeleton.units, assignment.layers)
+    raw = store.read_small(config.path, CONFIG_BYTES)
+    if layers.after == layers.before and not states_layers(raw, layers):
+        return overlay
+    content = with_layers(raw, layers, where=config.path)
+    return replace(overlay, contents=MappingProxyType({**overlay.contents, CONFIG_NAME: content}))
 
 
 def _check_state(store: Store, assignment: Assignment) -> None:
@@ -108,6 +126,12 @@ def _state_files(store: Store, folder: Location) -> Iterator[SkeletonFile]:
             status = stat_regular(store, folder, entry.name)
             if status is not None:
                 yield SkeletonFile(entry.name, folder / entry.name, status.size_bytes)
+
+
+def apply_edits(edits: Edits, root: Node) -> None:
+    """Apply edits to a value that is pickled again anyway."""
+    for path, value in edits.items():
+        root.at(path[:-1]).mapping()[path[-1]] = value
 
 
 # --- options of the optimizer

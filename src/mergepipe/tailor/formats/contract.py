@@ -78,6 +78,14 @@ class TrainingFormat(CheckpointKind, Protocol):
         """
         ...
 
+    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """Plan a composite of a restacked model whose parameters are others than the skeleton's.
+
+        Raises:
+            UnsupportedError: the format is not written so, or not this checkpoint of it.
+        """
+        ...
+
     def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """Plan a composite that points into its sources; `out` None stands for a directory beside the skeleton.
 
@@ -88,13 +96,22 @@ class TrainingFormat(CheckpointKind, Protocol):
 
 
 class Copied:
-    """Formats that are composed by copying, for as many ranks as there were: the rest is refused."""
+    """Formats that are composed by copying, for as many ranks and layers as there were: the rest is refused."""
 
     __slots__ = ()
 
     def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
         """Refuse."""
         refuse_repartition(assignment.skeleton)
+
+    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """Refuse."""
+        before, after = assignment.skeleton.units.n_layers, assignment.model.units.n_layers
+        raise UnsupportedError.of(
+            "tailor.restack.resized", assignment.skeleton.path,
+            f"the slices stack {after} layers of a model of {before}, whose parameters are others; "
+            f"{assignment.skeleton.format} is not written so", "stack as many layers of the same kinds as there are",
+        )  # fmt: skip
 
     def plan_linked(self, store: Store, assignment: Assignment, out: Location | None) -> CompositionPlan:
         """Refuse."""

@@ -130,6 +130,8 @@ def read_zero(store: Store, folder: Location) -> TrainingCheckpoint:
     model_archive = read_torch_zip(store, files.model)
     model = Node(model_archive.root, files.model.name)
     ranks = [_open_rank(store, rank, path) for rank, path in sorted(files.optimizer.items())]
+    for opened in ranks:
+        _refuse_alignment(opened)
     stage = _stage(ranks[0])
     world_size = _world_size(ranks, model)
     groups = _flat_groups(model, stage, world_size)
@@ -175,6 +177,16 @@ def base_optimizer_path(stage: int | None) -> tuple[str, str]:
 def _open_rank(store: Store, rank: int, path: Location) -> _Rank:
     archive = read_torch_zip(store, path)
     return _Rank(rank, archive, Node(archive.root, path.name).get("optimizer_state_dict"))
+
+
+def _refuse_alignment(rank: _Rank) -> None:
+    """Refuse flat groups with padding between parameters, which would be read as values."""
+    node = rank.optimizer.find("param_alignment_paddings")
+    if node is not None and any(item.value for group in node.elements() for item in group.elements()):
+        raise UnsupportedError.of(
+            "tailor.zero.alignment", node.file, "its flat groups are padded between parameters",
+            "save without zero_optimization.parameter_alignment",
+        )  # fmt: skip
 
 
 def _stage(rank: _Rank) -> int:
@@ -402,6 +414,10 @@ class ZeroFormat(Copied):
         from mergepipe.tailor.composition.state_overlay import overlay_zero_state
 
         return overlay_zero_state(store, assignment, files)
+
+    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """A repartition writes all files anew."""
+        return self.plan_repartitioned(store, assignment, world_size)
 
     def plan_repartitioned(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
         """See `composition.repartition`."""

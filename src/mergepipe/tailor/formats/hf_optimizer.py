@@ -26,7 +26,7 @@ from mergepipe.tailor.checkpoint import (
     TrainingCheckpoint,
 )
 from mergepipe.tailor.composition.parameter_order import defined_order, trainer_order
-from mergepipe.tailor.formats.contract import Copied
+from mergepipe.tailor.formats.contract import Copied, refuse_repartition
 from mergepipe.tailor.formats.deepspeed import LATEST_NAME
 from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 from mergepipe.tailor.formats.scalars import read_scalar
@@ -41,6 +41,7 @@ from mergepipe.tailor.formats.transformers_names import ask_transformers
 from mergepipe.tailor.units import model_units
 
 if TYPE_CHECKING:
+    from mergepipe.tailor.composition.composition_plan import CompositionPlan
     from mergepipe.tailor.composition.request.assignment import Assignment
     from mergepipe.tailor.composition.skeleton_files import SkeletonFile
     from mergepipe.tailor.composition.state_overlay import StateOverlay
@@ -62,7 +63,7 @@ def read_hf_checkpoint(store: Store, folder: Location) -> TrainingCheckpoint:
     archive = read_torch_zip(store, folder / OPTIMIZER_NAME)
     optimizer = Node(archive.root, OPTIMIZER_NAME)
     config = read_json(store, folder / "config.json")
-    names = _numbered_names(folder, config, model, optimizer)
+    names = _numbering(folder, config, model, optimizer).names
     entries = {entry.name: entry for tensor in model.tensors.values() for entry in tensor.stored}
     states = {(t.name, WEIGHT): weight_state(t, WEIGHT) for t in entries.values()}
     steps = []
@@ -102,9 +103,18 @@ class _Numbering:
         return self.decayed + self.plain
 
 
-def _numbered_names(
-    folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node
-) -> tuple[str, ...]:
+def parameter_groups(store: Store, folder: Location) -> tuple[tuple[str, ...], ...]:
+    """Return the parameters with weight decay and without, in the order of their numbers.
+
+    Raises:
+        MergePipeError: see `read_hf_checkpoint`.
+    """
+    optimizer = Node(read_torch_zip(store, folder / OPTIMIZER_NAME).root, OPTIMIZER_NAME)
+    numbering = _numbering(folder, read_json(store, folder / "config.json"), open_checkpoint(store, folder), optimizer)
+    return numbering.decayed, numbering.plain
+
+
+def _numbering(folder: Location, config: Mapping[str, JsonValue], model: Checkpoint, optimizer: Node) -> _Numbering:
     """The parameter behind each number of the optimizer, checked against the groups and every shape."""
     model_type = str(config.get("model_type", ""))
     defined = defined_order(model_type, model.tensors)
@@ -112,7 +122,7 @@ def _numbered_names(
     numbering = _Numbering(*order)
     _check_groups(folder, optimizer, numbering)
     _check_shapes(folder, optimizer, numbering.names, model)
-    return numbering.names
+    return numbering
 
 
 def _check_groups(folder: Location, optimizer: Node, numbering: _Numbering) -> None:
@@ -201,6 +211,14 @@ class HfFormat(Copied):
     def resumes_partial(self, framework: Framework) -> bool:
         """The Trainer keeps its state in small files, which partial checkpoints hold."""
         return framework is Framework.TRANSFORMERS
+
+    def plan_resized(self, store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
+        """See `composition.resized`."""
+        from mergepipe.tailor.composition.resized import plan_resized_hf
+
+        if world_size != assignment.skeleton.world_size:
+            refuse_repartition(assignment.skeleton)
+        return plan_resized_hf(store, assignment)
 
     def overlay_state(self, store: Store, assignment: Assignment, files: Sequence[SkeletonFile]) -> StateOverlay:
         """See `composition.state_overlay`."""

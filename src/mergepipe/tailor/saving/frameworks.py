@@ -81,6 +81,14 @@ def tensor_bytes(tensor: Any) -> NDArray[np.uint8]:
     return raw
 
 
+def tensor_of_bytes(raw: NDArray[np.uint8], dtype: DType, shape: tuple[int, ...]) -> Any:
+    """A tensor on the host over the memory of its elements' bytes, which nothing else may change."""
+    import torch
+
+    name = next(name for name, known in TORCH_DTYPES.items() if known is dtype)
+    return torch.from_numpy(raw).view(getattr(torch, name)).reshape(shape)
+
+
 def tensor_sample(tensor: Any, n_elements: int) -> NDArray[np.float32]:
     """At most `n_elements` evenly spread elements as float32, copied."""
     flat = tensor.detach().reshape(-1)

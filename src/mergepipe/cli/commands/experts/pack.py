@@ -7,12 +7,25 @@ from typing import Annotated
 import typer
 
 from mergepipe.cli.guard import Session
-from mergepipe.cli.options import BasePath, ExpertPart, ExpertPaths, Home, ReportFlags, Threads
+from mergepipe.cli.options import ExpertPart, Home, ReportFlags, Threads
 from mergepipe.cli.outcomes import tell_what_is_published
 from mergepipe.cli.printing import print_report
 from mergepipe.cli.progress import progress_shown
 from mergepipe.cli.registration import add_command
 
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[BASE] EXPERT...", help="The base and models fine-tuned from it; with --base only those; one alone."
+    ),
+]
+Bases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base", metavar="BASE", help="A base that EXPERTs may have: each takes the nearest. May be given again."
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse a base that is hardly an expert's, or one of several.")]
 PackOut = Annotated[
     str, typer.Option("--out", "-o", metavar="DIR", help="Where the stores go: DIR/NAME for an expert named NAME.")
 ]
@@ -23,8 +36,10 @@ Replace = Annotated[
 
 EXAMPLES = (
     "mergepipe pack base/ expert-1/ expert-2/ --out packed/",
+    "mergepipe pack expert-1/ expert-2/ --base base/ --base other/ --out packed/",
     "mergepipe pack base/ expert-1/ --out s3://bucket/packed",
     "mergepipe pack base/ expert-*/ --out packed/ --part 2/4",
+    "mergepipe pack model/ --out packed/",
 )
 
 
@@ -35,10 +50,11 @@ def register(app: typer.Typer) -> None:
 
 def pack(
     context: typer.Context,
-    base: BasePath,
-    experts: ExpertPaths,
+    models: Models,
     *,
     out: PackOut,
+    base: Bases = None,
+    strict: Strict = False,
     replace: Replace = False,
     part: ExpertPart = None,
     threads: Threads = None,
@@ -47,16 +63,22 @@ def pack(
 ) -> None:
     """Keep each EXPERT as what it changes of BASE, bit for bit.
 
-    Every element is checked while it is packed. All experts are read in one pass with BASE. An
-    interrupted pack is resumed.
+    Of several bases each EXPERT takes the nearest one, told from samples. One model alone is
+    packed on its own, to about two thirds. Every element is checked while it is packed. All
+    experts are read in one pass with BASE. An interrupted pack is resumed.
     """
     session: Session = context.obj
     from mergepipe import api
     from mergepipe.jobs.parts import experts_of_part
 
+    is_alone = len(models) == 1 and not base
+    bases, experts = (base, models) if base or is_alone else (models[:1], models[1:])
     part_experts = experts_of_part(experts, part)
     with tell_what_is_published(), progress_shown(session, silent=printing.silent) as on_progress:
-        report = api.pack(base, part_experts, out, replace=replace, threads=threads, home=home, on_progress=on_progress)
+        report = api.pack(
+            bases, part_experts, out, replace=replace, strict=strict, threads=threads, home=home,
+            on_progress=on_progress,
+        )  # fmt: skip
     from mergepipe.cli.render.packing import pack_table
 
     print_report(report, pack_table, as_json=printing.as_json, quiet=printing.quiet)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mergepipe.deltastore.codec.entropy.rans import MAX_CONTEXTS, Bits16
 from mergepipe.deltastore.codec.tiles.element_codes import (
+    BF16_MANTISSA_BITS,
     N_EXPONENTS,
     choose_context_bounds,
     count_exponents,
@@ -30,6 +31,7 @@ class Contexts:
     """Context c covers base exponents from `lows[c]` up to below `lows[c - 1]`; the last low is 0."""
 
     lows: NDArray[np.uint8]
+    mantissa_bits: int = BF16_MANTISSA_BITS
 
     @property
     def count(self) -> int:
@@ -42,16 +44,16 @@ class Contexts:
         for context, low in enumerate(self.lows.tolist()):
             context_of_exponent[low:upper] = context
             upper = low
-        fill_contexts(base, len(base), context_of_exponent, contexts)
+        fill_contexts(base, self.mantissa_bits, len(base), context_of_exponent, contexts)
 
     @classmethod
-    def of(cls, base: Bits16) -> Contexts:
+    def of(cls, base: Bits16, mantissa_bits: int = BF16_MANTISSA_BITS) -> Contexts:
         """Choose contexts for a base block so that each, from the largest exponents down, has enough elements."""
         counts, lows = np.zeros(N_EXPONENTS, np.int64), np.empty(MAX_CONTEXTS, np.uint8)
         stride = _SAMPLE_STRIDE if len(base) >= _SAMPLED_FROM else 1
-        count_exponents(base, stride, counts)
+        count_exponents(base, mantissa_bits, stride, counts)
         enough = max(len(base) // _MIN_SHARE, _MIN_ELEMENTS) // stride
-        return cls(lows[: choose_context_bounds(counts, enough, lows)])
+        return cls(lows[: choose_context_bounds(counts, enough, lows)], mantissa_bits)
 
     @property
     def stored(self) -> NDArray[np.uint8]:

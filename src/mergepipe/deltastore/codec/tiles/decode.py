@@ -242,21 +242,23 @@ def _check_ends(cursors_PF: Counts, head: Stage, body: Stage, has_body: bool, st
 @kernel
 def _decode_all_tiles(
     stored: Bytes, head: Stage, body: Stage, streams: ResidualStreams, tables: BlockTables, requested_P: Bytes,
-    base: Bits16, cuts: Floats, limit: np.float32, features: int, codes: Bytes, values: Bits16, deltas: Floats,
+    base: Bits16, mantissa_bits: int, cuts: Floats, limit: np.float32, features: int, codes: Bytes, values: Bits16,
+    deltas: Floats,
 ) -> None:  # fmt: skip
     """Decode tile by tile: contexts, codes, residuals, values, deltas."""
     arrays, n, centroids, exact_masks = _make_tile_arrays(), len(base), tables.centroids, tables.exact_masks
     has_body, is_middle = bool(requested_P[BODY]), 1 - int(requested_P[REST])
     has_values = requested_P[HEAD_FINE] | requested_P[BODY]
-    top = top_edge_exponent(int(tables.lows[0]), int(cuts.view(np.int32)[0]))
+    top = top_edge_exponent(int(tables.lows[0]), int(cuts.view(np.int32)[0]), mantissa_bits)
     has_centroids = not requested_P[HEAD_FINE] or (has_body and not requested_P[BODY_FINE])
     for tile in range(0, n, TILE):
         stop = min(tile + TILE, n)
         tile_base, tile_codes, n_padded = base[tile:stop], codes[tile:stop], _padded(stop - tile)
         contexts = arrays.contexts[:n_padded]
         tile_contexts(
-            tile_base, tables.lows, tables.cell_bits, len(tables.lows), arrays.symbols, contexts, arrays.cell_bits
-        )
+            tile_base, mantissa_bits, tables.lows, tables.cell_bits, len(tables.lows), arrays.symbols, contexts,
+            arrays.cell_bits,
+        )  # fmt: skip
         symbols = arrays.symbols[:n_padded]
         _decode_stage(stored, head, bool(features & VECTOR_SYMBOLS), contexts, features, symbols)
         if has_body:
@@ -269,37 +271,48 @@ def _decode_all_tiles(
                 tile_codes[i] = symbols[i]
         decoded = arrays.values[: stop - tile] if len(deltas) else values[tile:stop]
         if has_values:
-            tile_edges(tile_base, tile_codes, cuts, arrays.edges)
+            tile_edges(tile_base, mantissa_bits, tile_codes, cuts, arrays.edges)
             _unpack_residuals(stored, streams, top, tile_codes, features, arrays)
-            tile_values(tile_base, tile_codes, arrays.residuals, arrays.cell_bits, is_middle, arrays.edges, decoded)
+            tile_values(
+                tile_base,
+                mantissa_bits,
+                tile_codes,
+                arrays.residuals,
+                arrays.cell_bits,
+                is_middle,
+                arrays.edges,
+                decoded,
+            )
         else:
             decoded[:] = tile_base
         if len(deltas):
             differences = deltas[tile:stop]
-            tile_deltas(tile_base, decoded, tile_codes, limit, arrays.edges, arrays.expert, differences)
+            tile_deltas(tile_base, mantissa_bits, decoded, tile_codes, limit, arrays.edges, arrays.expert, differences)
             if has_centroids:
                 apply_centroids(contexts, tile_codes, exact_masks, centroids, differences)
 
 
 @kernel
 def _replace_exceptions(
-    stored: Bytes, streams: ResidualStreams, base: Bits16, codes: Bytes, exact_masks: Integers, limit: np.float32,
-    values: Bits16, deltas: Floats,
+    stored: Bytes, streams: ResidualStreams, base: Bits16, mantissa_bits: int, codes: Bytes, exact_masks: Integers,
+    limit: np.float32, values: Bits16, deltas: Floats,
 ) -> None:  # fmt: skip
     """Replace the values or deltas of all exceptions."""
     for stream in range(3):
         if streams.counts[stream] == 0:
             continue
         if len(deltas):
-            replace_exception_deltas(stored, streams.exceptions[stream], base, codes, exact_masks, limit, deltas)
+            replace_exception_deltas(
+                stored, streams.exceptions[stream], base, mantissa_bits, codes, exact_masks, limit, deltas
+            )
         else:
             replace_exception_values(stored, streams.exceptions[stream], values)
 
 
 @kernel
 def decode_tiles(
-    stored: Bytes, cursors_PF: Counts, requested_P: Bytes, base: Bits16, cuts: Floats, limit: np.float32, features: int,
-    table: Bits32, body_table: Bits32, codes: Bytes, values: Bits16, deltas: Floats,
+    stored: Bytes, cursors_PF: Counts, requested_P: Bytes, base: Bits16, mantissa_bits: int, cuts: Floats,
+    limit: np.float32, features: int, table: Bits32, body_table: Bits32, codes: Bytes, values: Bits16, deltas: Floats,
 ) -> None:  # fmt: skip
     """Decode the requested pieces into `values`, or into `deltas` if that is not empty.
 
@@ -328,9 +341,10 @@ def decode_tiles(
     tables = BlockTables(lows[:n_contexts], cell_bits, centroids, _exact_code_masks(requested_P))
     _mask_centroids(tables.exact_masks, centroids)
     _decode_all_tiles(
-        stored, head, body, streams, tables, requested_P, base, cuts, limit, features, codes, values, deltas
-    )
+        stored, head, body, streams, tables, requested_P, base, mantissa_bits, cuts, limit, features, codes, values,
+        deltas,
+    )  # fmt: skip
     _check_ends(cursors_PF, head, body, has_body, streams)
     if cursors_PF[:, FAULT].any():
         return
-    _replace_exceptions(stored, streams, base, codes, tables.exact_masks, limit, values, deltas)
+    _replace_exceptions(stored, streams, base, mantissa_bits, codes, tables.exact_masks, limit, values, deltas)

@@ -17,9 +17,12 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     N_CODES,
     ZERO_CELL,
     Integers,
-    bf16_ordinal,
     first_ordinal_past,
-    widen_bf16,
+    float_value,
+    ordinal_of,
+    value_scale,
+    value_shift,
+    widen,
     width_index,
 )
 from mergepipe.kernels.compilation.compiled import Bits64, Bytes, Floats, kernel
@@ -31,12 +34,13 @@ N_STREAMS = 3
 
 @kernel
 def tile_contexts(
-    base: Bits16, lows: Bytes, cell_bits_C: Bytes, n_contexts: int, exponents: Bytes, contexts: Bytes, cell_bits: Bytes
-) -> None:
+    base: Bits16, mantissa_bits: int, lows: Bytes, cell_bits_C: Bytes, n_contexts: int, exponents: Bytes,
+    contexts: Bytes, cell_bits: Bytes,
+) -> None:  # fmt: skip
     """Write the context of each element, by its base's exponent, and its `cell_bits`; padding gets `SKIPPED`."""
-    m = len(base)
+    m, shift = len(base), np.uint16(mantissa_bits)
     for i in range(m):
-        exponents[i] = np.uint8((base[i] >> np.uint16(7)) & np.uint16(0xFF))
+        exponents[i] = np.uint8((base[i] & np.uint16(0x7FFF)) >> shift)
         contexts[i] = np.uint8(0)
         cell_bits[i] = cell_bits_C[0]
     for c in range(n_contexts - 1):
@@ -50,10 +54,10 @@ def tile_contexts(
 
 
 @kernel
-def tile_edges(base: Bits16, codes: Bytes, cuts: Floats, edges: Floats) -> None:
+def tile_edges(base: Bits16, mantissa_bits: int, codes: Bytes, cuts: Floats, edges: Floats) -> None:
     """Write the values that residuals are counted from: base plus or minus the band's cut; the base for cells."""
     cut0, cut1, cut2 = cuts[0], cuts[1], cuts[2]
-    widen_bf16(base, edges)
+    widen(base, mantissa_bits, edges)
     for i in range(len(base)):
         code = codes[i]
         cut = cut1 if code < np.uint8(FIRST_BODY_CODE) else cut2
@@ -143,14 +147,16 @@ def unpack_tile_by_4(
 
 @kernel
 def tile_values(
-    base: Bits16, codes: Bytes, residuals: Bits16, cell_bits: Bytes, is_middle: int, edges: Floats, values: Bits16
-) -> None:
-    """Write the bf16 values that codes and residuals give, relative to `tile_edges`; the base's for code 0.
+    base: Bits16, mantissa_bits: int, codes: Bytes, residuals: Bits16, cell_bits: Bytes, is_middle: int, edges: Floats,
+    values: Bits16,
+) -> None:  # fmt: skip
+    """Write the values that codes and residuals give, relative to `tile_edges`; the base's for code 0.
 
     `is_middle` is 1 where cells have no residuals: the middle of the cell is taken. At the base's ordinal, the base's
     bits.
     """
-    edge_bits, middle = edges.view(np.int32), np.int32(is_middle)
+    middle, shift = np.int32(is_middle), value_shift(mantissa_bits)
+    scale = np.float32(np.float32(1.0) / value_scale(mantissa_bits))
     for i in range(len(base)):
         code, cell_width, base_bits = np.int32(codes[i]), np.int32(cell_bits[i]), np.int32(base[i])
         is_cell = code >= np.int32(FIRST_CELL_CODE)
@@ -159,17 +165,18 @@ def tile_values(
         down = np.int32(0) if is_cell else np.int32(np.int32(code & np.int32(1)) - np.int32(1))
         offset = np.int32(np.int32(np.int32(residuals[i]) ^ down) - down)
         offset = np.int32(offset + cell) if is_cell else offset
-        ordinal = np.int32(first_ordinal_past(edge_bits[i], down) + offset)
+        ordinal = np.int32(first_ordinal_past(edges[i], down, shift, scale) + offset)
         sign = np.int32(ordinal >> np.int32(31))
         magnitude = np.int32(np.int32(np.int32(ordinal ^ sign) - sign) & np.int32(0x7FFF))
         value = np.int32(magnitude | np.int32(sign & np.int32(0x8000)))
-        is_base = (ordinal == bf16_ordinal(base_bits)) | (code == np.int32(0))
+        is_base = (ordinal == ordinal_of(base_bits)) | (code == np.int32(0))
         values[i] = np.uint16(base_bits if is_base else value)
 
 
 @kernel
 def tile_deltas(
     base: Bits16,
+    mantissa_bits: int,
     values: Bits16,
     codes: Bytes,
     limit: np.float32,
@@ -178,8 +185,8 @@ def tile_deltas(
     deltas: Floats,
 ) -> None:
     """Write the deltas from base to `values`; estimates from the middles of cells are clamped to `limit`."""
-    widen_bf16(base, base_values)
-    widen_bf16(values, expert_values)
+    widen(base, mantissa_bits, base_values)
+    widen(values, mantissa_bits, expert_values)
     for i in range(len(base)):
         difference = expert_values[i] - base_values[i]
         difference = np.float32(0.0) if expert_values[i] == base_values[i] else difference
@@ -212,20 +219,20 @@ def replace_exception_values(stored: Bytes, first: int, values: Bits16) -> None:
 
 @kernel
 def replace_exception_deltas(
-    stored: Bytes, first: int, base: Bits16, codes: Bytes, exact_masks: Integers, limit: np.float32, deltas: Floats
-) -> None:
+    stored: Bytes, first: int, base: Bits16, mantissa_bits: int, codes: Bytes, exact_masks: Integers, limit: np.float32,
+    deltas: Floats,
+) -> None:  # fmt: skip
     """Replace the deltas of exceptions among the elements whose delta is exact at this level."""
     positions = exception_positions(stored, first, len(base))
     first_bits = first + 4 * n_chunks_in(len(base)) + 2 * len(positions)
-    pair = np.empty(2, np.float32)
-    bits = pair.view(np.int32)
+    shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
     for e in range(len(positions)):
         position = np.uint64(positions[e])
-        bits[0] = np.int32(np.int32(base[position]) << np.int32(16))
-        bits[1] = np.int32(np.int32(read_u16(stored, first_bits + 2 * e)) << np.int32(16))
+        base_value = float_value(np.int32(base[position]), shift, scale)
+        expert_value = float_value(np.int32(read_u16(stored, first_bits + 2 * e)), shift, scale)
         code = codes[position]
         if exact_masks[np.uint64(code)] != 0:
-            deltas[position] = _delta_of(pair[0], pair[1], code, limit)
+            deltas[position] = _delta_of(base_value, expert_value, code, limit)
 
 
 @kernel

@@ -14,6 +14,12 @@ from mergepipe.kernels.compilation.compiled import Bytes, Counts, Floats, kernel
 
 Integers = NDArray[np.int32]
 
+# Fields of a float of 16 bits, by the bits of its mantissa: bf16 or fp16. Its value is a float32 with the same
+# magnitude bits, shifted, times a power of two.
+BF16_MANTISSA_BITS, F16_MANTISSA_BITS = 7, 10
+_FLOAT32_MANTISSA_BITS = 23
+_F16_SCALE, _F16_EXPONENT_OFFSET = 2.0**112, 112
+
 # Codes of an element. 1 ... 4: first and second band; 5, 6: third band; each up, then down. 7 ... 20: cells of
 # 2**low ordinal differences; difference 0 is the first of the cell ZERO_CELL.
 N_CODES = 32
@@ -40,27 +46,53 @@ QUANTILE_BUCKETS = 128
 
 
 @kernel
-def bf16_ordinal(bits: np.int32) -> np.int32:
-    """The rank of a bf16 (its bits) among all bf16 values, monotonic in the value; both zeros have 0."""
+def value_shift(mantissa_bits: int) -> np.int32:
+    """Bits by which a magnitude is shifted to be that of a float32."""
+    return np.int32(_FLOAT32_MANTISSA_BITS - mantissa_bits)
+
+
+@kernel
+def value_scale(mantissa_bits: int) -> np.float32:
+    """The power of two by which a float32 with a shifted magnitude is multiplied."""
+    return np.float32(_F16_SCALE if mantissa_bits == F16_MANTISSA_BITS else 1.0)
+
+
+@kernel
+def float_value(bits: np.int32, shift: np.int32, scale: np.float32) -> np.float32:
+    """The float32 value of 16 bits. Infinities and NaNs of fp16 are taken for finite values, which no block has."""
+    magnitude = np.int32(np.int32(bits & np.int32(0x7FFF)) << shift)
+    sign = np.int32(np.int32(bits << np.int32(16)) & np.int32(-0x80000000))
+    return np.float32(np.int32(magnitude | sign).view(np.float32) * scale)
+
+
+@kernel
+def ordinal_of(bits: np.int32) -> np.int32:
+    """The rank of 16 bits among all values of their dtype, monotonic in the value; both zeros have 0."""
     sign = np.int32(-np.int32(bits >> np.int32(15)))
     return np.int32(np.int32(np.int32(bits & np.int32(0x7FFF)) ^ sign) - sign)
 
 
 @kernel
-def first_ordinal_past(bits: np.int32, down: np.int32) -> np.int32:
-    """The ordinal of the first bf16 at or past a float32 (its bits): upwards, or downwards where `down` is -1."""
+def first_ordinal_past(edge: np.float32, down: np.int32, shift: np.int32, scale: np.float32) -> np.int32:
+    """The ordinal of the first value at or past a float32: upwards, or downwards where `down` is -1.
+
+    `scale` is 1 divided by `value_scale`.
+    """
+    bits = np.float32(edge * scale).view(np.int32)
+    past = np.int32(np.int32(np.int32(1) << shift) - np.int32(1))
     sign = np.int32(bits >> np.int32(31))
     whole = np.int32(np.int32(np.int32(bits & np.int32(0x7FFFFFFF)) ^ sign) - sign)
-    return np.int32(np.int32(whole + np.int32(np.int32(0xFFFF) & np.int32(~down))) >> np.int32(16))
+    return np.int32(np.int32(whole + np.int32(past & np.int32(~down))) >> shift)
 
 
 @kernel
-def top_edge_exponent(first_low: int, largest_cut: int) -> np.int32:
+def top_edge_exponent(first_low: int, largest_cut: int, mantissa_bits: int) -> np.int32:
     """The exponent of the first class of edges; hardly any edge has a larger one.
 
     `first_low` is the lowest exponent of the first context, `largest_cut` the bits of the first cut.
     """
-    context_bound, cut_bound = np.int32(first_low) + np.int32(2), (np.int32(largest_cut) >> np.int32(23)) + np.int32(1)
+    offset = np.int32(_F16_EXPONENT_OFFSET + 2 if mantissa_bits == F16_MANTISSA_BITS else 2)
+    context_bound, cut_bound = np.int32(first_low) + offset, (np.int32(largest_cut) >> np.int32(23)) + np.int32(1)
     return np.int32(context_bound if context_bound > cut_bound else cut_bound)
 
 
@@ -79,13 +111,13 @@ def width_index(code: np.int32, edge: np.int32, top: np.int32) -> np.int32:
 
 
 @kernel
-def count_exponents(base: Bits16, stride: int, counts: Counts) -> None:
+def count_exponents(base: Bits16, mantissa_bits: int, stride: int, counts: Counts) -> None:
     """Add the exponents of every `stride`th element of `base` to `counts`."""
     # Four counters for each exponent: equal neighbours would otherwise depend on each other's store.
     partial_counts = np.zeros(4 * N_EXPONENTS, np.uint32)
-    n = (len(base) + stride - 1) // stride
+    n, shift = (len(base) + stride - 1) // stride, np.uint16(mantissa_bits)
     for i in range(n):
-        exponent = np.uint64((base[np.uint64(i) * np.uint64(stride)] >> np.uint16(7)) & np.uint16(0xFF))
+        exponent = np.uint64((base[np.uint64(i) * np.uint64(stride)] & np.uint16(0x7FFF)) >> shift)
         partial_counts[(np.uint64(i) & np.uint64(3)) * np.uint64(N_EXPONENTS) + exponent] += np.uint32(1)
     for i in range(4 * N_EXPONENTS):
         counts[i % N_EXPONENTS] += np.int64(partial_counts[i])
@@ -108,21 +140,32 @@ def choose_context_bounds(counts: Counts, enough: int, lows: Bytes) -> int:
 
 
 @kernel
-def fill_contexts(base: Bits16, n: int, context_of: Bytes, contexts: Bytes) -> None:
+def fill_contexts(base: Bits16, mantissa_bits: int, n: int, context_of: Bytes, contexts: Bytes) -> None:
     """Write the context of every element, by its base's exponent; padding gets `SKIPPED`."""
+    shift = np.uint16(mantissa_bits)
     for i in range(n):
-        contexts[i] = np.uint8((base[i] >> np.uint16(7)) & np.uint16(0xFF))
+        contexts[i] = np.uint8((base[i] & np.uint16(0x7FFF)) >> shift)
     look_up(context_of, contexts, n, contexts)
     for i in range(n, len(contexts)):
         contexts[i] = SKIPPED
 
 
 @kernel
-def widen_bf16(bf16_bits: Bits16, values: Floats) -> None:
-    """Write the float32 values of bf16 bit patterns."""
-    bits = values.view(np.int32)
-    for i in range(len(bf16_bits)):
-        bits[i] = np.int32(np.int32(bf16_bits[i]) << np.int32(16))
+def widen(stored: Bits16, mantissa_bits: int, values: Floats) -> None:
+    """Write the float32 values of floats of 16 bits."""
+    shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
+    for i in range(len(stored)):
+        values[i] = float_value(np.int32(stored[i]), shift, scale)
+
+
+@kernel
+def are_finite(stored: Bits16, mantissa_bits: int) -> bool:
+    """Whether no element is an infinity or a NaN: these have the largest exponent."""
+    first = np.uint16(0x7FFF) >> np.uint16(mantissa_bits) << np.uint16(mantissa_bits)
+    is_beyond = np.uint8(0)
+    for i in range(len(stored)):
+        is_beyond |= np.uint8((stored[i] & np.uint16(0x7FFF)) >= first)
+    return bool(is_beyond == 0)
 
 
 @kernel

@@ -19,9 +19,12 @@ from mergepipe.deltastore.codec.tiles.element_codes import (
     TILE,
     ZERO_CELL,
     Integers,
-    bf16_ordinal,
     first_ordinal_past,
+    float_value,
+    ordinal_of,
     top_edge_exponent,
+    value_scale,
+    value_shift,
     width_index,
 )
 from mergepipe.kernels.compilation.compiled import Bits32, Bytes, Doubles, Floats, kernel
@@ -41,15 +44,8 @@ def _as_bits(value: np.float32) -> np.int32:
 
 
 @kernel
-def _bf16_value(bits: np.int32) -> np.float32:
-    """The float32 value of a bf16 bit pattern."""
-    return _as_float(np.int32(bits << np.int32(16)))
-
-
-@kernel
-def _delta(base: np.int32, expert: np.int32) -> np.float32:
+def _delta(base_value: np.float32, expert_value: np.float32) -> np.float32:
     """The delta as merges define it: 0 where both are the same infinity."""
-    base_value, expert_value = _bf16_value(base), _bf16_value(expert)
     difference = np.float32(expert_value - base_value)
     return np.float32(0.0) if expert_value == base_value else difference
 
@@ -69,40 +65,46 @@ def _band_code(bits: np.int32, first: np.int32, second: np.int32) -> np.int32:
 
 
 @kernel
-def _band_edge(base: np.int32, bits: np.int32, first: np.int32, second: np.int32, third: np.int32) -> np.int32:
-    """The edge (its bits) of the band of a delta (its bits): base plus or minus the cut."""
+def _band_edge(base: np.float32, bits: np.int32, first: np.int32, second: np.int32, third: np.int32) -> np.float32:
+    """The edge of the band of a delta (its bits): base plus or minus the cut."""
     magnitude = _magnitude(bits)
     cut = second if magnitude >= second else third
     cut = first if magnitude >= first else cut
     signed = _as_float(np.int32(cut | np.int32(bits & np.int32(-0x80000000))))
-    return _as_bits(np.float32(_bf16_value(base) + signed))
+    return np.float32(base + signed)
 
 
 @kernel
-def _band_residual(expert: np.int32, edge: np.int32, bits: np.int32) -> np.int32:
+def _band_residual(
+    expert: np.int32, edge: np.float32, bits: np.int32, shift: np.int32, inverse_scale: np.float32
+) -> np.int32:
     """The residual of an element in a band: its ordinal counted from the band's edge, away from the base."""
     down = np.int32(bits >> np.int32(31))
-    return np.int32(np.int32(np.int32(bf16_ordinal(expert) - first_ordinal_past(edge, down)) ^ down) - down)
+    first = first_ordinal_past(edge, down, shift, inverse_scale)
+    return np.int32(np.int32(np.int32(ordinal_of(expert) - first) ^ down) - down)
 
 
 @kernel
 def _sample_indices(
-    base: Bits16, expert: Bits16, contexts: Bytes, cuts: Integers, top: np.int32, indices: Integers
+    base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, cuts: Integers, top: np.int32, indices: Integers
 ) -> None:
     """Write the index of the sample count that each element adds to."""
     first, second, third = cuts[0], cuts[1], cuts[2]
+    value_bits, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
+    inverse_scale = np.float32(np.float32(1.0) / scale)
     for i in range(len(base)):
         base_bits, expert_bits = np.int32(base[i]), np.int32(expert[i])
-        bits = _as_bits(_delta(base_bits, expert_bits))
+        base_value = float_value(base_bits, value_bits, scale)
+        bits = _as_bits(_delta(base_value, float_value(expert_bits, value_bits, scale)))
         is_band = _magnitude(bits) >= third
-        step = abs(np.int32(bf16_ordinal(expert_bits) - bf16_ordinal(base_bits)))
-        edge = _band_edge(base_bits, bits, first, second, third)
-        residual = _band_residual(expert_bits, edge, bits) if is_band else step
+        step = abs(np.int32(ordinal_of(expert_bits) - ordinal_of(base_bits)))
+        edge = _band_edge(base_value, bits, first, second, third)
+        residual = _band_residual(expert_bits, edge, bits, value_bits, inverse_scale) if is_band else step
         # the exponent of residual + 0.5, less its bias, is the number of bits
         exponent = np.int32(_as_bits(np.float32(np.float32(residual) + np.float32(0.5))) >> np.int32(23))
         length = np.int32(exponent - np.int32(126))
         width = length if (residual >= np.int32(0)) & (length < np.int32(16)) else np.int32(16)
-        index = width_index(_band_code(bits, first, second), edge, top)
+        index = width_index(_band_code(bits, first, second), _as_bits(edge), top)
         width_count = np.int32(np.int32(index * np.int32(WIDTH_COUNTS)) + width)
         shift = np.int32(length - np.int32(4)) if length > np.int32(4) else np.int32(0)
         bucket = np.int32(np.int32(shift << np.int32(3)) + np.int32(residual >> np.int32(shift & np.int32(31))))
@@ -112,47 +114,51 @@ def _sample_indices(
 
 @kernel
 def count_sample(
-    base: Bits16, expert: Bits16, contexts: Bytes, first_low: int, cuts: Integers, stride: int, counts: Bits32
-) -> None:
+    base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, first_low: int, cuts: Integers, stride: int,
+    counts: Bits32,
+) -> None:  # fmt: skip
     """Add the elements of every `stride`th tile to the sample counts (`N_SAMPLE_COUNTS`). `cuts` are float32 bits."""
-    indices, top = np.empty(TILE, np.int32), top_edge_exponent(first_low, cuts[0])
+    indices, top = np.empty(TILE, np.int32), top_edge_exponent(first_low, cuts[0], mantissa_bits)
     n = len(base)
     for tile in range(0, n, TILE * stride):
         stop = min(tile + TILE, n)
-        _sample_indices(base[tile:stop], expert[tile:stop], contexts[tile:stop], cuts, top, indices)
+        _sample_indices(base[tile:stop], expert[tile:stop], mantissa_bits, contexts[tile:stop], cuts, top, indices)
         for i in range(stop - tile):
             counts[np.uint64(indices[i])] += np.uint32(1)
 
 
 @kernel
 def _tile_residuals(
-    base: Bits16, expert: Bits16, cell_bits: Bytes, cuts: Integers, top: np.int32, codes: Bytes, residuals: Integers,
-    width_indices: Bytes, is_exception: Bytes, deltas: Floats,
+    base: Bits16, expert: Bits16, mantissa_bits: int, cell_bits: Bytes, cuts: Integers, top: np.int32, codes: Bytes,
+    residuals: Integers, width_indices: Bytes, is_exception: Bytes, deltas: Floats,
 ) -> np.int32:  # fmt: skip
     """Write codes and residuals of all elements; return the bits of the largest |delta|.
 
     Masks, not branches: elements in cells and in bands alternate at random.
     """
     first, second, third = cuts[0], cuts[1], cuts[2]
+    shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
+    inverse_scale = np.float32(np.float32(1.0) / scale)
     largest = np.int32(0)
     for i in range(len(base)):
         base_bits, expert_bits = np.int32(base[i]), np.int32(expert[i])
         cell_width = np.int32(cell_bits[i] & np.uint8(15))
-        delta = _delta(base_bits, expert_bits)
+        base_value = float_value(base_bits, shift, scale)
+        delta = _delta(base_value, float_value(expert_bits, shift, scale))
         bits = _as_bits(delta)
         magnitude = _magnitude(bits)
         largest = magnitude if magnitude > largest else largest
-        step = np.int32(bf16_ordinal(expert_bits) - bf16_ordinal(base_bits))
+        step = np.int32(ordinal_of(expert_bits) - ordinal_of(base_bits))
         cell = np.int32(np.int32(step >> cell_width) + np.int32(ZERO_CELL))
         cell = np.int32(0) if cell < np.int32(0) else cell
         cell = np.int32(_LAST_CELL) if cell > np.int32(_LAST_CELL) else cell
         cell_residual = np.int32(step - np.int32(np.int32(cell - np.int32(ZERO_CELL)) << cell_width))
         code = _band_code(bits, first, second)
-        edge = _band_edge(base_bits, bits, first, second, third)
-        band_residual = _band_residual(expert_bits, edge, bits)
+        edge = _band_edge(base_value, bits, first, second, third)
+        band_residual = _band_residual(expert_bits, edge, bits, shift, inverse_scale)
         codes[i] = np.uint8(code if magnitude >= third else np.int32(cell + np.int32(FIRST_CELL_CODE)))
         residuals[i] = band_residual if magnitude >= third else cell_residual
-        width_indices[i] = np.uint8(width_index(code, edge, top))
+        width_indices[i] = np.uint8(width_index(code, _as_bits(edge), top))
         # The other zero: beside a zero it has the base's ordinal, elsewhere decoding gives the positive zero.
         is_exception[i] = np.uint8(
             ((expert_bits == np.int32(0x8000)) | (step == np.int32(0))) & (expert_bits != base_bits)
@@ -163,18 +169,19 @@ def _tile_residuals(
 
 @kernel
 def _tile_middles(
-    base: Bits16, codes: Bytes, cell_bits: Bytes, limit: np.float32, deltas: Floats, middles: Floats
+    base: Bits16, mantissa_bits: int, codes: Bytes, cell_bits: Bytes, limit: np.float32, deltas: Floats, middles: Floats
 ) -> None:
     """Write the decoded deltas of the middles of cells, clamped to `limit`; of elements in bands the delta itself."""
+    shift, scale = value_shift(mantissa_bits), value_scale(mantissa_bits)
     for i in range(len(base)):
         base_bits, cell_width = np.int32(base[i]), np.int32(cell_bits[i] & np.uint8(15))
         cell = np.int32(np.int32(codes[i]) - np.int32(FIRST_CELL_CODE + ZERO_CELL))
         step = np.int32(np.int32(cell << cell_width) + np.int32(np.int32(np.int32(1) << cell_width) >> np.int32(1)))
-        ordinal = np.int32(bf16_ordinal(base_bits) + step)
+        ordinal = np.int32(ordinal_of(base_bits) + step)
         sign = np.int32(ordinal >> np.int32(31))
         magnitude = np.int32(np.int32(np.int32(ordinal ^ sign) - sign) & np.int32(0x7FFF))
         value = np.int32(magnitude | np.int32(sign & np.int32(0x8000)))
-        estimate = np.float32(_bf16_value(value) - _bf16_value(base_bits))
+        estimate = np.float32(float_value(value, shift, scale) - float_value(base_bits, shift, scale))
         nearest = limit if estimate > np.float32(0.0) else -limit
         estimate = estimate if abs(estimate) < limit else nearest
         middles[i] = estimate if codes[i] >= np.uint8(FIRST_CELL_CODE) else deltas[i]
@@ -206,9 +213,9 @@ def _cut_residuals(
 
 @kernel
 def encode_tiles(
-    base: Bits16, expert: Bits16, contexts: Bytes, first_low: int, cuts: Integers, limit: np.float32,
-    cell_bits_C: Bytes, widths: Bytes, codes: Bytes, residuals: Bits16, residual_widths: Bytes, exceptions: Bits32,
-    sums: Doubles, errors: Doubles,
+    base: Bits16, expert: Bits16, mantissa_bits: int, contexts: Bytes, first_low: int, cuts: Integers,
+    limit: np.float32, cell_bits_C: Bytes, widths: Bytes, codes: Bytes, residuals: Bits16, residual_widths: Bytes,
+    exceptions: Bits32, sums: Doubles, errors: Doubles,
 ) -> int:  # fmt: skip
     """Compute the code, the residual and the residual's width of every element.
 
@@ -222,15 +229,15 @@ def encode_tiles(
     middles, keys = np.empty(TILE, np.float32), np.empty(TILE, np.uint16)
     pairs = np.empty(2 * TILE, np.float64)
     n, n_exceptions, largest = len(base), 0, np.int32(0)
-    top = top_edge_exponent(first_low, cuts[0])
+    top = top_edge_exponent(first_low, cuts[0], mantissa_bits)
     for tile in range(0, n, TILE):
         stop = min(tile + TILE, n)
         m = stop - tile
         tile_base, tile_contexts, tile_codes = base[tile:stop], contexts[tile:stop], codes[tile:stop]
         look_up(cell_bits_C, tile_contexts, m, cell_bits)
         tile_largest = _tile_residuals(
-            tile_base, expert[tile:stop], cell_bits, cuts, top, tile_codes, full_residuals, width_indices,
-            is_exception, deltas,
+            tile_base, expert[tile:stop], mantissa_bits, cell_bits, cuts, top, tile_codes, full_residuals,
+            width_indices, is_exception, deltas,
         )  # fmt: skip
         largest = tile_largest if tile_largest > largest else largest
         look_up(widths, width_indices, m, band_widths)
@@ -243,6 +250,6 @@ def encode_tiles(
                 if is_exception[i]:
                     exceptions[n_exceptions] = np.uint32(tile + i)
                     n_exceptions += 1
-        _tile_middles(tile_base, tile_codes, cell_bits, limit, deltas, middles)
+        _tile_middles(tile_base, mantissa_bits, tile_codes, cell_bits, limit, deltas, middles)
         sum_tile(deltas, middles, tile_contexts, tile_codes, keys, pairs, sums, errors)
     return n_exceptions if largest < np.int32(_INFINITY) else -1

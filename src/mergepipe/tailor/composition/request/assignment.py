@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mergepipe.errors import MismatchError, RecipeError, did_you_mean
@@ -11,15 +11,16 @@ from mergepipe.recipes.parse.problems import Findings
 from mergepipe.storage.location import Location
 from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT, StoredState, TrainingCheckpoint
 from mergepipe.tailor.composition.request.recipe import (
-    Choice,
     CompositionRecipe,
     ExactName,
     NumberedUnit,
+    StackedLayers,
     Take,
 )
+from mergepipe.tailor.composition.request.restack import fits_in_place, resized
 from mergepipe.tailor.inspect import differences
-from mergepipe.tailor.selection import select_parameters
-from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit
+from mergepipe.tailor.selection import Selector, select_parameters
+from mergepipe.tailor.units import EMBED, LM_HEAD, NORM, ModelUnits, Unit, at_layer, layer
 
 DERIVED_KINDS = (WEIGHT, EXPORT)  # copies of the master, in the dtype they are stored in
 _MAX_LISTED_UNITS = 8
@@ -29,16 +30,28 @@ _MAX_LISTED_UNITS = 8
 class Assignment:
     """`source_of` maps every parameter to its source's place in `sources`. The skeleton gives everything else:
     structure, scheduler, random states, options of the optimizer. With `state_index` a partial checkpoint takes the
-    skeleton's place in all but structure."""
+    skeleton's place in all but structure.
+
+    With `layers` the result's layers are these layers of their sources; `origin_of` has the source's name of every
+    parameter that is another layer's there. `resized` describes a result of other parameters than the skeleton's.
+    """
 
     sources: tuple[TrainingCheckpoint, ...]
     skeleton_index: int
     source_of: Mapping[str, int]
     state_index: int | None = None
+    layers: tuple[int, ...] | None = None
+    origin_of: Mapping[str, str] = field(default_factory=dict)
+    resized: TrainingCheckpoint | None = None
 
     @property
     def skeleton(self) -> TrainingCheckpoint:
         return self.sources[self.skeleton_index]
+
+    @property
+    def model(self) -> TrainingCheckpoint:
+        """The form of the result: parameters, shapes, dtypes, groups."""
+        return self.resized or self.skeleton
 
     @property
     def state(self) -> TrainingCheckpoint:
@@ -49,9 +62,30 @@ class Assignment:
         """Return the source of a parameter."""
         return self.sources[self.source_of[parameter]]
 
+    def origin(self, parameter: str) -> str:
+        """Return the name that a parameter has in its source."""
+        return self.origin_of.get(parameter, parameter)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a parameter, or the owner of an alias, is the skeleton's own, in its place."""
+        owner = self.model.units.tied.get(name, name)
+        return self.source_of[owner] == self.skeleton_index and owner not in self.origin_of
+
+    def find_state(self, name: str, kind: str) -> StoredState | None:
+        """Return the source's state that a parameter or an alias is copied from, if there is one."""
+        owner = self.model.units.tied.get(name, name)
+        return state_to_copy(self.source(owner), self.origin(name), kind)
+
+    def state_of(self, name: str, kind: str) -> StoredState:
+        """Return the source's state that a parameter or an alias is copied from; `assign` has seen it there."""
+        stored = self.find_state(name, kind)
+        if stored is None:
+            raise AssertionError(f"{kind} of {name} was checked to be there")
+        return stored
+
     def unit_sources(self) -> Iterator[tuple[Unit, tuple[int, ...]]]:
         """Yield each unit with the distinct indices of its sources."""
-        for unit, names in self.skeleton.units.parameters.items():
+        for unit, names in self.model.units.parameters.items():
             yield unit, tuple(dict.fromkeys(self.source_of[name] for name in names))
 
 
@@ -67,18 +101,40 @@ def assign(recipe: CompositionRecipe, sources: Mapping[Location, TrainingCheckpo
     findings = Findings(RecipeError, MismatchError)
     skeleton = _skeleton(recipe, opened, places, findings)
     findings.raise_any()
-    units = opened[skeleton].units
-    claims = _ParameterClaims(units, findings)
+    model, layers = _model(recipe, opened[skeleton], findings)
+    claims = _ParameterClaims(model.units, opened[skeleton].units, findings)
     for take in recipe.takes:
         claims.add(take, places[take.source])
     default = places[recipe.default] if recipe.default is not None else None
     source_of = claims.complete(default, recipe.path.name)
     _check_dtype(recipe, opened[skeleton], findings)
-    for index in sorted({*source_of.values()} - {skeleton}):
-        _check_fit(opened[skeleton], opened[index], [n for n, i in source_of.items() if i == index], findings)
-    findings.raise_any()
     state = _state(recipe, opened, places, skeleton)
-    return Assignment(opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None)
+    assignment = Assignment(
+        opened, skeleton, MappingProxyType(source_of), state if state != skeleton else None, layers,
+        MappingProxyType(claims.origins), model if model is not opened[skeleton] else None,
+    )  # fmt: skip
+    for index in sorted({*source_of.values()} - {skeleton}):
+        _check_fit(assignment, opened[index], [n for n, i in source_of.items() if i == index], findings)
+    findings.raise_any()
+    return assignment
+
+
+def _model(
+    recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findings: Findings
+) -> tuple[TrainingCheckpoint, tuple[int, ...] | None]:
+    """Return the form of the result and, if it is restacked, the layer behind each of its layers."""
+    layers = recipe.stacked_layers
+    n_layers = skeleton.units.n_layers
+    if layers is None or layers == tuple(range(n_layers)):
+        return skeleton, None
+    beyond = [index for index in layers if layer(index) not in skeleton.units.parameters]
+    if beyond:
+        findings.add(
+            RecipeError, "tailor.units.no_layer", f"{recipe.path.name} slices", f"the model has no layer {beyond[0]}",
+            f"its layers are 0 to {n_layers - 1}",
+        )  # fmt: skip
+        findings.raise_any()
+    return (skeleton if fits_in_place(skeleton, layers) else resized(skeleton, layers)), layers
 
 
 def _state(
@@ -117,35 +173,66 @@ def _refuse_incomplete(source: TrainingCheckpoint, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any."""
+    """A recipe entry that takes a parameter: source, position in the recipe, and the alias used, if any.
+
+    `selector` is the text that selects it among others; empty where it is named by itself.
+    """
 
     source: int
     where: str
     alias: str | None
+    selector: str = ""
 
 
 class _ParameterClaims:
-    """Collects which recipe entry takes which parameter; reports conflicts."""
+    """Collects which recipe entry takes which parameter; reports conflicts.
 
-    def __init__(self, units: ModelUnits, findings: Findings) -> None:
+    `origins` are the names that restacked parameters have in their sources. `units` are the result's.
+    """
+
+    def __init__(self, units: ModelUnits, source_units: ModelUnits, findings: Findings) -> None:
+        self.origins: dict[str, str] = {}
         self._units = units
+        self._source_units = source_units
         self._findings = findings
         self._claims: dict[str, _Claim] = {}
 
     def add(self, take: Take, source: int) -> None:
         for choice in take.choices:
+            if isinstance(choice, StackedLayers):
+                self._stack(choice, take, source)
+                continue
             try:
-                names, alias = _resolve(choice, self._units, take.where)
+                names, alias = self._resolve(choice, take.where)
             except RecipeError as error:
                 for problem in error.problems:
                     self._findings.add(RecipeError, problem.code, problem.where, problem.message, problem.hint)
                 continue
             for name in names:
-                self._claim(name, _Claim(source, take.where, alias))
+                self._claim(name, _Claim(source, take.where, alias, _selector_text(choice)))
+
+    def _stack(self, choice: StackedLayers, take: Take, source: int) -> None:
+        for place, origin in enumerate(choice.origins, choice.start):
+            for before in self._source_units.parameters[layer(origin)]:
+                name = at_layer(before, place)
+                self._claim(name, _Claim(source, take.where, None))
+                if name != before:
+                    self.origins[name] = before
+
+    def _resolve(self, choice: Selector | ExactName | NumberedUnit, where: str) -> tuple[tuple[str, ...], str | None]:
+        """Return the parameters that a choice selects, and the alias if it named one."""
+        if isinstance(choice, NumberedUnit):
+            return _numbered(choice, self._source_units, where)
+        return _resolve(choice, self._units, where)
 
     def _claim(self, name: str, claim: _Claim) -> None:
         first = self._claims.setdefault(name, claim)
         if first.source == claim.source:
+            if first is not claim and first.selector and claim.selector:
+                self._findings.add(
+                    RecipeError, "tailor.recipe.overlap", claim.where, f"{claim.selector!r} takes {name!r} once more, "
+                    f"which {first.selector!r} takes", "name every unit once",
+                )  # fmt: skip
             return
         alias = first.alias or claim.alias
         if alias is not None:
@@ -176,8 +263,11 @@ class _ParameterClaims:
         }
 
 
-def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
-    """Return the parameters that a choice selects, and the alias if it named one."""
+def _selector_text(choice: Selector | ExactName | NumberedUnit) -> str:
+    return "" if isinstance(choice, ExactName | NumberedUnit) else choice.text
+
+
+def _resolve(choice: Selector | ExactName, units: ModelUnits, where: str) -> tuple[tuple[str, ...], str | None]:
     if isinstance(choice, ExactName):
         if choice.text in units.tied:
             return (units.tied[choice.text],), choice.text
@@ -187,8 +277,6 @@ def _resolve(choice: Choice, units: ModelUnits, where: str) -> tuple[tuple[str, 
                 did_you_mean(choice.text, (*units.names, *units.tied)),
             )  # fmt: skip
         return (choice.text,), None
-    if isinstance(choice, NumberedUnit):
-        return _numbered(choice, units, where)
     return select_parameters([choice], units, where), None
 
 
@@ -219,36 +307,33 @@ def _check_dtype(recipe: CompositionRecipe, skeleton: TrainingCheckpoint, findin
         )  # fmt: skip
 
 
-def _check_fit(
-    skeleton: TrainingCheckpoint, source: TrainingCheckpoint, names: Sequence[str], findings: Findings
-) -> None:
-    """Check that `source` has the parameters `names` as the skeleton needs them."""
+def _check_fit(assignment: Assignment, source: TrainingCheckpoint, names: Sequence[str], findings: Findings) -> None:
+    """Check that `source` has the parameters `names` as the result needs them."""
+    skeleton, model = assignment.skeleton, assignment.model
     reasons = list(differences(skeleton, source)) if not source.missing else list(_stage_differences(skeleton, source))
     for reason in reasons:
         findings.add(MismatchError, "tailor.mismatch", str(source.path), reason)
     if reasons:
         return
     wanted = set(names)
-    _check_counters(skeleton, source, wanted, findings)
-    for (name, kind), state in skeleton.states.items():
-        if skeleton.units.tied.get(name, name) not in wanted:
+    _check_counters(assignment, source, wanted, findings)
+    for (name, kind), state in model.states.items():
+        if model.units.tied.get(name, name) not in wanted:
             continue
-        stored = state_to_copy(source, name, kind)
+        stored = assignment.find_state(name, kind)
         problem = _mismatch(stored, state) if stored is not None else "is not there"
         if problem:
             findings.add(
-                MismatchError, "tailor.lacks", str(source.path), f"{kind} of {name} {problem}",
+                MismatchError, "tailor.lacks", str(source.path), f"{kind} of {assignment.origin(name)} {problem}",
                 "take it from a checkpoint that holds it",
             )  # fmt: skip
 
 
-def _check_counters(
-    skeleton: TrainingCheckpoint, source: TrainingCheckpoint, wanted: set[str], findings: Findings
-) -> None:
+def _check_counters(assignment: Assignment, source: TrainingCheckpoint, wanted: set[str], findings: Findings) -> None:
     counted = {name for step in source.steps for name in step.parameters}
-    for name in (name for step in skeleton.steps for name in step.parameters):
-        if name in wanted and name not in counted:
-            findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {name} is not there")
+    for name in (name for step in assignment.model.steps for name in step.parameters):
+        if name in wanted and (origin := assignment.origin(name)) not in counted:
+            findings.add(MismatchError, "tailor.lacks", str(source.path), f"the step counter of {origin} is not there")
 
 
 def state_to_copy(source: TrainingCheckpoint, name: str, kind: str) -> StoredState | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from mergepipe.core.blocks import DTYPES_BY_RECIPE_NAME, DType
@@ -14,11 +14,11 @@ from mergepipe.recipes.parse.references import read_reference
 from mergepipe.recipes.parse.yaml_source import KeyPath, Value, read_yaml, shortened
 from mergepipe.storage.contract import Store
 from mergepipe.storage.location import Location
-from mergepipe.tailor.selection import Selector, TheseLayers, parse_selector
+from mergepipe.tailor.selection import Selector, parse_selector
 
 SHORT_KEYS = ("default", "take", "state_from")
 TAKE_KEYS = ("from", "units")
-SLICES_KEYS = ("slices", "pre_weights", "post_weights", "merge_method", "dtype", "state_from")
+SLICES_KEYS = ("slices", "pre_weights", "post_weights", "base_model", "merge_method", "dtype", "state_from")
 _SLICE_KEYS = ("sources",)
 _SOURCE_KEYS = ("model", "layer_range")
 _WEIGHT_KEYS = ("name", "model")
@@ -39,7 +39,16 @@ class ExactName:
     text: str
 
 
-Choice: TypeAlias = Selector | NumberedUnit | ExactName
+@dataclass(frozen=True, slots=True)
+class StackedLayers:
+    """Layers `origins` of a source, in this order: they become the result's layers from `start` on."""
+
+    text: str
+    origins: tuple[int, ...]
+    start: int
+
+
+Choice: TypeAlias = Selector | NumberedUnit | ExactName | StackedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class Take:
 class CompositionRecipe:
     """A composition as requested. `default` provides units that no take names; `state_from` None means the newest.
 
+    The layers of slices are stacked in the order of the recipe, whatever their places in their sources.
     `weights_dtype` is what the recipe says of the stored weights, to be checked; None where it says nothing.
     """
 
@@ -64,6 +74,12 @@ class CompositionRecipe:
     takes: tuple[Take, ...]
     state_from: Location | None
     weights_dtype: DType | None
+
+    @property
+    def stacked_layers(self) -> tuple[int, ...] | None:
+        """The layer of its source behind each layer of the result; None where layers keep their places."""
+        stacked = [c for take in self.takes for c in take.choices if isinstance(c, StackedLayers)]
+        return tuple(origin for choice in stacked for origin in choice.origins) if stacked else None
 
     @property
     def sources(self) -> tuple[Location, ...]:
@@ -176,12 +192,21 @@ def _read_slices(reader: DocumentReader, root: dict[str, Value]) -> CompositionR
         message = f"slices are composed with merge_method: passthrough, found {describe(method)}"
         reader.refuse("tailor.recipe.method", ("merge_method",), message)
     takes: list[Take] = []
+    n_layers = 0
     for index, entry in enumerate(_entries(reader, root, "slices")):
-        takes += _slice(reader, entry, ("slices", index))
+        for take in _slice(reader, entry, ("slices", index)):
+            takes.append(_placed(take, n_layers))
+            n_layers += sum(len(choice.origins) for choice in take.choices if isinstance(choice, StackedLayers))
     for key in ("pre_weights", "post_weights"):
         for index, entry in enumerate(_entries(reader, root, key)):
             takes += _weight(reader, entry, (key, index))
-    return _recipe(reader, root, None, takes)
+    return _recipe(reader, root, _optional_source(reader, root, "base_model"), takes)
+
+
+def _placed(take: Take, start: int) -> Take:
+    """Place a slice's layers from layer `start` of the result on."""
+    choices = (replace(c, start=start) if isinstance(c, StackedLayers) else c for c in take.choices)
+    return replace(take, choices=tuple(choices))
 
 
 def _entries(reader: DocumentReader, root: dict[str, Value], key: str) -> list[Value]:
@@ -211,7 +236,7 @@ def _slice(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:
     return [Take(source, (choice,), reader.source.where(*place))] if source is not None and choice is not None else []
 
 
-def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> TheseLayers | NumberedUnit | None:
+def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> StackedLayers | NumberedUnit | None:
     ends = value if isinstance(value, list) else []
     first, last = (ends[0], ends[1]) if len(ends) == 2 else (None, None)
     is_range = isinstance(first, int) and isinstance(last, int) and not isinstance(first, bool)
@@ -219,7 +244,7 @@ def _layer_range(reader: DocumentReader, value: Value, at: KeyPath) -> TheseLaye
         reader.refuse("tailor.recipe.range", at, "needs two layer numbers, the second excluded, as [0, 16]")
         return None
     text = f"layer_range [{first}, {last}]"
-    return NumberedUnit(text, first) if first == last else TheseLayers(text, tuple(range(first, last)))
+    return NumberedUnit(text, first) if first == last else StackedLayers(text, tuple(range(first, last)), 0)
 
 
 def _weight(reader: DocumentReader, entry: Value, at: KeyPath) -> list[Take]:

@@ -11,8 +11,8 @@ from mergepipe.checkpoints.formats.torch_zip import TorchArchive, read_torch_zip
 from mergepipe.core.blocks import DType, Span, element_count
 from mergepipe.errors import UnsupportedError
 from mergepipe.storage.contract import Store
-from mergepipe.storage.location import Location
-from mergepipe.tailor.checkpoint import FP32, Piece, StoredState
+from mergepipe.tailor.checkpoint import EXPORT, FP32, WEIGHT
+from mergepipe.tailor.composition.archives.archive_rewrite import ArchiveRewrite
 from mergepipe.tailor.composition.archives.torch_writer import InertPickler, Size
 from mergepipe.tailor.composition.archives.zip_layout import MemberPlan, lay_out_archive, literal_member
 from mergepipe.tailor.composition.composition_plan import (
@@ -20,23 +20,24 @@ from mergepipe.tailor.composition.composition_plan import (
     PatchCollector,
     pack_step,
     plan_file,
-    unpacked,
+    state_segments,
 )
-from mergepipe.tailor.composition.copy.plan import FilePlan, Fill, Literal, Segment, patch_states
-from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment, state_to_copy
+from mergepipe.tailor.composition.copy.plan import FilePlan, Fill, Literal, Segment
+from mergepipe.tailor.composition.request.assignment import DERIVED_KINDS, Assignment
+from mergepipe.tailor.composition.request.restack import restacked_names
+from mergepipe.tailor.composition.resized import is_weight_file, weight_file, whole_state
 from mergepipe.tailor.composition.skeleton_files import SkeletonFile, list_skeleton
 from mergepipe.tailor.composition.staleness import StepChoice, choose_steps, staleness_of
-from mergepipe.tailor.composition.state_overlay import Edits, StateOverlay, overlay_state
+from mergepipe.tailor.composition.state_overlay import StateOverlay, apply_edits, overlay_state
 from mergepipe.tailor.composition.zero.sub_groups import FlatGroup, regrouped
 from mergepipe.tailor.formats.contract import refuse_repartition
 from mergepipe.tailor.formats.deepspeed import ZeroFiles, base_optimizer_path, list_zero_files
-from mergepipe.tailor.formats.pickle_node import Node
+from mergepipe.tailor.formats.pickle_node import Node, PicklePath
 
 _STAGE12_MASTERS = "single_partition_of_fp32_groups"
 _RANK_FILE = re.compile(r"(.*zero_pp_rank_)\d+(_mp_rank_00_(?:optim|model)_states\.pt)", re.ASCII)
 _RANDOM_STATE = re.compile(r"rng_state_(\d+)\.pth", re.ASCII)
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-_MEMBER = Location.parse("member")  # stands for the member whose content is being planned
 
 
 def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) -> CompositionPlan:
@@ -53,7 +54,8 @@ def plan_repartitioned(store: Store, assignment: Assignment, world_size: int) ->
         refuse_repartition(skeleton)
     overlay = overlay_state(store, assignment, list_skeleton(store, skeleton))
     first = read_torch_zip(store, zero.optimizer[min(zero.optimizer)])
-    groups = regrouped(skeleton, Node(first.root, first.file.name), world_size)
+    layers = None if assignment.resized is None else assignment.layers
+    groups = regrouped(skeleton, Node(first.root, first.file.name), world_size, layers)
     steps = choose_steps(assignment, [group.names for group in groups])
     work = _Repartition(store, assignment, zero, overlay, groups, steps, world_size)
     plans = sorted([*work.other_files(), *work.optimizer_files()], key=lambda plan: plan.name)
@@ -89,11 +91,14 @@ class _Repartition:
 
     def other_files(self) -> Iterator[FilePlan]:
         """Plan all files but the optimizer's: weights patched, the number of ranks changed, the rest copied."""
-        patches = self._patches()
+        patches = PatchCollector(self.store) if self.assignment.resized else self._patches()
         for file in self.overlay.files:
             state = _RANDOM_STATE.fullmatch(file.path.name)
-            if not _RANK_FILE.fullmatch(file.path.name) and not (state and int(state[1]) >= self.world_size):
+            is_rank_file = _RANK_FILE.fullmatch(file.path.name) or (state and int(state[1]) >= self.world_size)
+            if not is_rank_file and not (self.assignment.resized and self._is_resized(file)):
                 yield plan_file(self.store, file, patches, self.overlay)
+        if self.assignment.resized is not None:
+            yield from self._resized_files()
         if self.assignment.skeleton.stage == 3:
             yield from self._model_files(patches)
 
@@ -102,16 +107,19 @@ class _Repartition:
         patches = PatchCollector(self.store)
         skeleton = self.assignment.skeleton
         for (name, kind), target in skeleton.states.items():
-            owner = skeleton.units.tied.get(name, name)
-            if kind in DERIVED_KINDS and self.assignment.source_of[owner] != self.assignment.skeleton_index:
-                patches.state(_source_state(self.assignment, name, kind), target)
-        shapes = [{name: Size(skeleton.parameters[name]) for name in group.names} for group in self.groups]
-        is_repartitioned = tuple(group.names for group in self.groups) != skeleton.flat_groups
+            if kind in DERIVED_KINDS and not self.assignment.keeps(name):
+                patches.state(self.assignment.state_of(name, kind), target)
         for path in {self.zero.model, *(file.path for file in self._old_model_files())}:
-            patches.edits[path]["dp_world_size",] = self.world_size
-            if is_repartitioned:
-                patches.edits[path]["param_shapes",] = shapes
+            patches.edits[path].update(self._layout())
         return patches
+
+    def _layout(self) -> dict[PicklePath, object]:
+        """What a model file says of the number of ranks and, where it changes, of the flat groups."""
+        changes: dict[PicklePath, object] = {("dp_world_size",): self.world_size}
+        if tuple(group.names for group in self.groups) != self.assignment.skeleton.flat_groups:
+            shapes = self.assignment.model.parameters
+            changes["param_shapes",] = [{name: Size(shapes[name]) for name in group.names} for group in self.groups]
+        return changes
 
     def _old_model_files(self) -> list[SkeletonFile]:
         matches = ((file, _RANK_FILE.fullmatch(file.path.name)) for file in self.overlay.files)
@@ -123,7 +131,42 @@ class _Repartition:
         for rank in range(self.world_size):
             file = old[rank % len(old)]
             name = self.prefix + _RANK_FILE.sub(rf"\g<1>{rank}\g<2>", file.path.name)
-            yield plan_file(self.store, replace(file, name=name), patches, self.overlay)
+            if self.assignment.resized is not None:
+                yield self._resized_model_file(replace(file, name=name))
+            else:
+                yield plan_file(self.store, replace(file, name=name), patches, self.overlay)
+
+    # --- files of a restacked model with other parameters
+
+    def _is_resized(self, file: SkeletonFile) -> bool:
+        return is_weight_file(file) or file.path == self.zero.model
+
+    def _resized_files(self) -> Iterator[FilePlan]:
+        """Plan the weights for other programs and, in stages 1 and 2, the one model file."""
+        if any(is_weight_file(file) for file in self.overlay.files):
+            yield weight_file(self.store, self.assignment, EXPORT)
+        if self.assignment.model.stage != 3:
+            yield from (self._resized_model_file(file) for file in self.overlay.files if file.path == self.zero.model)
+
+    def _resized_model_file(self, file: SkeletonFile) -> FilePlan:
+        """Plan a model file with the restacked module: its weights or, in stage 3, the places of weights."""
+        model, layers = self.assignment.model, self.assignment.layers or ()
+        archive = read_torch_zip(self.store, file.path)
+        root = Node(archive.root, file.path.name)
+        apply_edits({**self.overlay.edits_of(file.path), **self._layout()}, root)
+        rewrite = ArchiveRewrite(archive)
+        old = root.get("module").mapping()
+        module: dict[object, object] = {}
+        for name, before in restacked_names([str(n) for n in old], self.assignment.skeleton.units, layers):
+            form = model.states.get((name, WEIGHT))
+            module[name] = old[before]
+            if form is not None:
+                segments = tuple(whole_state(self.store, self.assignment, name, WEIGHT, form.dtype))
+                module[name] = rewrite.tensor(segments, form.dtype, form.shape)
+        module |= {alias: module[owner] for alias, owner in model.units.tied.items() if alias in module}
+        old.clear()
+        old.update(module)
+        return rewrite.plan(file.name)
 
     # --- optimizer files
 
@@ -135,16 +178,16 @@ class _Repartition:
         }
         for rank in range(self.world_size):
             archive = read_torch_zip(self.store, first)
-            _apply({**self.overlay.edits_of(first), **counters}, Node(archive.root, first.name))
+            apply_edits({**self.overlay.edits_of(first), **counters}, Node(archive.root, first.name))
             shard = _Shard(self, archive, rank)
             name = self.prefix + _RANK_FILE.sub(rf"\g<1>{rank}\g<2>", first.name)
             yield shard.plan(name)
 
     def shares(self, group: FlatGroup, rank: int) -> tuple[list[_Share], int, int]:
         """Return a rank's part of a group: shares in order, elements with padding, elements of padding."""
-        skeleton = self.assignment.skeleton
-        sizes = [(name, element_count(skeleton.parameters[name])) for name in group.names]
-        if skeleton.stage == 3:
+        model = self.assignment.model
+        sizes = [(name, element_count(model.parameters[name])) for name in group.names]
+        if model.stage == 3:
             return self._own_shares(sizes, rank)
         return self._cut_shares(sizes, rank)
 
@@ -177,20 +220,6 @@ class _Repartition:
                 shares.append(_Share(name, Span(first - at, last - at), first - begin))
             at += n_elements
         return shares, per_rank, n_padding if rank == self.world_size - 1 else 0
-
-
-def _source_state(assignment: Assignment, name: str, kind: str) -> StoredState:
-    owner = assignment.skeleton.units.tied.get(name, name)
-    stored = state_to_copy(assignment.source(owner), name, kind)
-    if stored is None:
-        raise AssertionError(f"{kind} of {name} was checked to be there")
-    return stored
-
-
-def _apply(edits: Edits, root: Node) -> None:
-    """Apply edits to a value that is pickled again anyway."""
-    for path, value in edits.items():
-        root.at(path[:-1]).mapping()[path[-1]] = value
 
 
 @dataclass(slots=True)
@@ -252,7 +281,12 @@ class _Shard:
         """Update the partition records of stages 1 and 2."""
         for number, group in enumerate(self.work.groups):
             shares, _, n_padding = self.work.shares(group, self.rank)
-            for key, replacement in (("group_paddings", n_padding), ("param_slice_mappings", _fragments(shares))):
+            replacements = {
+                "group_paddings": n_padding,
+                "param_slice_mappings": _fragments(shares),
+                "param_alignment_paddings": [0] * len(group.names),
+            }
+            for key, replacement in replacements.items():
                 node = optimizer.find(key)
                 if node is not None and isinstance(node.value, list):
                     node.value[number] = replacement
@@ -270,9 +304,9 @@ class _Shard:
         segments: list[Segment] = []
         position = 0
         for share in shares:
-            stored = unpacked(self.work.store, _source_state(assignment, share.name, kind))
+            stored = assignment.state_of(share.name, kind)
             segments += _gap(share.start - position, old.dtype)
-            segments += _elements(stored, share, old.dtype)
+            segments += state_segments(self.work.store, stored, share.span, old.dtype)
             position = share.start + share.span.n_elements
         segments += _gap(n_elements - position, old.dtype)
         return self._member(segments, old.dtype, (n_elements,))
@@ -293,14 +327,6 @@ class _Shard:
 
 def _gap(n_elements: int, dtype: DType) -> list[Segment]:
     return [Fill(n_elements * dtype.itemsize)] if n_elements else []
-
-
-def _elements(stored: StoredState, share: _Share, dtype: DType) -> Iterator[Segment]:
-    """Yield the segments of one share's elements in the source."""
-    place = Piece(_MEMBER, 0, share.span.n_elements * dtype.itemsize, share.span)
-    target = StoredState(stored.parameter, stored.kind, dtype, stored.shape, (place,))
-    for _, patch in patch_states(stored, target):
-        yield patch.segment
 
 
 def _fragments(shares: Sequence[_Share]) -> dict[object, object]:

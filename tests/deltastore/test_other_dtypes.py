@@ -1,0 +1,180 @@
+"""Experts in fp16 and fp32, and those of another dtype than their base: every bit comes back, levels are exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import mergepipe
+from mergepipe.core.blocks import BF16, F16, F32, DType
+from mergepipe.deltastore.band_sample import choose_bands
+from mergepipe.deltastore.codec.bands import Bands
+from mergepipe.deltastore.codec.block import (
+    BlockContext,
+    EncodedBlock,
+    RawBytes,
+    convert,
+    decode_block,
+    decode_deltas,
+    encode_block,
+    encode_converted,
+)
+from mergepipe.deltastore.codec.levels import PIECES_OF, RECORDED_LEVELS, Codec, Level
+from mergepipe.testing.tensors import SPECIAL
+from support.rounding import decode, encode
+from support.safetensors_bytes import file_bytes
+
+seeds = st.integers(0, 2**32 - 1)
+CONVERSIONS = [(base, dtype) for base in (BF16, F16, F32) for dtype in (BF16, F16, F32) if base is not dtype]
+
+
+def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
+    return np.frombuffer(stored.tobytes(), np.uint8).copy()
+
+
+def pair(seed: int, n: int, step: float, base_dtype: DType = F16, dtype: DType = F16) -> tuple[RawBytes, RawBytes]:
+    """A base and an expert whose deltas have about the size `step`; weights of many sizes, subnormal ones included."""
+    rng = np.random.default_rng(seed)
+    sizes_N = np.exp2(rng.integers(-22, 2, n)).astype(np.float32)
+    base_N = (rng.standard_normal(n) * np.where(rng.random(n) < 0.1, sizes_N, np.float32(0.02))).astype(np.float32)
+    base = as_bytes(encode(base_N, base_dtype))
+    moved_N = decode(base.tobytes(), base_dtype) + (rng.standard_normal(n) * step).astype(np.float32)
+    return base, as_bytes(encode(moved_N.astype(np.float32), dtype))
+
+
+def deltas_of(base: RawBytes, base_dtype: DType, expert: RawBytes, dtype: DType) -> NDArray[np.float32]:
+    return np.asarray(decode(expert.tobytes(), dtype) - decode(base.tobytes(), base_dtype))
+
+
+def bands_of(base: RawBytes, expert: RawBytes) -> Bands:
+    return choose_bands(deltas_of(base, F16, expert, F16), is_sample=False)
+
+
+def decoded(block: EncodedBlock, context: BlockContext, nbytes: int) -> RawBytes:
+    out = np.full(nbytes, 0xA5, np.uint8)
+    decode_block(block.codec, block.pieces, context, out)
+    return out
+
+
+def deltas_at(block: EncodedBlock, level: Level, context: BlockContext, n: int) -> NDArray[np.float32]:
+    """Deltas at a level, from nothing but the pieces that it reads."""
+    pieces = {piece: content for piece, content in block.pieces.items() if piece in PIECES_OF[level]}
+    out = np.full(n, np.nan, np.float32)
+    decode_deltas(block.codec, level, pieces, context, out)
+    return out
+
+
+@given(seed=seeds, n=st.integers(4096, 12_000), step=st.floats(-7, 0), odd=st.floats(0, 0.02))
+def test_encode_block__fp16_experts_come_back(seed: int, n: int, step: float, odd: float) -> None:
+    base, expert = pair(seed, n, 10.0**step)
+    rng = np.random.default_rng(seed)
+    specials = encode(SPECIAL[np.isfinite(SPECIAL) & (np.abs(SPECIAL) < 6e4)], F16).view(np.uint16)
+    for stored in (base, expert):
+        places = np.flatnonzero(rng.random(n) < odd)
+        stored.view(np.uint16)[places] = rng.choice(specials, len(places))
+    bands = bands_of(base, expert)
+    block = encode_block(base, expert, F16, bands)
+    assert np.array_equal(decoded(block, BlockContext(base, F16, bands, "test"), len(expert)), expert)
+
+
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01, 0xFFFF])
+@pytest.mark.parametrize("in_base", [False, True])
+def test_encode_block__fp16_infinities_and_nan_payloads_come_back(bits: int, in_base: bool) -> None:
+    base, expert = pair(1, 8192, 1e-4)
+    (base if in_base else expert).view(np.uint16)[17] = bits
+    bands = Bands((1e-4, 5e-5, 1e-5))
+    block = encode_block(base, expert, F16, bands)
+    assert block.codec is Codec.BYTES  # what is not finite has no band
+    assert np.array_equal(decoded(block, BlockContext(base, F16, bands, "test"), len(expert)), expert)
+
+
+@given(seed=seeds, step=st.floats(-5, -2))
+def test_decode_deltas__of_fp16_are_exact_above_the_cut_and_leave_the_recorded_error(seed: int, step: float) -> None:
+    base, expert = pair(seed, 8192, 10.0**step)
+    bands = bands_of(base, expert)
+    block = encode_block(base, expert, F16, bands)
+    assume(block.codec is Codec.BANDS)
+    context = BlockContext(base, F16, bands, "test")
+    full_N = deltas_of(base, F16, expert, F16)
+    head_N = np.where(np.abs(full_N) >= np.float32(bands.cuts[1]), full_N, np.float32(0))
+    assert np.array_equal(deltas_at(block, Level.HEAD_EXACT, context, 8192), head_N)
+    assert np.array_equal(deltas_at(block, Level.LOSSLESS, context, 8192), full_N)
+    for level, recorded in zip(RECORDED_LEVELS, block.errors, strict=True):
+        left = float(((deltas_at(block, level, context, 8192) - full_N.astype(np.float64)) ** 2).sum())
+        assert recorded == pytest.approx(left, rel=1e-4, abs=1e-6 * block.errors[0])
+
+
+def test_encode_block__fp16_is_small_for_a_small_change() -> None:
+    rng = np.random.default_rng(0)
+    base = as_bytes(encode((rng.standard_normal(1 << 17) * 0.02).astype(np.float32), F16))
+    moved_N = decode(base.tobytes(), F16) + (rng.standard_normal(1 << 17) * 1e-4).astype(np.float32)
+    expert = as_bytes(encode(moved_N.astype(np.float32), F16))
+    block = encode_block(base, expert, F16, bands_of(base, expert))
+    assert block.codec is Codec.BANDS
+    assert block.nbytes < 0.38 * len(expert)
+    assert encode_block(base, expert, F16, None).nbytes > 0.4 * len(expert)
+
+
+@pytest.mark.parametrize(("base_dtype", "dtype"), CONVERSIONS, ids=lambda dtype: dtype.name)
+@given(seed=seeds, n=st.integers(1, 6000), step=st.floats(-7, 0))
+def test_encode_converted__experts_of_another_dtype_come_back_with_exact_deltas(
+    base_dtype: DType, dtype: DType, seed: int, n: int, step: float
+) -> None:
+    base, expert = pair(seed, n, 10.0**step, base_dtype, dtype)
+    block = encode_converted(base, base_dtype, expert, dtype)
+    context = BlockContext(base, dtype, None, "test", base_dtype)
+    assert np.array_equal(decoded(block, context, len(expert)), expert)
+    full_N = deltas_of(base, base_dtype, expert, dtype)
+    for level in (Level.HEAD, Level.LOSSLESS):
+        assert np.array_equal(deltas_at(block, level, context, n), full_N)
+    assert block.errors[0] == pytest.approx(float((full_N.astype(np.float64) ** 2).sum()), rel=1e-6)
+    same = encode_converted(base, base_dtype, convert(base, base_dtype, dtype).copy(), dtype)
+    assert same.codec is Codec.SAME
+    assert np.array_equal(
+        deltas_at(same, Level.HEAD, context, n),
+        deltas_of(base, base_dtype, convert(base, base_dtype, dtype), dtype),
+    )
+
+
+@pytest.mark.parametrize(("base_dtype", "dtype"), CONVERSIONS, ids=lambda dtype: dtype.name)
+def test_convert__of_special_values_is_that_of_the_reference(base_dtype: DType, dtype: DType) -> None:
+    base = as_bytes(encode(SPECIAL, base_dtype))
+    assert convert(base, base_dtype, dtype).tobytes() == encode(decode(base.tobytes(), base_dtype), dtype).tobytes()
+
+
+def test_merge__of_packed_experts_in_other_dtypes_gives_what_raw_ones_give(tmp_path: Path) -> None:
+    n, dtypes = 70_000, {"expert-1": F32, "expert-2": F16, "expert-3": BF16}
+    base, _ = pair(0, n, 0.0, BF16, BF16)
+    (tmp_path / "base.safetensors").write_bytes(_file(base, BF16, n))
+    for seed, (name, dtype) in enumerate(dtypes.items()):
+        expert = pair(0, n, 0.0, BF16, dtype)[1]
+        values_N = decode(expert.tobytes(), dtype)
+        moved_N = values_N + (np.random.default_rng(seed).standard_normal(n) * 1e-4).astype(np.float32)
+        moved = as_bytes(encode(moved_N.astype(np.float32), dtype))
+        (tmp_path / f"{name}.safetensors").write_bytes(_file(moved, dtype, n))
+    raw = [tmp_path / f"{name}.safetensors" for name in dtypes]
+    report = mergepipe.pack(tmp_path / "base.safetensors", raw, tmp_path / "stores")
+    assert [expert.blocks.keys() for expert in report.experts] == [{"bytes"}, {"bytes"}, {"bands"}]
+    outputs = []
+    for number, models in enumerate([raw, [tmp_path / "stores" / name for name in dtypes]]):
+        recipe = tmp_path / f"{number}.yml"
+        weighted = [{"model": str(model), "parameters": {"weight": 0.5, "density": 0.2}} for model in models]
+        document = {"merge_method": "ties", "base_model": str(tmp_path / "base.safetensors"), "models": weighted}
+        recipe.write_text(json.dumps({**document, "dtype": "float32"}))
+        mergepipe.merge(recipe, tmp_path / f"out-{number}")
+        outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]
+    for name in dtypes:
+        mergepipe.unpack(tmp_path / "stores" / name, tmp_path / "back" / name)
+        packed_file = tmp_path / "back" / name / f"{name}.safetensors"
+        assert packed_file.read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
+
+
+def _file(stored: RawBytes, dtype: DType, n: int) -> bytes:
+    return file_bytes({"w": {"dtype": dtype.name, "shape": [n], "data_offsets": [0, len(stored)]}}, stored.tobytes())

@@ -1,0 +1,212 @@
+"""Tensors encoded without a base: every bit comes back, sizes are near the entropy, lies are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from packing_cases import N_WIDE, halves, make_family, tree, write_model
+
+import mergepipe
+from mergepipe.cli import main
+from mergepipe.core.blocks import BF16, DTYPES, F16, F32, DType
+from mergepipe.core.canonical_json import digest_of
+from mergepipe.deltastore.codec.block import BlockContext, EncodedBlock, RawBytes, decode_block, encode_block
+from mergepipe.deltastore.codec.generic.prefix_words import GROUP, pack_low_bits, unpack_low_bits
+from mergepipe.deltastore.codec.generic.standalone import decode_standalone, encode_standalone, estimate_standalone
+from mergepipe.deltastore.codec.levels import BLOCK_ELEMENTS, Codec, Piece
+from mergepipe.deltastore.header import HEADER_NAME
+from mergepipe.errors import CorruptError, MergePipeError, MismatchError
+from mergepipe.testing.tensors import SPECIAL
+from support.rounding import encode
+
+seeds = st.integers(0, 2**32 - 1)
+dtypes = st.sampled_from(sorted(DTYPES.values(), key=lambda dtype: dtype.name))
+FLOATS = [DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")]
+
+
+def as_bytes(stored: NDArray[np.generic]) -> RawBytes:
+    return np.frombuffer(stored.tobytes(), np.uint8).copy()
+
+
+def weights(n: int, dtype: DType, seed: int = 0, scale: float = 0.02) -> RawBytes:
+    values_N = (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+    return as_bytes(encode(values_N, dtype))
+
+
+def decoded(content: NDArray[np.uint8], nbytes: int, dtype: DType) -> RawBytes:
+    out = np.full(nbytes, 0xA5, np.uint8)
+    decode_standalone(content, dtype, "test", out)
+    return out
+
+
+@given(seed=seeds, n=st.integers(0, 3000), dtype=dtypes, spread=st.integers(0, 63))
+def test_encode_standalone__any_bits_of_any_dtype_come_back(seed: int, n: int, dtype: DType, spread: int) -> None:
+    rng = np.random.default_rng(seed)
+    bits = 8 * dtype.itemsize
+    words = (rng.integers(0, 2**64, n, np.uint64) >> np.uint64(63 - spread)) << np.uint64(rng.integers(0, bits))
+    expert = as_bytes(words.astype(f"u{dtype.itemsize}"))
+    assert np.array_equal(decoded(encode_standalone(expert, dtype), len(expert), dtype), expert)
+
+
+@given(seed=seeds, n=st.integers(1, 40_000), dtype=st.sampled_from(FLOATS), odd=st.floats(0, 0.3))
+def test_encode_standalone__weights_with_special_values_come_back(seed: int, n: int, dtype: DType, odd: float) -> None:
+    expert = weights(n, dtype, seed).view(f"u{dtype.itemsize}")
+    specials = as_bytes(encode(SPECIAL, dtype)).view(expert.dtype)
+    places = np.flatnonzero(np.random.default_rng(seed).random(n) < odd)
+    expert[places] = np.resize(specials, len(places))
+    stored = expert.view(np.uint8)
+    assert np.array_equal(decoded(encode_standalone(stored, dtype), len(stored), dtype), stored)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(BF16, 0.6556), (F16, 0.8425), (F32, 0.828), (DTYPES["F8_E5M2"], 0.69)])
+def test_encode_standalone__takes_little_more_than_the_entropy_of_normal_weights(dtype: DType, share: float) -> None:
+    expert = weights(BLOCK_ELEMENTS, dtype)
+    content = encode_standalone(expert, dtype)
+    assert len(content) <= share * len(expert)
+    assert estimate_standalone(expert, dtype).estimated_bytes == pytest.approx(len(content), rel=0.002)
+
+
+def test_encode_standalone__low_bits_that_are_zero_cost_nothing() -> None:
+    widened = weights(BLOCK_ELEMENTS, BF16).view(np.uint16).astype(np.uint32) << 16
+    assert len(encode_standalone(as_bytes(widened), F32)) < 0.36 * widened.nbytes
+
+
+@given(seed=seeds, groups=st.integers(0, 50), width=st.integers(1, 7))
+def test_pack_low_bits__bits_lie_one_after_another_and_come_back(seed: int, groups: int, width: int) -> None:
+    plane = np.random.default_rng(seed).integers(0, 1 << width, GROUP * groups).astype(np.uint8)
+    packed, back = np.empty(groups * width, np.uint8), np.empty(len(plane), np.uint8)
+    pack_low_bits(plane, width, packed)
+    bits_NW = (plane[:, None] >> np.arange(width)) & 1
+    assert np.array_equal(packed, np.packbits(bits_NW.reshape(-1), bitorder="little"))
+    unpack_low_bits(packed, width, back)
+    assert np.array_equal(back, plane)
+
+
+@given(seed=seeds, data=st.data(), dtype=st.sampled_from([BF16, F32, DTYPES["U8"]]))
+def test_decode_standalone__lying_content_is_refused_or_gives_other_values_never_more(
+    seed: int, data: st.DataObject, dtype: DType
+) -> None:
+    expert = weights(3001, BF16, seed % 5)[: 3000 * 2 // dtype.itemsize * dtype.itemsize]
+    content = encode_standalone(expert, dtype)
+    rng = np.random.default_rng(seed)
+    for _ in range(data.draw(st.integers(1, 8))):
+        content = content.copy()
+        content[rng.integers(0, min(len(content), data.draw(st.sampled_from([16, 10**9]))))] = rng.integers(0, 256)
+    cut = data.draw(st.integers(0, len(content)) | st.just(len(content)))
+    room = np.full(len(expert) + 64, 7, np.uint8)
+    try:
+        decode_standalone(content[:cut], dtype, "test", room[: len(expert)])
+    except CorruptError as error:
+        codes = {error.code}
+    else:
+        codes = set()
+    assert codes <= {"store.content"}
+    assert (room[len(expert) :] == 7).all()
+
+
+def test_encode_block__unrelated_experts_are_encoded_without_the_base() -> None:
+    base, expert = weights(BLOCK_ELEMENTS, BF16, 1), weights(BLOCK_ELEMENTS, BF16, 2)
+    block = encode_block(base, expert, BF16, None)
+    assert block.codec is Codec.STANDALONE
+    assert block.nbytes < 0.656 * len(expert)
+    alone = encode_block(None, expert, BF16, None)
+    assert alone.codec is Codec.STANDALONE
+    assert alone.errors == (0.0,) * 5 != block.errors
+
+
+@pytest.mark.parametrize("codec", [Codec.SAME, Codec.BANDS, Codec.BYTES])
+def test_decode_block__without_a_base_refuses_what_needs_one(codec: Codec) -> None:
+    block = EncodedBlock(codec, {piece: np.zeros(9, np.uint8) for piece in Piece})
+    with pytest.raises(CorruptError, match=r"relative to its base|header has no cuts"):
+        decode_block(block.codec, block.pieces, BlockContext(None, BF16, None, "test"), np.empty(8, np.uint8))
+
+
+@pytest.fixture(scope="module")
+def packed_base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of several dtypes, and its store without a base, packed by the command."""
+    root = tmp_path_factory.mktemp("alone")
+    rng = np.random.default_rng(3)
+    tensors = {
+        "wide": halves((rng.standard_normal(N_WIDE) * 0.02).astype(np.float32)),
+        "norm": np.full(9, 0x3F80, "<u2"),
+    }
+    model = write_model(root / "model", tensors)
+    assert main(["pack", str(model), "--out", str(root / "stores")]) == 0
+    return model, root / "stores" / "model"
+
+
+def test_pack__a_model_on_its_own_takes_two_thirds_and_comes_back(
+    packed_base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, store = packed_base
+    files = tree(store)
+    assert sum(map(len, files.values())) < 0.66 * (model / "model.safetensors").stat().st_size
+    mergepipe.unpack(store, tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(model)
+    assert mergepipe.verify(store).damages == ()
+
+
+def test_pack__a_model_on_its_own_replaces_it(tmp_path: Path) -> None:
+    base = make_family(tmp_path / "f", 1).base
+    before = tree(base)
+    report = mergepipe.pack(None, [base], tmp_path / "stores", replace=True)
+    assert report.base is None
+    assert not base.exists()
+    mergepipe.unpack(tmp_path / "stores" / "base", base)
+    assert tree(base) == before
+
+
+def test_merge__a_packed_base_and_experts_without_a_base_give_what_raw_ones_give(tmp_path: Path) -> None:
+    family = make_family(tmp_path / "f", 2)
+    models = [family.base, *family.experts]
+    mergepipe.pack(None, models, tmp_path / "stores")
+    outputs = []
+    for number, places in enumerate([models, [tmp_path / "stores" / model.name for model in models]]):
+        document = {
+            "merge_method": "linear",
+            "models": [{"model": str(place), "parameters": {"weight": 0.25}} for place in places],
+            "dtype": "bfloat16",
+        }
+        recipe = tmp_path / f"{number}.yml"
+        recipe.write_text(json.dumps(document))
+        mergepipe.merge(recipe, tmp_path / f"out-{number}")
+        outputs.append((tmp_path / f"out-{number}" / "model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]
+
+
+def test_pack__an_expert_equal_to_its_base_stores_nothing(tmp_path: Path) -> None:
+    base = make_family(tmp_path / "f", 1).base
+    report = mergepipe.pack(base, [base], tmp_path / "stores").experts[0]
+    assert report.blocks.keys() == {"same"}
+    mergepipe.unpack(tmp_path / "stores" / "base", tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"), [({"is_plain": True}, CorruptError), ({"base_dtype": "BF16"}, MismatchError)]
+)
+def test_open__a_header_that_claims_plain_blocks_or_a_base_is_refused(
+    packed_base: tuple[Path, Path], tmp_path: Path, changes: dict[str, object], error: type[MergePipeError]
+) -> None:
+    store = shutil.copytree(packed_base[1], tmp_path / "store")
+    document = json.loads((store / HEADER_NAME).read_text())
+    document["tensors"][0] |= changes
+    del document["digest"]
+    (store / HEADER_NAME).write_text(json.dumps({**document, "digest": digest_of(document)}))
+    with pytest.raises(error):
+        mergepipe.unpack(store, tmp_path / "back")
+
+
+def test_encode_standalone__writes_the_bytes_that_it_has_always_written() -> None:
+    mixed = (np.arange(9000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+    expert = ((mixed & np.uint64(0x83FF)) | np.uint64(0x3800)).astype(np.uint16)
+    expert[::97] = 0x0001
+    assert blake3(encode_standalone(as_bytes(expert), BF16).tobytes()).hexdigest(8) == "a2ef10d2d0380505"
