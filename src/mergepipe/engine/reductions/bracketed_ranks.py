@@ -16,8 +16,8 @@ from mergepipe.operators.base import RawBlock
 BRACKET_ELEMENTS = 1 << 18  # a smaller tensor is not worth a bracket
 SAMPLE_RUNS = 8
 RUN_ELEMENTS = 4096
-EDGES = 8
-EDGE_BINS = 4  # from one edge to the next; a bin is 1/128 of a power of two
+EDGES = 14
+EDGE_BINS = 2  # from one edge to the next; a bin is 1/128 of a power of two
 
 
 class Stage(Enum):
@@ -45,7 +45,7 @@ class BracketedRanks:
     vector code, while a histogram of all elements is not: that is made only where a bracket misses, by `RankSearch`,
     which also does the work where blocks cannot be looked at again in memory: after `survey`.
 
-    Memory: see `RankSearch`, and 1 MiB a rank.
+    Memory: see `RankSearch`, and 512 KiB a rank.
     """
 
     def __init__(self, ranks: Iterable[int], n_elements: int) -> None:
